@@ -222,29 +222,29 @@ def check_kinds(folder: Path) -> None:
     """Raise InputError where a run's record is no file (reading a pipe would wait for ever), or a folder is none."""
     names = [RECIPE, METRICS, seals_of(METRICS), LEDGER, LOCK, STATEMENT]
     names += [] if locked(folder) else [OPENING, PRIVATE, seals_of(PRIVATE)]
+    records = [folder / name for name in names]
+    weights = [*folder.glob("checkpoints/round-*"), *folder.glob("private/heads/round-*")]
     # A named pipe in the place of a record would make the reader wait for ever.
-    for path in (folder / name for name in names):
+    for path in (*records, *(each for each in weights if not each.is_dir())):
         if path.exists() and not path.is_file():
             raise wrong(str(path), "a folder" if path.is_dir() else "no file", "the file that was written")
-    for path in (*(folder / name for name in names), *folder.glob("checkpoints/*"), folder / "checkpoints"):
-        if path.exists() and not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
+    for path in (*records, *folder.glob("checkpoints/*"), folder / "checkpoints"):
+        if path.exists() and not readable(path):
             raise wrong(str(path), "what this account may not read", "a record that it may read")
-    for path in (*folder.glob("checkpoints/round-*"), *folder.glob("private/heads/round-*")):
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise wrong(str(path), "no file", "the file that was written")
-    for name in ("private", "checkpoints"):
-        if (folder / name).exists() and not (folder / name).is_dir():
-            raise wrong(str(folder / name), "no folder", "the folder that was written")
+    for path in (folder / "private", folder / "checkpoints"):
+        if path.exists() and not path.is_dir():
+            raise wrong(str(path), "no folder", "the folder that was written")
+
+
+def readable(path: Path) -> bool:
+    """Return whether this account may read a file, or list a folder and open what is in it."""
+    return os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK)
 
 
 def locked(folder: Path) -> bool:
     """Return whether a run's private/ is there, and this account may not read all of it."""
     private = folder / "private"
-    if not private.is_dir():
-        return False
-    if not os.access(private, os.R_OK | os.X_OK):
-        return True
-    return not all(os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK) for path in private.rglob("*"))
+    return private.is_dir() and not (readable(private) and all(map(readable, private.rglob("*"))))
 
 
 LOCKED = "this account may not read private/"
