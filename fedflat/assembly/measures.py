@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedflat.core.checks import one_of, wrong
+from fedflat.core.checks import one_of, require
 from fedflat.core.loss import IGNORE
-
-
-@dataclass(frozen=True)
-class Measure:
-    """tasks: those it is for. of: (outputs, targets) of the whole test set -> the number."""
-
-    tasks: tuple[str, ...]
-    of: Callable[[Tensor, Tensor], float]
 
 
 def _right_side(outputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
@@ -96,23 +87,25 @@ def r2(outputs: Tensor, targets: Tensor) -> float:
     return float(r2_score(targets.numpy(), outputs.reshape(targets.shape).numpy()))
 
 
-MEASURES: Mapping[str, Measure] = {
-    "f1": Measure(("classification", "multilabel"), f1),
-    "auc": Measure(("classification", "multilabel"), auc),
-    "balanced_accuracy": Measure(("classification",), balanced_accuracy),
-    "top5": Measure(("classification",), top5),
-    "perplexity": Measure(("next-token",), perplexity),
-    "mae": Measure(("regression",), mae),
-    "rmse": Measure(("regression",), rmse),
-    "r2": Measure(("regression",), r2),
+CLASSES, LABELS, TOKENS, NUMBERS = "classification", "multilabel", "next-token", "regression"
+MEASURES: dict[str, tuple[Callable[[Tensor, Tensor], float], tuple[str, ...]]] = {
+    "f1": (f1, (CLASSES, LABELS)),
+    "auc": (auc, (CLASSES, LABELS)),
+    "balanced_accuracy": (balanced_accuracy, (CLASSES,)),
+    "top5": (top5, (CLASSES,)),
+    "perplexity": (perplexity, (TOKENS,)),
+    "mae": (mae, (NUMBERS,)),
+    "rmse": (rmse, (NUMBERS,)),
+    "r2": (r2, (NUMBERS,)),
 }
+"""Each measure by name: (outputs, targets) of the whole test set -> the number; and the tasks it is for."""
 
 
 def named(where: str, names: tuple[str, ...], task: str) -> dict[str, Callable[[Tensor, Tensor], float]]:
     """Return the measures of these names. Raises InputError for a name that is not here or not of the task."""
+    fitting = ", ".join(name for name, (_, tasks) in MEASURES.items() if task in tasks)
     for name in names:
-        measure = MEASURES[one_of(where, name, MEASURES)]
-        if task not in measure.tasks:
-            of_task = ", ".join(key for key, each in MEASURES.items() if task in each.tasks)
-            raise wrong(where, f"{name}, which is for {' and '.join(measure.tasks)}", f"for task {task}: {of_task}")
-    return {name: MEASURES[name].of for name in names}
+        _, tasks = MEASURES[one_of(where, name, MEASURES)]
+        found = f"{name}, which is for {' and '.join(tasks)}"
+        require(task in tasks, where, found, f"for task {task}: {fitting}")
+    return {name: MEASURES[name][0] for name in names}

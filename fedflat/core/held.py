@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import pickle
 import random
 import sys
@@ -52,12 +51,18 @@ def snapshot(root: object, skip: Iterable[Tensor] = ()) -> dict[str, Any]:
 
 
 def own_code(module: nn.Module) -> bool:
-    """Return whether a pass through a module runs Python that is neither this package's nor a library's."""
+    """Return whether a pass through a module may run Python that is neither this package's nor a library's: of its
+    class, a hook, or a function or an object that it holds.
+    """
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(
-        not is_library(type(part).__module__) or "forward" in vars(part) or any(getattr(part, name) for name in hooks)
-        for part in module.modules()
-    )
+    own = any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in module.modules())
+    return own or any(not is_library(_home(thing)) for _, thing, _ in _walk(module))
+
+
+def _home(thing: object) -> str:
+    """Return the module that the code of a thing is in: a function's or a class's own, or its class's."""
+    home = thing.__module__ if isinstance(thing, types.FunctionType | type) else type(thing).__module__
+    return home or "builtins"
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
@@ -85,7 +90,11 @@ class StateWatch:
 
     def __init__(self, root: object, skip: Iterable[Tensor] = (), restored: Iterable[Tensor] = ()) -> None:
         self.root, self._skip, self._restored = root, list(skip), list(restored)
-        self._index(snapshot(root, self._skip))
+        self._values = snapshot(root, self._skip)
+        silent = {id(tensor) for tensor in (*self._skip, *self._restored)}
+        tensors = [thing for _, thing, _ in _walk(root) if isinstance(thing, Tensor) and id(thing) not in silent]
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._versions = self._counters()
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self.root, self._skip, self._restored
@@ -93,47 +102,21 @@ class StateWatch:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
-    def _index(self, values: dict[str, Any]) -> None:
-        self._values = values
-        silent = {id(tensor) for tensor in (*self._skip, *self._restored)}
-        self._containers: list[tuple[Callable[[], list[Any]], list[Any]]] = []
-        self._tensors: list[tuple[Tensor, int]] = []
-        self._others: list[tuple[Any, Any]] = []
-        for _, thing, children in _walk(self.root):
-            reader = None if children is None else _reader(thing)
-            if isinstance(thing, Tensor):
-                beside = functools.partial(_values_beside, thing)
-                self._containers.append((beside, beside()))
-            if reader is not None:
-                self._containers.append((reader, reader()))
-            elif isinstance(thing, Tensor):
-                if id(thing) not in silent and not thing.is_inference():
-                    self._tensors.append((thing, thing._version))
-            elif children is None and not isinstance(thing, _PLAIN):
-                self._others.append((thing, _value(thing, set())))
+    def _counters(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors]
 
-    def changed(self, *, everything: bool = False) -> str | None:
-        """Return where something is not as it was, or None. everything: compare the entries of all tensors too, which
-        finds what was written behind autograd's back (``.data``, an array on the same memory).
+    def changed(self, *, everything: bool = True) -> str | None:
+        """Return where something is not as it was, or None.
+
+        everything: False looks only if a tensor was written to by torch. That is enough after a client where no code
+        of the user's own ran (``own_code``); at the end of a round everything is compared.
         """
-        if not everything and self._untouched():
+        if not everything and self._counters() == self._versions:
             return None
-        now = snapshot(self.root, self._skip)
-        found = difference(self._values, now)
-        # Not a change: a list may be made anew at every pass with the same contents.
-        if found is None and not self._untouched():
-            self._index(now)  # the same values in new objects
+        found = difference(self._values, snapshot(self.root, self._skip))
+        # Not a change: a tensor may be written anew with what it held.
+        self._versions = self._counters() if found is None else self._versions
         return found
-
-    def _untouched(self) -> bool:
-        """Return whether all objects are the very same, and no counter of writes has moved."""
-        for read, saved in self._containers:
-            now = read()
-            if len(now) != len(saved) or not all(map(operator.is_, now, saved)):
-                return False
-        if any(tensor._version != version for tensor, version in self._tensors):
-            return False
-        return all(_same(_value(thing, set()), value) for thing, value in self._others)
 
 
 def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None]]:
@@ -167,7 +150,7 @@ def _form(thing: Any, children: list[tuple[str, Any]]) -> tuple[Any, ...]:
 
 def _children(thing: Any) -> list[tuple[str, Any]] | None:
     """Return what a thing holds, by label; None for a leaf."""
-    if isinstance(thing, (Tensor, *_STATE)):
+    if isinstance(thing, (Tensor, types.ModuleType, *_STATE)):
         return None
     if isinstance(thing, Mapping):
         found = [(f"[{_label(key, index)}]", value) for index, (key, value) in enumerate(thing.items())]
@@ -191,8 +174,6 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
         return [(f".{name}", value) for name, value in own.items()]
     if isinstance(thing, threading.local):
         return _attributes(thing)
-    if isinstance(thing, types.ModuleType):
-        return None
     if isinstance(thing, types.MethodType):
         return [("", thing.__self__), ("()", thing.__func__)]
     if isinstance(thing, types.FunctionType):
@@ -216,10 +197,6 @@ def _beside(tensor: Tensor) -> list[tuple[str, Any]]:
     found = [(".grad", tensor.grad)] if tensor.is_leaf else []
     found += [(f".{name}", getattr(tensor, name, None)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
     return found + _attributes(tensor)
-
-
-def _values_beside(tensor: Tensor) -> list[Any]:
-    return [value for _, value in _beside(tensor)]
 
 
 def _opaque(module: str) -> bool:
@@ -313,23 +290,6 @@ def _filled(cell: types.CellType) -> bool:
 def is_library(module: str) -> bool:
     """Return whether a module's functions and classes hold nothing of a client's."""
     return module.partition(".")[0] in _LIBRARIES
-
-
-def _reader(thing: Any) -> Callable[[], list[Any]] | None:
-    """Return what reads the children of a container that can change, in one go; None where parents see every change."""
-    if isinstance(thing, Mapping):
-        return lambda: [*thing.keys(), *thing.values(), *getattr(thing, "__dict__", {}).values()]
-    if isinstance(thing, list | deque | set):
-        return lambda: [*thing, *getattr(thing, "__dict__", {}).values()]
-    if isinstance(thing, nn.Module):
-        own = vars(thing)
-        held = own["_parameters"], own["_buffers"], own["_modules"]
-        return lambda: [*own, *own.values(), *held[0].values(), *held[1].values(), *held[2].values()]
-    if isinstance(thing, tuple | frozenset):
-        return None
-    if isinstance(thing, type):
-        return lambda: [part for pair in _data_of(thing) for part in pair]
-    return lambda: [value for pair in _children(thing) or () for value in pair[1:]]
 
 
 # Pickled and not shown: what is shown of an array leaves its middle out where somebody sets NumPy to do so.

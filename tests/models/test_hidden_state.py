@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import fedflat
 from fedflat.core.checks import InputError
-from fedflat.core.held import StateWatch
-from fedflat.models import refuse_unclipped_state
+from fedflat.core.held import StateWatch, own_code
+from fedflat.models import build, refuse_unclipped_state
 
 X = torch.zeros(2, 6)
 _MEMORY: list[Tensor] = []
@@ -257,6 +257,12 @@ def test_no_corner_is_overlooked(place: str) -> None:
     assert watched.changed(everything=True) is None
     CORNERS[place](module)
     assert watched.changed() is not None and watched.changed(everything=True) is not None
+
+
+def test_a_library_layer_that_holds_a_users_function_is_own_code() -> None:
+    """What only library code does is compared after a round; where code of the user's own may run, after each client."""
+    assert own_code(nn.TransformerEncoderLayer(4, 2, activation=lambda x: x)) and own_code(Corners())
+    assert not own_code(nn.TransformerEncoderLayer(4, 2)) and not own_code(build("cnn", (1, 28, 28), 10, 0))
 
 
 def test_the_twin_that_names_all_keys_alike_overlooks_one(monkeypatch: pytest.MonkeyPatch) -> None:
