@@ -260,7 +260,7 @@ def test_no_corner_is_overlooked(place: str) -> None:
 
 
 def test_a_library_layer_that_holds_a_users_function_is_own_code() -> None:
-    """What only library code does is compared after a round; where code of the user's own may run, after each client."""
+    """What only library code does is compared after a round; where own code may run, after each client."""
     assert own_code(nn.TransformerEncoderLayer(4, 2, activation=lambda x: x)) and own_code(Corners())
     assert not own_code(nn.TransformerEncoderLayer(4, 2)) and not own_code(build("cnn", (1, 28, 28), 10, 0))
 
