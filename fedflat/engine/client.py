@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from fedflat.core.checks import wrong
 from fedflat.core.params import NOTHING, ClientContext
 from fedflat.core.types import Algorithm, Broadcast, ClientView, GradientFn, Local, Phase, plain_gradient
+from fedflat.engine.factored import Declined, Factored
 from fedflat.engine.problem import Batch, Gradient, Problem
 
 
@@ -90,10 +92,16 @@ class _Client:
 
     def message(self, algorithm: Algorithm) -> Tensor:
         """Return the update of the shared part under the common mask, after the algorithm's transforms."""
-        update = self.weights[..., self.problem.layout.span("shared")] - self.broadcast.shared
+        update: Any = self.weights[..., self.problem.layout.span("shared")] - self.broadcast.shared
+        try:
+            return self._transformed(algorithm, update)
+        except Declined:  # what needs coordinates gets the vectors written out
+            return self._transformed(algorithm, update.dense())
+
+    def _transformed(self, algorithm: Algorithm, update: Tensor) -> Tensor:
         if self.broadcast.mask is not None:
             update = update * self.broadcast.mask
-        view = self.view(algorithm.shared_phase, gradient=self.whole_gradient, examples=self.examples)
+        view = self.view(algorithm.shared_phase, gradient=lambda: self.whole_gradient, examples=self.examples)
         last, like = len(algorithm.transforms) - 1, update
         for index, transform in enumerate(algorithm.transforms):
             if index == last and algorithm.vectors > 1:
@@ -101,15 +109,16 @@ class _Client:
             update = _like(transform(update, view), like, f"algorithm.transforms[{index}]")
         return update
 
+    @cached_property
     def whole_gradient(self) -> Tensor:
-        """Return the gradient ``(…, d)`` of the client's whole loss at its final weights, in evaluation mode, without
+        """The gradient ``(…, d)`` of the client's whole loss at its final weights, in evaluation mode, without
         any penalty: LUS scores entries by it (Cheng et al. 2022, Eq. 11).
         """
         total = torch.zeros_like(self.weights[..., self.problem.layout.span("shared")])
         with self.problem.evaluating():
             for batch, share in self.data.everything():
                 total += self.problem.gradient(self.weights, "shared", batch).vector * share
-        return total
+        return total.dense() if isinstance(total, Factored) else total
 
     def examples(self) -> Tensor:
         """Return how many examples the client, or each of a block, has ``(…, 1)``."""

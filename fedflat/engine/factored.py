@@ -5,7 +5,8 @@ evaluation, which for a linear layer is δᵀx of a few rows. Norms and inner pr
 rows, so a client costs O(rows·(inputs + outputs)) instead of O(inputs·outputs). ``measured`` clips and adds them.
 
 ``Factored`` has the arithmetic that local training, gradient rules and linear transforms use on ``(n, D)`` tensors.
-What it cannot do in place it declines (``Declined``); anything else it does on the vectors written out.
+What it cannot do it declines (``Declined``): a transform then gets the vectors written out, and for a gradient rule
+the block is trained again on vectors written out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LARGEST = 1e30
 
 
 class Declined(Exception):
-    """Something that vectors as factors cannot do; the block is trained again on vectors written out."""
+    """Something that vectors as factors cannot do; it is done again on vectors written out."""
 
 
 @dataclass
@@ -127,7 +128,6 @@ class Factored:
     def __init__(self, trace: Trace, bases: list[tuple[Tensor, Coefficient]], steps: dict[int, Coefficient]) -> None:
         self.trace, self.bases, self.steps = trace, bases, steps
         self.absent: Tensor | None = None
-        self._written: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -183,25 +183,18 @@ class Factored:
                 return self
             if stop <= start:
                 return torch.zeros(self.trace.clients, 0, device=self.trace.device)
-        return self.dense()[item]
+        raise Declined("some rows or columns")
 
-    def _set(self, other: Any) -> Factored:
-        if not isinstance(other, Factored):
-            raise Declined("a change in place that leaves the span of the gradients")
-        self.bases, self.steps, self._written = other.bases, other.steps, None
+    def _set(self, other: Factored) -> Factored:
+        self.bases, self.steps = other.bases, other.steps
         return self
 
     def mul(self, factor: Any) -> Factored:
         """Multiply by a number, or ``(n, 1)``."""
-        if isinstance(factor, Factored):
-            return self.dense() * factor.dense()  # type: ignore[return-value]
+        if isinstance(factor, Factored) or (isinstance(factor, Tensor) and factor.shape != (self.trace.clients, 1)):
+            raise Declined("a product with other vectors")
         if isinstance(factor, Tensor):
-            if factor.numel() == 1:
-                factor = float(factor)
-            elif factor.shape != (self.trace.clients, 1):
-                return self.dense() * factor  # type: ignore[return-value]
-            else:
-                factor = factor.to(torch.float32)
+            factor = factor.to(torch.float32)
         bases = [(b, c * factor) for b, c in self.bases]
         return Factored(self.trace, bases, {s: c * factor for s, c in self.steps.items()})
 
@@ -210,7 +203,7 @@ class Factored:
         if isinstance(other, Tensor) and other.shape == (self.trace.size,):
             other = Factored(self.trace, [(other, 1.0)], {})
         if not isinstance(other, Factored):
-            return self.dense().add(other, alpha=alpha)  # type: ignore[return-value]
+            raise Declined("a sum that leaves the span of the gradients")
         bases, steps = list(self.bases), dict(self.steps)
         for base, c in other.bases:
             place = next((i for i, (known, _) in enumerate(bases) if _same(known, base)), None)
@@ -246,22 +239,13 @@ class Factored:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        # In place on a copy that is written out, it would change nothing of this object.
-        if name.endswith("_"):
-            raise Declined(f"{name} on vectors kept as factors")
-        return getattr(self.dense(), name)
+        raise Declined(f"{name} on vectors kept as factors")
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _OWN:
-            return _OWN[func](*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if (name.endswith("_") and not name.endswith("__")) or "out" in kwargs or name.startswith("__i"):
-            raise Declined(f"{name} on vectors kept as factors")
-        # Anything else sees ordinary tensors: slower, and never wrong.
-        plain = [a.dense() if isinstance(a, Factored) else a for a in args]
-        return func(*plain, **{k: v.dense() if isinstance(v, Factored) else v for k, v in kwargs.items()})
+        if func not in _OWN:
+            raise Declined(f"{getattr(func, '__name__', func)} on vectors kept as factors")
+        return _OWN[func](*args, **(kwargs or {}))
 
     def common(self) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]]]:
         """Return the part common to the whole block ``(D,)``, and bases with a coefficient per client."""
@@ -274,8 +258,6 @@ class Factored:
 
     def dense(self, rows: Tensor | None = None) -> Tensor:
         """Return the vectors written out ``(n, D)``, or some rows of them."""
-        if rows is None and self._written is not None:
-            return self._written
         trace, pick = self.trace, slice(None) if rows is None else rows
         count = trace.clients if rows is None else len(rows)
         shared, others = self.common()
@@ -290,8 +272,6 @@ class Factored:
                     out[:, layer.bias] += u[pick].sum(1)
         if self.absent is not None:
             out[self.absent[pick]] = 0.0
-        if rows is None:
-            self._written = out
         return out
 
     def norms(self) -> Tensor:
@@ -350,21 +330,14 @@ def _dense_norms(vectors: Tensor) -> Tensor:
 
 def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     if ord != 2 or dim not in (-1, 1):
-        found: Tensor = torch.linalg.vector_norm(x.dense(), ord, dim, keepdim, dtype=dtype)
-        return found
+        raise Declined("another norm")
     norms: Tensor = x.norms().to(dtype or torch.float32)
     return norms[:, None] if keepdim else norms
 
 
-def _zeros_like(x: Factored, **kwargs: Any) -> Any:
-    if kwargs:
-        return torch.zeros(x.shape, **{"device": x.trace.device} | kwargs)
-    return Factored(x.trace, [], {})
-
-
 _OWN: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm,
-    torch.zeros_like: _zeros_like,
+    torch.zeros_like: lambda x: Factored(x.trace, [], {}),
     torch.atleast_2d: lambda x: x,
     torch.clone: lambda x: x.clone(),
 }

@@ -279,10 +279,10 @@ class RoundSum:
         A back end calls it where it computes. A block that comes back unsummed is given to the round one client after
         the other: its sum draws noise for each, or clients' states wait for the factor that they were added with.
         """
+        messages = block.messages
         # Any other sum asks for its messages one by one, in client order.
         if not isinstance(self.total, PlainSum) or self.algorithm.client_state:
-            return block
-        messages = block.messages
+            return replace(block, messages=messages.dense()) if isinstance(messages, Factored) else block
         if isinstance(messages, Factored):
             # Places without a client are computed on zeros; as factors they may still hold w^t.
             messages = messages.without(torch.tensor([size == EMPTY for size in block.sizes], device=messages.device))
