@@ -127,7 +127,6 @@ class Factored:
 
     def __init__(self, trace: Trace, bases: list[tuple[Tensor, Coefficient]], steps: dict[int, Coefficient]) -> None:
         self.trace, self.bases, self.steps = trace, bases, steps
-        self.absent: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -158,14 +157,6 @@ class Factored:
     def new_zeros(self, shape: Any) -> Tensor:
         """Return a dense tensor of zeros of the given shape, on the same device."""
         return torch.zeros(shape, device=self.trace.device)
-
-    def without(self, absent: Tensor) -> Factored:
-        """Return the same vectors, exactly zero for the clients that are ``absent (n,)``; to be written out or added
-        only.
-        """
-        found = self.clone()
-        found.absent = absent
-        return found
 
     def detach(self) -> Factored:
         """Itself: there is no graph."""
@@ -270,8 +261,6 @@ class Factored:
                 matrix.baddbmm_(u[pick].transpose(1, 2), trace.acts[index][slot][pick])
                 if layer.bias is not None:
                     out[:, layer.bias] += u[pick].sum(1)
-        if self.absent is not None:
-            out[self.absent[pick]] = 0.0
         return out
 
     def norms(self) -> Tensor:

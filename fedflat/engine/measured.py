@@ -46,8 +46,9 @@ def add_clipped(
 ) -> tuple[Tensor, Tensor]:
     """``total (D,)`` += Σ_i weight_i·c_i·v_i in float64, in place -> norms ``(n,)``, factors c ``(n,)``.
 
-    bound: C, to which ``scale`` clips. weights: ``(n,)``, of the sample-weighted mean. A vector that is not finite adds
-    nothing, and has an infinite norm.
+    bound: C, to which ``scale`` clips. weights: ``(n,)``, of the sample-weighted mean, and 0 where there is no client:
+    such a place is measured like the others, so that nothing follows from who is there, and adds nothing. A vector that
+    is not finite adds nothing either, and has an infinite norm.
     """
     rows, norms, factors = _Rows(vectors), [], []
     for start in range(0, vectors.trace.clients, rows.together):
@@ -77,7 +78,7 @@ class _Rows:
     """Some clients' factors in float64, in rooms of one shape; inputs have a column of ones behind them, for b."""
 
     def __init__(self, vectors: Factored) -> None:
-        self.trace, self.absent, layers = vectors.trace, vectors.absent, vectors.trace.layers
+        self.trace, layers = vectors.trace, vectors.trace.layers
         self.mixed = [list(self.trace.mixed(index, vectors.steps).items()) for index in range(len(layers))]
         lengths = [sum(u.shape[1] for _, u in mixed) for mixed in self.mixed]
         columns = [-(-(layer.inputs + 1) // ALIGNED) * ALIGNED for layer in layers]  # faster where rows are aligned
@@ -123,11 +124,6 @@ class _Rows:
                 at = to
             x[count:, :, : layer.inputs], u[count:] = 0.0, 0.0
         self.coefficients[:count], self.coefficients[count:] = self.given[start:stop], 0.0
-        if self.absent is not None:  # no other way for the others: each is measured as if everybody were there
-            gone = torch.nonzero(self.absent[start:stop])[:, 0]
-            self.coefficients[gone] = 0.0
-            for layer, x, u in zip(self.trace.layers, self.inputs, self.deltas):
-                x[gone, :, : layer.inputs], u[gone] = 0.0, 0.0
         return count
 
     def measured(self) -> tuple[Tensor, Tensor]:

@@ -95,24 +95,24 @@ class Accumulator:
         messages = messages.to(self.total.device)
         if isinstance(messages, Factored) and self.in_factors and self.clip.by_norm:
             scale, bound = functools.partial(self.clip.scale, threshold=self.threshold), self.clip.bound(self.threshold)
-            found = add_clipped(self.total, messages, scale, bound, self._weights(sizes))
+            # A place without a client may hold anything; with the weight 0 it adds nothing.
+            counted = [max(0, size) if self.weighted else int(size != EMPTY) for size in sizes]
+            weights = torch.tensor(counted, dtype=torch.float64, device=self.total.device)
+            found = add_clipped(self.total, messages, scale, bound, weights)
             norms, factors = (each[rows] for each in found)
         else:
             dense = messages.dense() if isinstance(messages, Factored) else messages
             norms, factors = (each[rows] for each in self.clip.factors(dense, self.threshold, self.tensors))
-            self._add(dense[rows], norms, factors, self._weights(there))
+            self._add(dense[rows], norms, factors, there)
         # Figures are those of the clip alone, without weights.
         alone = factors if factors.dim() == 1 else factors.amin(1)
         given = {name: torch.atleast_1d(values)[rows].double() for name, values in (stats or {}).items()}
         self._note({NORM: norms, FACTOR: alone, **given})
         return factors
 
-    def _weights(self, sizes: Sequence[int]) -> Tensor | None:
-        """n_i ``(n,)`` where the mean is weighted."""
-        return torch.as_tensor(sizes, dtype=torch.float64, device=self.total.device) if self.weighted else None
-
-    def _add(self, messages: Tensor, norms: Tensor, factors: Tensor, weights: Tensor | None) -> None:
-        if weights is not None:
+    def _add(self, messages: Tensor, norms: Tensor, factors: Tensor, sizes: Sequence[int]) -> None:
+        if self.weighted:
+            weights = torch.tensor(sizes, dtype=torch.float64, device=self.total.device)
             factors = factors * (weights if factors.dim() == 1 else weights[:, None])
         finite = torch.isfinite(norms)
         # Zero times NaN is NaN. On a GPU it is always done: asking would wait for it.
@@ -283,9 +283,6 @@ class RoundSum:
         # Any other sum asks for its messages one by one, in client order.
         if not isinstance(self.total, PlainSum) or self.algorithm.client_state:
             return replace(block, messages=messages.dense()) if isinstance(messages, Factored) else block
-        if isinstance(messages, Factored):
-            # Places without a client are computed on zeros; as factors they may still hold w^t.
-            messages = messages.without(torch.tensor([size == EMPTY for size in block.sizes], device=messages.device))
         part = self.total.part(messages.device)
         part.add(messages, block.sizes, block.facts)
         return Summed(part, block.clients, block.personal)
