@@ -26,6 +26,7 @@ from fedflat.backends.ray import RayTasks
 from fedflat.backends.sequential import Sequential
 from fedflat.backends.vectorized import Vectorized
 from fedflat.backends.workers import Workers, portable
+from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, one_of, wrong
 from fedflat.core.imports import missing
 from fedflat.core.params import PersonalState
@@ -404,9 +405,7 @@ def remember(key: str, choice: Choice) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Written beside and renamed: runs on one machine share the file.
-        fresh = path.with_name(f"{path.name}.{os.getpid()}")
-        fresh.write_bytes(_OUTCOMES.dump_json({**_outcomes(), key: choice}, indent=1))
-        fresh.replace(path)
+        durable.replace(path, _OUTCOMES.dump_json({**_outcomes(), key: choice}, indent=1))
 
 
 _OUTCOMES = TypeAdapter(dict[str, Choice])

@@ -70,7 +70,10 @@ def resume_run(job: Job, ledger: Ledger) -> Start:
     for note in ledger.notes:
         job.say(note)
     _check_ledger(job, ledger)
-    _check_statement(job, job.folder.path / STATEMENT)
+    statement = job.folder.path / STATEMENT
+    if statement.exists() and not is_whole(statement):  # the run writes its own at its end
+        aside = set_aside(statement).name
+        job.say(f"{statement.name} is not as it was written; set aside as {aside}, a new one comes at the end")
     # By name alone: a checkpoint that is damaged still proves that its round was released.
     named = [checkpoint.round_of(path) for path in job.folder.checkpoints.glob("round-*")]
     found = checkpoint.newest(job.folder.checkpoints, lambda path, why: job.say(_aside(path, why)))
@@ -95,13 +98,6 @@ def _check_noted(job: Job, round: int, facts: Record) -> None:
     if facts and tips_of(path).get(round, {}).get("checkpoint") != facts["sha256"]:
         place = str(path / "checkpoints" / f"round-{round:06d}.safetensors")
         raise wrong(place, f"a checkpoint that {TIPS} does not name", "the one that the run wrote after that round")
-
-
-def _check_statement(job: Job, path: Path) -> None:
-    """Set aside a statement that is not as it was written; the run writes its own at its end."""
-    if path.exists() and not is_whole(path):
-        name = set_aside(path).name
-        job.say(f"{path.name} is not as it was written; set aside as {name}, a new one comes at the end")
 
 
 def _aside(path: Path, why: str) -> str:
