@@ -27,8 +27,8 @@ import torch
 
 from benchmarks.scale_paper import Costs, markdown
 from benchmarks.workloads import BY_NAME, network
+from fedflat.backends.in_process import Sequential
 from fedflat.backends.ray import RayTasks
-from fedflat.backends.sequential import Sequential
 from fedflat.backends.workers import Workers
 from fedflat.core.params import PersonalState, layout_of
 from fedflat.core.process import using_threads

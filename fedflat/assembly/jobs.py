@@ -24,7 +24,7 @@ from fedflat.assembly.records import identity, settled
 from fedflat.assembly.tasks import metrics_of, objective_of, suited, try_metrics, with_public_classes
 from fedflat.backends.choose import backend_for
 from fedflat.backends.features import with_features
-from fedflat.backends.sequential import Sequential
+from fedflat.backends.in_process import Sequential
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError, wrong

@@ -22,9 +22,8 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
+from fedflat.backends.in_process import Sequential, Vectorized
 from fedflat.backends.ray import RayTasks
-from fedflat.backends.sequential import Sequential
-from fedflat.backends.vectorized import Vectorized
 from fedflat.backends.workers import Workers, portable
 from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, one_of, wrong

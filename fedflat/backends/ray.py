@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedflat.backends.sequential import Sequential, as_sent
+from fedflat.backends.in_process import Sequential, as_sent
 from fedflat.core.checks import RunError, one_line, wrong
 from fedflat.core.imports import load_files, user_files
 from fedflat.core.params import PersonalState

@@ -25,7 +25,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from fedflat.backends.sequential import Sequential, as_sent
+from fedflat.backends.in_process import Sequential, as_sent
 from fedflat.core.checks import RunError
 from fedflat.core.imports import load_files, user_files
 from fedflat.core.params import PersonalState

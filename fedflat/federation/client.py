@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.backends.sequential import Sequential
+from fedflat.backends.in_process import Sequential
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.backends.sequential import Sequential
+from fedflat.backends.in_process import Sequential
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
 from fedflat.core.params import Layout, PersonalState

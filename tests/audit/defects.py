@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedflat.audit.bench import DELTA, SIGMA, AuditModel, Bench, bench_of, prepare_job
 from fedflat.audit.bounds import bound_of
 from fedflat.audit.mechanism import CANARIES, CONFIDENCE, audit_bench, contract_violations, outside_faults
-from fedflat.backends.sequential import Sequential
+from fedflat.backends.in_process import Sequential
 from fedflat.core.params import flatten, layout_of
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
 from fedflat.engine.job import Job

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fedflat.audit.movements import faults, shared_noise
 from fedflat.audit.worlds import CLIENTS, Case, Engine, Movement, Scenario, Worlds
-from fedflat.backends.sequential import Sequential
+from fedflat.backends.in_process import Sequential
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import Layout, PersonalState, layout_of
 from fedflat.core.rng import noise_key, seeded_torch

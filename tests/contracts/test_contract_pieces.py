@@ -147,7 +147,7 @@ TWINS: dict[str, tuple[Any, ...]] = {
     "rule_writes_into_the_broadcast": (Broadcast, "for_one_client", lambda self: self),
     "transform_writes_into_the_broadcast": (Broadcast, "for_one_client", lambda self: self),
     "state_writes_into_the_broadcast": (Broadcast, "for_one_client", lambda self: self),
-    "transform_hides_what_it_saw": ("fedflat.backends.sequential.refuse_change", lambda *_, **how: None),
+    "transform_hides_what_it_saw": ("fedflat.backends.in_process.refuse_change", lambda *_, **how: None),
     "factor_of_the_whole_block": (MethodScale, "_asked", _as_it_was),
     "factor_that_shortens_the_norms": (MethodScale, "_asked", _as_it_was),
     "factor_that_remembers": (MethodScale, "_asked", _as_it_was),

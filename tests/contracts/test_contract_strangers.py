@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedflat.assembly.jobs import prepare
-from fedflat.backends.vectorized import placed_in_blocks
+from fedflat.backends.in_process import placed_in_blocks
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.params import PersonalState
@@ -202,7 +202,7 @@ def in_order(clients: np.ndarray, size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("block", [5, 7])
 def test_the_twin_with_places_that_follow_the_cohort_is_caught(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedflat.backends.vectorized.placed_in_blocks", in_order)
+    monkeypatch.setattr("fedflat.backends.in_process.placed_in_blocks", in_order)
     assert moved_by_a_coin(chaotic("vectorized", block)) > 0
 
 

@@ -19,7 +19,7 @@ from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.jobs import prepare
 from fedflat.backends import choose
 from fedflat.backends.choose import Choice, cache_file, remember, remembered
-from fedflat.backends.vectorized import _in_order
+from fedflat.backends.in_process import _in_order
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.rng import Streams, stream

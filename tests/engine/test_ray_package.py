@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
 from fedflat.backends import ray as ours
+from fedflat.backends.in_process import Sequential
 from fedflat.backends.ray import in_place, packed
-from fedflat.backends.sequential import Sequential
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.params import layout_of
