@@ -125,6 +125,8 @@ class Trace:
 class Factored:
     """n vectors ``(n, D)`` in terms of a trace (see the module's text)."""
 
+    dtype = torch.float32
+
     def __init__(self, trace: Trace, bases: list[tuple[Tensor, Coefficient]], steps: dict[int, Coefficient]) -> None:
         self.trace, self.bases, self.steps = trace, bases, steps
 
