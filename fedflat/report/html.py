@@ -150,6 +150,8 @@ def _summary(run: Run, found: Card | str | None) -> dict[str, Any]:
     return {
         "sentence": found.sentence if isinstance(found, Card) else "",
         "facts": metrics.summary(run),
+        # The best round must not stand for a run that came to nothing.
+        "fate": metrics.FATES.get(metrics.fate(run), ""),
         "epsilon_name": metrics.epsilon_name(run),
         "beside_epsilon": _beside_epsilon(run),
         "own": {_label(key): metrics.last(run.metrics, key) for key in metrics.own_metrics(run.metrics)},

@@ -19,7 +19,7 @@ from fedflat.core.checks import InputError
 from fedflat.privacy.statement import SEEDED
 from fedflat.report import groups, pages, tables
 from fedflat.report.figures import MAX_POINTS, figures_of_run, thin
-from fedflat.report.html import write_report
+from fedflat.report.html import render, write_report
 from fedflat.report.metrics import read_run, read_runs
 from fedflat.report.pages import PRIVATE
 from fedflat.report.tables import PLAINLY
@@ -221,6 +221,18 @@ def test_long_runs_are_thinned(tmp_path: Path) -> None:
     assert thin(1) == [0] and thin(0) == []
     page = page_of([write_run(tmp_path / "run", rounds=3000)], tmp_path)
     assert len(page.encode()) < 600_000
+
+
+def test_the_best_tile_is_in_the_chart(tmp_path: Path) -> None:
+    """A thinned curve keeps the round that the tile names; a run that ended at guessing has no best round."""
+    run = read_run(write_run(tmp_path / "long", rounds=1501))
+    best = max(record["test_accuracy"] for record in run.metrics)
+    (accuracy,) = (figure for figure in figures_of_run(run) if figure.key == "accuracy")
+    assert max(accuracy.series[0].y) == best and f"best {100 * best:.2f} % after round" in render([run])
+    lost = read_run(write_run(tmp_path / "lost", rounds=5, private=False))
+    lost.metrics[-1] |= {"test_accuracy": 0.1, "class_accuracy": [0.0] * 9 + [1.0]}
+    page = render([lost])
+    assert "ended at the accuracy of guessing" in page and "after round" not in page
 
 
 def test_fifteen_methods_overlaid(tmp_path: Path) -> None:
