@@ -234,19 +234,11 @@ def sample_round_privacy(facts: Facts, *, samples: int, cohort: int, rho: float,
     return RoundPrivacy(epsilon, delta)
 
 
-@dataclass(frozen=True)
-class Generalization:
-    """Shi et al. 2023b, Theorem 5: the risk gap is below ``gap`` with at least ``probability``; void unless > 0."""
-
-    gap: float
-    probability: float
-    delta_prime: float
-
-
 def generalization_bound(
     step: RoundPrivacy, *, samples: int, cohort: int, rounds: int, delta_tilde: float
-) -> Generalization:
-    """Shi et al. 2023b, Theorem 5 (Eq. 20): P[|empirical − expected risk| < 4ε'] > 1 − (2e^{−1.7ε'}δ'/ε')·ln(2/ε').
+) -> tuple[float, float]:
+    """Shi et al. 2023b, Theorem 5 (Eq. 20): P[|empirical − expected risk| < 4ε'] > 1 − (2e^{−1.7ε'}δ'/ε')·ln(2/ε'), as
+    (4ε', that probability); void where it is not positive.
 
     ``step`` is the (ε̃, δ) of Theorem 4. Enters no privacy statement: (ε', δ') are per sample and only serve the
     generalization bound. Raises ``InputError`` where ε' ≥ Tε̃ (too few rounds: δ' is not defined).
@@ -263,7 +255,7 @@ def generalization_bound(
     jumps = math.ceil(prime / eps)
     delta_prime = math.exp(log_first) + 2 - high**jumps * low ** (rounds - jumps) - low**rounds
     failure = 2 * math.exp(-1.7 * prime) * delta_prime / prime * math.log(2 / prime)
-    return Generalization(4 * prime, 1 - failure, delta_prime)
+    return 4 * prime, 1 - failure
 
 
 @dataclass(frozen=True)

@@ -203,12 +203,12 @@ def _per_sample(setting: Setting) -> Iterator[Line]:
         step = bounds.sample_round_privacy(facts, rho=setting.rho, **known)
         given = f"δ = {step.delta:.3g}, δ̃ given"
         yield "Shi et al. 2023b, Theorem 4", "ε̃ of one round", step.epsilon, given
-        found = bounds.generalization_bound(step, rounds=facts.rounds, **known)
+        gap, probability = bounds.generalization_bound(step, rounds=facts.rounds, **known)
     except InputError as error:
         yield both, "generalisation", None, f"void: {error}"
         return
-    sure = f"with probability > {found.probability:.3g}" if found.probability > 0 else "void: no positive probability"
-    yield "Shi et al. 2023b, Theorem 5", "risk gap under", found.gap if found.probability > 0 else None, sure
+    sure = f"with probability > {probability:.3g}" if probability > 0 else "void: no positive probability"
+    yield "Shi et al. 2023b, Theorem 5", "risk gap under", gap if probability > 0 else None, sure
 
 
 def _drift(setting: Setting) -> Iterator[Line]:
