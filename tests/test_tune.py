@@ -522,6 +522,6 @@ def test_no_score_is_taken_on_rows_of_natural_clients(tmp_path: Path) -> None:
     rows = ["who,a,label", *(f"{i % 5},{i},{i % 2}" for i in range(40))]
     (tmp_path / "people.csv").write_text("\n".join(rows))
     of = {"dataset": str(tmp_path / "people.csv"), "target": "label", "validation_fraction": 0.5, "inputs": ["a"]}
-    assert len(load_validation({**of, "partition": {"kind": "iid"}, "test_fraction": 0.2})[1]) == 4
+    assert len(load_validation({**of, "clients": 5, "partition": {"kind": "iid"}, "test_fraction": 0.2})[1]) == 4
     with pytest.raises(InputError, match="people has no public test data to set apart"):
         load_validation({**of, "partition": {"kind": "natural", "by": "who"}})

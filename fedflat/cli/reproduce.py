@@ -383,9 +383,9 @@ def as_dict(found: outcome.Outcome) -> dict[str, Any]:
 
 
 def _record(row: outcome.Row) -> dict[str, Any]:
-    values = {
-        "column": row.cell.column, "method": row.cell.method, "measure": row.cell.measure, "target": row.cell.target,
-        "published": row.cell.published, "ours": list(row.ours.values()), "seeds": list(row.ours),
+    names = ("column", "method", "measure", "target", "published")
+    values = {name: getattr(row.cell, name) for name in names} | {
+        "ours": list(row.ours.values()), "seeds": list(row.ours),
         "difference": row.difference, "claimed_epsilon": row.claimed, "proven_epsilon": row.proven,
         "simulated_epsilon": row.simulated, "delta": row.delta, "fates": dict(row.fates), "missing": row.missing,
     }  # fmt: skip

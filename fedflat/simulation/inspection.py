@@ -569,6 +569,6 @@ def check_modes(run: Records) -> Iterator[Check]:
 
 
 CHECKS: tuple[Callable[[Records], Iterable[Check]], ...] = (
-    check_opening, check_recipe, check_body, check_privacy, check_fields, check_rounds,
-    check_checkpoints, check_tips, check_mark, check_sums, check_pages, check_strangers, check_modes,
+    check_opening, check_recipe, check_body, check_privacy, check_checkpoints, check_fields, check_rounds,
+    check_tips, check_mark, check_sums, check_pages, check_strangers, check_modes,
 )  # fmt: skip

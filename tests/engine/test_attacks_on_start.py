@@ -12,7 +12,6 @@ from torch import nn
 
 import fedflat
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import algorithm_of
 from fedflat.audit.worlds import Engine, cases_for, world_recipe
 from fedflat.cli.privacy import Options, scheduled_plan
 from fedflat.config.recipe import Recipe
@@ -20,7 +19,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.rounding import ROUNDING
 from fedflat.data.clients import FederatedData, from_pairs
 from fedflat.engine.train import train
-from fedflat.federation.project import scheduled
+from fedflat.federation.project import _taking_turns
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.attacker import attacker
 from fedflat.privacy.plan import Plan, build_plan
@@ -183,7 +182,7 @@ def test_worlds_of_a_started_recipe_are_those_of_its_later_rounds() -> None:
 
 def test_a_deployment_of_a_start_keeps_its_secret_coins() -> None:
     sampled = recipe(cohort={"size": 10})
-    kept, said = scheduled(sampled, algorithm_of(sampled), "central")
+    kept, said = _taking_turns(sampled, unnamed=True)
     assert kept is sampled and "a start's own noise" in said
-    turned, _ = scheduled(recipe(cohort={"size": 10}, start=None), algorithm_of(sampled), "central")
+    turned, _ = _taking_turns(recipe(cohort={"size": 10}, start=None), unnamed=True)
     assert turned.cohort.sampling == "min-separation"
