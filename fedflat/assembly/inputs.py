@@ -109,8 +109,8 @@ def module_of(
     else:
         if recipe.model.name == GIVEN:
             raise wrong("model.name", f"{GIVEN}: the run's folder does not hold the module", NOT_HELD)
-        known = None if data.preparation is None else data.preparation.record()
-        options = options_for(recipe, data.vocabulary, data.padding, known)
+        preparation = None if data.preparation is None else data.preparation.record()
+        options = options_for(recipe, data.vocabulary, data.padding, preparation)
         module = build(recipe.model.name, data.input_shape, data.classes, recipe.seed, **options)
     # Made-up rows: what a module is asked here must not follow from anybody's data.
     example = torch.zeros(2, *data.input_shape, dtype=data.inputs.dtype)
@@ -121,10 +121,8 @@ def module_of(
         # The user's own module stays as it was: its weights are w^0 of further runs too.
         module = _copied(module)
         refuse_crashing(module, example)
-    classes, draws = (
-        data.classes,
-        bool(refuse_unclipped_state(module, example, known=given is None and recipe.model.name in OURS)),
-    )
+    known = given is None and recipe.model.name in OURS
+    classes, draws = data.classes, refuse_unclipped_state(module, example, known=known)
     # A module built for the data fits them; one that was given may have other outputs.
     if given is not None or ":" in recipe.model.name or data.name == PAIRS:  # the others are made for the data
         found = check_outputs(module, example, data, objective)

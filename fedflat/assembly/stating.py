@@ -254,9 +254,6 @@ def _facts(recipe: Recipe, terms: Terms, tested: bool) -> dict[str, Any]:
     return found | {name: value for name, value in rare.items() if value}
 
 
-# ---------------------------------------------------------------------------------------------------- deployments
-
-
 def _of_deployment(plan: Plan, rounds: int, entries: Entries) -> tuple[dict[str, Any], list[str]]:
     """Return what a deployment's statement says besides, and its warning: what real check-ins mean for the sampling."""
     known = cohort_known_epsilon(plan, rounds, entries)
@@ -264,7 +261,9 @@ def _of_deployment(plan: Plan, rounds: int, entries: Entries) -> tuple[dict[str,
     check_ins = TEXTS["check_ins"]["public" if plan.sampler.name == "min-separation" else "secret"]
     facts = {"simulation": False, "deployment": True, "check_ins": check_ins, "epsilon_cohort_known": known}
     facts["epsilon_cohort_chosen"] = chosen if math.isfinite(chosen or 0.0) else None
-    return facts, [check_ins + _towards(known, chosen, plan.delta)] if plan.private else []
+    said = [("known", known), ("chosen", chosen)]
+    parts = [TEXTS["towards"][who].format(epsilon=e, delta=plan.delta) for who, e in said if e is not None]
+    return facts, [" ".join([check_ins, *parts])] if plan.private else []
 
 
 def cohort_known_epsilon(plan: Plan, rounds: int, entries: Entries) -> float | None:
@@ -298,14 +297,3 @@ def cohort_chosen_epsilon(plan: Plan, finished: int, entries: Entries) -> float 
     if not isinstance(plan.mechanism, DDGaussPlan):
         return None
     return plan.mechanism.account(plan).epsilon(rounds, "server", amplification=False)
-
-
-def _towards(known: float | None, chosen: float | None, delta: float) -> str:
-    """Return the figures in words; nothing where there is none."""
-    text = ""
-    if known is not None:
-        text += f" Towards them, if they are not the trusted server: ε = {known:.4g} at δ = {delta:g}."
-    if chosen is not None:
-        text += " The server's figure counts on its asking and charging as agreed: "
-        text += f"one that asks a client in every planned round learns of it at ε = {chosen:.4g}, δ = {delta:g}."
-    return text
