@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fedflat
-from fedflat.assembly.measures import MEASURES
+from fedflat.assembly.tasks import MEASURES
 from fedflat.core.checks import InputError
 from fedflat.core.loss import IGNORE
 
