@@ -7,15 +7,12 @@ ledger, or is computed from the ledger here. The same sections become HTML, Mark
 from __future__ import annotations
 
 import datetime
-import functools
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-from jinja2 import Environment, Undefined
 from markupsafe import Markup, escape
 
 from fedflat.core.checks import InputError, wrong
@@ -23,7 +20,7 @@ from fedflat.privacy.attacker import SLOW, Attacker, attacker_of
 from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.statement import SEEDED, refuse_seeded
 from fedflat.privacy.together import Published, total
-from fedflat.report import metrics, statement
+from fedflat.report import metrics, statement, wording
 from fedflat.report.metrics import Run, number, published, section, uncounted
 from fedflat.report.registry import UNSAID, About, readable
 from fedflat.report.wording import asset, environment, filled
@@ -78,7 +75,7 @@ def card(run: Run, others: Sequence[Run] = (), about: About | None = None, quick
         "digest": hashlib.sha256(ledger.read_bytes()).hexdigest() if ledger.is_file() else "",
         **(_together(every) if others else {}),
     }
-    text = _texts(yaml.safe_load(asset("templates/card.yaml")), values)
+    text = wording.texts("templates/card.yaml", values)
     sections = {title: {label: _lines(row) for label, row in rows.items()} for title, rows in text["sections"].items()}
     return Card(run, text["sentence"], sections, about, epsilon, delta)
 
@@ -103,6 +100,7 @@ def _stated(run: Run) -> dict[str, Any]:
     recipe = ("algorithm", "data", "model", "versions")
     return {
         "run": run,
+        "at_most": _at_most,
         "stated": lambda key: UNSAID if run.privacy.get(key) in (None, "", []) else str(run.privacy[key]),
         "seeded": metrics.seeded(run),
         "seeded_warning": SEEDED,
@@ -126,54 +124,13 @@ def _together(every: Sequence[Published]) -> dict[str, Any]:
     return {"total": whole, "bounded": bounded, "total_bound": bound, "names": [run.name for run in every]}
 
 
-def _texts(tree: Any, values: Mapping[str, Any]) -> Any:
-    """Return a tree of templates as a tree of texts, without those that are empty; a list's items are its lines."""
-    if isinstance(tree, Mapping):
-        pairs = ((_texts(key, values), _texts(value, values)) for key, value in tree.items())
-        return {key: value for key, value in pairs if value not in ("", [])}
-    if isinstance(tree, list):
-        return [line for item in tree for line in _texts(item, values).split("\n") if line]
-    if not isinstance(tree, str):
-        return tree
-    lines = _templates().from_string(tree).render(values).split("\n")
-    return "\n".join(kept for line in lines if (kept := " ".join(line.split())))
-
-
-@functools.cache
-def _templates() -> Environment:
-    """Return where a card's texts are filled in: as plain text, since each of its forms escapes for itself."""
-    found = environment().overlay(autoescape=False, undefined=Undefined)
-    filters: dict[str, Callable[..., Any]] = {"epsilon": bound_text, "up": _up, "share": _share, "at_most": _at_most}
-    found.filters |= {**filters, "number": number}
-    return found
-
-
 def _lines(text: str | list[str]) -> str | list[str]:
     return text.split("\n") if isinstance(text, str) and "\n" in text else text
 
 
-def _share(value: float) -> str:
-    """Return a share in per cent, rounded up in its third digit: it is a bound."""
-    percent = 100 * value
-    digits = max(0, 2 - math.floor(math.log10(percent))) if percent > 0 else 0
-    # A bound must not be rounded down.
-    shown = math.ceil(percent * 10**digits - 1e-9) / 10**digits
-    return f"{min(shown, 100):.{digits}f} %"
-
-
-def _up(value: float) -> str:
-    """Return a bound with three digits behind the point, rounded up."""
-    return f"{math.ceil(value * 1000 - 1e-9) / 1000:.3f}"
-
-
 def _at_most(bound: Attacker) -> str:
-    at = f"{_share(bound.true_positives)} true positives at {100 * bound.false_positives:g} % false positives"
-    return f"at most {at}; {bound.how}"
-
-
-def bound_text(value: Any) -> str:
-    """Return an ε rounded up, as a guarantee needs it."""
-    return metrics.epsilon_text(number(value), round_up=True)
+    most, given = wording.share_bound(bound.true_positives), f"{100 * bound.false_positives:g} % false positives"
+    return f"at most {most} true positives at {given}; {bound.how}"
 
 
 def markdown(found: Card) -> str:
@@ -214,7 +171,7 @@ def registry_entry(found: Card, today: datetime.date | None = None) -> dict[str,
     if found.epsilon is None or found.delta is None:
         raise wrong("registry entry", "a run without a finite proven ε", "a run with one")
     values = _stated(found.run) | {"card": found, "about": found.about, "today": today or datetime.date.today()}
-    entry = _texts(yaml.safe_load(asset("templates/registry.yaml")), values)
+    entry = wording.texts("templates/registry.yaml", values)
     entry["deployment"]["privacy_loss"]["privacy_parameters"] = {"epsilon": found.epsilon, "delta": found.delta}
     words = "".join(c if c.isalnum() and c.isascii() else " " for c in found.title.lower()).split()
     return {"url_slug": "-".join(words) or "run", **entry}

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from fedflat.report import metrics, tables, wording
-from fedflat.report.metrics import FATES, Record, Run, column, epsilon_text, first_lost, guess, number, own_metrics
+from fedflat.report.metrics import FATES, Record, Run, column, first_lost, guess, number, own_metrics
 from fedflat.report.progress import ASKED, WIDTH, console_now
 
 PRIVATE = "(private to the simulation, not covered by the guarantee)"
@@ -174,52 +174,28 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
     """Return the label and text of each line of the final table; accuracy and personal accuracy in their own rows."""
     recipe, privacy = result.recipe, result.privacy
     run = Run(Path(), recipe.name, {}, result.history, result.private_history, privacy)
-    seeded, simulated = metrics.seeded(run), number(privacy.get("simulated_epsilon"))
-    rows = [
-        ("algorithm", f"{recipe.algorithm.name} ({recipe.name}, seed {recipe.seed})"),
-        ("rounds", f"{len(run.metrics)} of {recipe.rounds}"),
-        _tested(run),
-        *((key.replace("_", " "), _final(run, key)) for key in own_metrics(run.metrics)),
-    ]
-    if recipe.evaluation.keep != "last":
-        rows.append(("model", "of the best round by public test data, on which it was chosen"))
-    if (personal := metrics.personal_accuracy(run)) is not None:
-        rows.append(("personal accuracy", f"{wording.percent(personal)} % ({NOT_COVERED})"))
-    rows.append(("ε of the mechanism" if seeded else "proven ε", _proven(run)))
-    if (claimed := metrics.claimed_epsilon(run)) is not None:
-        rows.append(("claimed ε", f"{epsilon_text(claimed)} by the paper's formula, which does not cover what ran"))
-    if simulated is not None:
-        rows.append(("simulated ε", f"{epsilon_text(simulated)} for the larger population that was simulated"))
-    if broken := [count for _, count in column(run.private, "malformed") if count]:
-        rows.append(("malformed", f"{sum(broken):g} messages in {len(broken)} rounds, counted as zero ({NOT_COVERED})"))
-    rows.append(("trust", str(privacy.get("trust", "–"))))
-    rows += [("noise", "from the seed: it can be drawn again, so this model protects nobody")] if seeded else []
-    return [*rows, ("time", wording.duration(metrics.seconds(run)))]
-
-
-def _tested(run: Run) -> tuple[str, str]:
-    """Return the test accuracy, or the loss of a task without one."""
-    final, best = metrics.final_accuracy(run), metrics.shown_round(run, "best")
-    if final is None or best is None:
-        if metrics.last(run.metrics, "test_loss") is not None:
-            return "test loss", _final(run, "test_loss")
-        return "test accuracy", "not measured: there is no test data (data.test or data.test_clients; in Python test=)"
-    if found := metrics.fate(run):
-        return "test accuracy", f"{wording.percent(final)} % final: the run {FATES[found]}"
-    top = f"{wording.percent(best[1])} % after round {best[0] + 1} (chosen on test data)"
-    return "test accuracy", f"{wording.percent(final)} % final; best {top}"
+    facts = metrics.summary(run)
+    values = {
+        "recipe": recipe,
+        "facts": facts,
+        # A task without an accuracy has a loss.
+        "tested_by_loss": facts["final_accuracy"] is None and facts["final_loss"] is not None,
+        "fate": FATES.get(metrics.fate(run), ""),
+        "seeded": metrics.seeded(run),
+        "claimed": metrics.claimed_epsilon(run),
+        "malformed": [count for _, count in column(run.private, "malformed") if count],
+        "trust": privacy.get("trust", "–"),
+        "not_covered": NOT_COVERED,
+    }
+    rows = list(wording.texts("summary.yaml", values).items())
+    # Below the accuracy.
+    rows[3:3] = [(key.replace("_", " "), _final(run, key)) for key in own_metrics(run.metrics)]
+    return rows
 
 
 def _final(run: Run, key: str) -> str:
     value = metrics.last(run.metrics, key)
     return "never a finite number" if value is None else f"{value:.4g} final"
-
-
-def _proven(run: Run) -> str:
-    proven, why = metrics.proven_epsilon(run), [*run.privacy.get("reasons", ()), ""][0]
-    if proven is None:
-        return f"none: {why}" if why else "none"
-    return f"{epsilon_text(proven)} at δ = {run.privacy.get('delta', math.nan):.3g}"
 
 
 def print_stages(stages: Mapping[str, float]) -> None:

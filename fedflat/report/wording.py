@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import html
 import json
+import math
 import re
 import shlex
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined, Undefined, select_autoescape
 from markupsafe import Markup
 
 from fedflat.report.groups import Spread
-from fedflat.report.metrics import epsilon_text
+from fedflat.report.metrics import epsilon_text, number
 
 
 def text(template: str, **values: Any) -> str:
@@ -40,6 +43,7 @@ def environment() -> Environment:
     found.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "g7": "{:.7g}".format, "markdown": _markdown}
     found.filters |= {"epsilon": epsilon_text, "percent": percent, "cell": _cell, "latex": _latex, "duration": duration}
     found.filters |= {"quoted": functools.partial(json.dumps, ensure_ascii=False), "shell": shlex.quote}
+    found.filters |= {"epsilon_bound": epsilon_bound, "share_bound": share_bound, "up": _up, "number": number}
     found.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     return found
 
@@ -48,6 +52,27 @@ def _markdown(text: str) -> str:
     """Return a text in one line whose marks Markdown and HTML do not read."""
     marked = re.sub(r"[\\`*_\[\]|#]", r"\\\g<0>", html.escape(text, quote=False))
     return " ".join(marked.split())
+
+
+def texts(name: str, values: Mapping[str, Any]) -> Any:
+    """Return a YAML file of templates as a tree of plain texts, without those that are empty.
+
+    A list has an item for each line. A value that is missing is an empty text.
+    """
+    return _filled_in(yaml.safe_load(asset(name)), values)
+
+
+def _filled_in(tree: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(tree, Mapping):
+        pairs = ((_filled_in(key, values), _filled_in(value, values)) for key, value in tree.items())
+        return {key: value for key, value in pairs if value not in ("", [])}
+    if isinstance(tree, list):
+        return [line for item in tree for line in _filled_in(item, values).split("\n") if line]
+    if not isinstance(tree, str):
+        return tree
+    plain = environment().overlay(autoescape=False, undefined=Undefined)
+    lines = plain.from_string(tree).render(values).split("\n")
+    return "\n".join(kept for line in lines if (kept := " ".join(line.split())))
 
 
 def _cell(text: str) -> str:
@@ -122,3 +147,22 @@ def clock(value: float | None) -> str:
 def shortened(name: str, most: int = 20) -> str:
     """Return a name that is too long without its middle."""
     return name if len(name) <= most else name[: most // 2] + "…" + name[-(most - most // 2 - 1) :]
+
+
+def share_bound(value: float) -> str:
+    """Return a share in per cent, rounded up in its third digit: it is a bound."""
+    percent = 100 * value
+    digits = max(0, 2 - math.floor(math.log10(percent))) if percent > 0 else 0
+    # A bound must not be rounded down.
+    shown = math.ceil(percent * 10**digits - 1e-9) / 10**digits
+    return f"{min(shown, 100):.{digits}f} %"
+
+
+def _up(value: float) -> str:
+    """Return a bound with three digits behind the point, rounded up."""
+    return f"{math.ceil(value * 1000 - 1e-9) / 1000:.3f}"
+
+
+def epsilon_bound(value: Any) -> str:
+    """Return an ε rounded up, as a guarantee needs it."""
+    return epsilon_text(number(value), round_up=True)

@@ -23,11 +23,12 @@ from fedflat.privacy.attacker import attacker
 from fedflat.privacy.ledger import read
 from fedflat.privacy.together import Published, total
 from fedflat.report import registry
-from fedflat.report.card import bound_text, brief, card, html, markdown, registry_entry
+from fedflat.report.card import brief, card, html, markdown, registry_entry
 from fedflat.report.figures import figures_of_run
 from fedflat.report.html import render
 from fedflat.report.metrics import NO_EPSILON, read_run
 from fedflat.report.registry import About, as_yaml, checked, read_about
+from fedflat.report.wording import epsilon_bound
 from fedflat.simulation.result import export
 
 NAME = "<img src=x onerror=alert(1)> & *many*"
@@ -84,7 +85,7 @@ def test_every_figure_is_the_runs_own(folder: Path) -> None:
      (1234.2, "1,235"), (999.999, "1,000"), (0.0, "0"), (None, NO_EPSILON)],
 )  # fmt: skip
 def test_a_bound_is_never_rounded_down(value: float | None, shown: str) -> None:
-    assert bound_text(value) == shown
+    assert epsilon_bound(value) == shown
 
 
 def test_runs_published_together(folder: Path) -> None:

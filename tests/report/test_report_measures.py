@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,8 +65,14 @@ def test_how_runs_come_to_nothing(tmp_path: Path, last: dict[str, Any], hidden: 
     assert metrics.summary(run)["best_accuracy"] == best
 
 
+def tested(run: metrics.Run) -> str:
+    recipe = SimpleNamespace(name="x", rounds=2, seed=0, algorithm=run, evaluation=SimpleNamespace(keep="last"))
+    result = SimpleNamespace(recipe=recipe, privacy={}, history=run.metrics, private_history=run.private)
+    return dict(summary.summary_rows(result))["test accuracy"]
+
+
 def test_the_summary_of_such_a_run_names_no_best_round(tmp_path: Path) -> None:
     run = run_of(tmp_path / "a", [0.8, 0.1], test_loss=None)
-    assert summary._tested(run)[1] == "10.00 % final: the run left finite numbers"
+    assert tested(run) == "10.00 % final: the run left finite numbers"
     run = run_of(tmp_path / "b", [0.8, 0.5])
-    assert "best 80.00 % after round 1" in summary._tested(run)[1]
+    assert "best 80.00 % after round 1" in tested(run)
