@@ -212,6 +212,15 @@ def clean(name: Any) -> str:
     return " ".join(str(name).translate(INVISIBLE).split())
 
 
+def check_columns(where: str, wanted: Sequence[str], there: Iterable[str]) -> None:
+    """Raise InputError for a column that is not there."""
+    there = list(there)
+    for name in wanted:
+        if name not in there:
+            hint = nearest(name, there) or f"There are {', '.join(there)}."
+            raise wrong(where, f"no column {name}", f"the columns {', '.join(wanted)}", hint=hint)
+
+
 INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))
 
 

@@ -22,7 +22,7 @@ from fedflat.data.clients import (
     leave_out,
     with_test,
 )
-from fedflat.data.encoding import Encoding, clean, encoding_of, owners_of, words_of
+from fedflat.data.encoding import Encoding, check_columns, clean, encoding_of, owners_of, words_of
 from fedflat.data.preparation import Preparation
 
 if TYPE_CHECKING:
@@ -159,15 +159,8 @@ def _tables(entries: Sequence[Any], names: list[str], encoding: Rule, test: Any)
     codes = np.repeat(np.arange(len(frames), dtype=np.int64), [len(frame) for frame in frames])
     rule = encoding(frames[0])
     for frame, name in zip(frames, shown):
-        _refuse_missing_columns(f"client {name}", frame, rule)
+        check_columns(f"client {name}", (*rule.inputs, *rule.target), frame.columns)
     return _encoded(pd.concat(frames, ignore_index=True), shown, codes, rule, test)
-
-
-def _refuse_missing_columns(where: str, frame: pd.DataFrame, encoding: Encoding) -> None:
-    for name in (*encoding.inputs, *encoding.target):
-        if name not in frame.columns:
-            allowed = f"the columns of the clients; there are {', '.join(frame.columns)}"
-            raise wrong(where, f"no column {name}", allowed)
 
 
 def _encoded(frame: pd.DataFrame, names: list[str], codes: Indices, encoding: Encoding, test: Any) -> FederatedData:
@@ -186,7 +179,7 @@ def _encoded(frame: pd.DataFrame, names: list[str], codes: Indices, encoding: En
         if not _is_table(test):
             raise wrong("clients: test", type(test).__name__, "a table with the same columns")
         rows = _frame(test)
-        _refuse_missing_columns("clients: test", rows, encoding)
+        check_columns("clients: test", (*encoding.inputs, *encoding.target), rows.columns)
         public = encoding.examples_of(rows, lambda row: f"test row {row}")
     x, y = encoding.examples_of(frame, place)
     ends = np.searchsorted(whose, np.arange(len(names) + 1))

@@ -24,9 +24,9 @@ import torch
 import yaml
 from pydantic import TypeAdapter
 
-from fedflat.core.checks import nearest, wrong
+from fedflat.core.checks import wrong
 from fedflat.data import decoding
-from fedflat.data.encoding import Encoding
+from fedflat.data.encoding import Encoding, check_columns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,11 +92,7 @@ class Preparation:
         Raises:
             InputError: a column is missing, or a value cannot be used; row and column are named.
         """
-        for name in self.reads:
-            if name not in frame.columns:
-                there = list(map(str, frame.columns))
-                hint = nearest(name, there) or f"There are {', '.join(there)}."
-                raise wrong("predict", f"no column {name}", f"the columns {', '.join(self.reads)}", hint=hint)
+        check_columns("predict", self.reads, frame.columns)
         if self.encoding is not None:
             return self.encoding.inputs_of(frame, lambda row: f"row {row}")
         if self.kind == "chars":

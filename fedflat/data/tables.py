@@ -17,7 +17,7 @@ import torch
 from fedflat.core.checks import InputError, one_of, wrong
 from fedflat.data import decoding
 from fedflat.data.clients import classes_of
-from fedflat.data.encoding import Encoding, Words, clean, encoding_of, owners_of, words_of
+from fedflat.data.encoding import Encoding, Words, check_columns, clean, encoding_of, owners_of, words_of
 from fedflat.data.locate import Split
 from fedflat.data.preparation import Kind, Preparation, Source
 
@@ -157,8 +157,7 @@ def _encoding(kind: Kind, split: Split, source: Source | None, options: Options)
 def _frame(kind: Kind, split: Split, encoding: Encoding, owner: str | None) -> pd.DataFrame:
     """Return the columns of a split that are read row by row: images are decoded apart."""
     columns = [*encoding.target, *(() if kind == "image" else encoding.inputs), *([owner] if owner else [])]
-    for column in columns:
-        one_of(f"columns of {split.where}", column, split.features)
+    check_columns(split.where, columns, split.features)
     frame: pd.DataFrame = split.read(columns).to_pandas()
     return frame
 
