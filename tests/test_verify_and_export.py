@@ -47,7 +47,7 @@ from fedflat.simulation.inspection import (
     check_strangers,
     inspect_run,
 )  # fmt: skip
-from fedflat.simulation.recomputed import Records, differences
+from fedflat.simulation.recomputed import Records, differences, metrics_faults
 from fedflat.simulation.result import export
 
 RECIPE = {
@@ -718,6 +718,19 @@ def test_the_metrics_of_a_run_that_drew_a_round_twice_are_made_again(tmp_path: P
     assert [verdict for verdict, _ in said_of(tmp_path, "metrics.jsonl, ε and clip")] == ["ok"]
     edit_metrics(tmp_path, epsilon=fedflat.epsilon(clients=20, cohort=10, rounds=3, noise_multiplier=1.0, delta=0.005))
     assert said_of(tmp_path, "metrics.jsonl, ε and clip")[0][0] == "wrong"  # the ε of three rounds where four count
+
+
+def test_where_an_account_takes_long_the_ledgers_lines_are_what_metrics_show(tmp_path: Path) -> None:
+    fixed = {"algorithm": "dp-fedavg", "rounds": 10, "cohort": {"size": 10, "sampling": "fixed"}}
+    simulation.run({**RECIPE, **fixed, "privacy": {"clip": 0.5, "noise_multiplier": 3.0}}, out=tmp_path)
+    records = Records(tmp_path)
+    assert not list(metrics_faults(records))  # the twin
+    for place in (0, 8):
+        shown = records.metrics[place]["epsilon"]
+        records.metrics[place]["epsilon"] = 0.9 * shown
+        (fault,) = metrics_faults(records)
+        assert fault.startswith(f"round {place}: epsilon says")
+        records.metrics[place]["epsilon"] = shown
 
 
 def test_every_file_is_covered_or_named(run: Path) -> None:
