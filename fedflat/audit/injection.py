@@ -194,18 +194,18 @@ def _result(kind: str, job: Job, seen: Observed, canaries: int, details: dict[st
     )
 
 
-def one_run(job: Job, canaries: int, confidence: float = CONFIDENCE) -> AuditResult:
+def one_run(job: Job, canaries: int) -> AuditResult:
     """Return the lower bound on ε of a run at its δ, from ``canaries`` clients that are included by fair coins."""
     began, delta = time.perf_counter(), job.parts.plan.delta
     included = stream(job.seed, "audit: coins").random(canaries) < 0.5
     directions = Directions(job.seed, canaries, job.parts.layout.dimension)
     seen = observe(with_canaries(job, directions, included))
     guesses, correct = guess(seen.total, included, GUESSED)
-    most = one_run_bound(canaries, guesses, guesses, delta, 1 - confidence)
+    most = one_run_bound(canaries, guesses, guesses, delta, 1 - CONFIDENCE)
     counts = {"included": int(included.sum()), "guesses": guesses, "correct": correct, "largest_possible": most}
     return _result(
-        "one-run", job, seen, canaries, counts, confidence=confidence, assumptions=ONE_RUN_ASSUMES,
-        lower_bound=one_run_bound(canaries, guesses, correct, delta, 1 - confidence),
+        "one-run", job, seen, canaries, counts, confidence=CONFIDENCE, assumptions=ONE_RUN_ASSUMES,
+        lower_bound=one_run_bound(canaries, guesses, correct, delta, 1 - CONFIDENCE),
         canary="random direction at C, in or out", statistic="sum of cosines over rounds",
         seconds=time.perf_counter() - began,
     )  # fmt: skip

@@ -91,7 +91,7 @@ def audit_noise(
     module, _, _ = module_of(recipe, model, data)
     with using_threads(1):
         found = measure(recipe, module, data)
-        faults = (*noise_faults(found), *cohort_faults(recipe))
+        faults = (*_size_faults(found), *_law_faults(found), *_correlation_faults(found), *cohort_faults(recipe))
         if found.again and recipe.privacy.randomness == "secret":
             faults += ("a second start of the same recipe has the same noise, though its randomness is secret",)
     return AuditResult(
@@ -170,11 +170,6 @@ def _plan(parts: RoundParts, lines: Sequence[dict[str, Any]]) -> tuple[Floats, F
     rows = np.asarray(source.factor.inverse, dtype=np.float64)[:count]
     lengths = np.linalg.norm(rows, axis=1)
     return np.array(base) * lengths, rows @ rows.T / np.outer(lengths, lengths)
-
-
-def noise_faults(found: Measured) -> tuple[str, ...]:
-    """Return a sentence for each way in which the measured noise differs from the plan."""
-    return (*_size_faults(found), *_law_faults(found), *_correlation_faults(found))
 
 
 def _size_faults(found: Measured) -> list[str]:
