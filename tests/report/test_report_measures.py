@@ -65,7 +65,7 @@ def test_how_runs_come_to_nothing(tmp_path: Path, last: dict[str, Any], hidden: 
     assert metrics.summary(run)["best_accuracy"] == best
 
 
-def tested(run: metrics.Run) -> str:
+def accuracy_row(run: metrics.Run) -> str:
     recipe = SimpleNamespace(name="x", rounds=2, seed=0, algorithm=run, evaluation=SimpleNamespace(keep="last"))
     result = SimpleNamespace(recipe=recipe, privacy={}, history=run.metrics, private_history=run.private)
     return dict(summary.summary_rows(result))["test accuracy"]
@@ -73,6 +73,6 @@ def tested(run: metrics.Run) -> str:
 
 def test_the_summary_of_such_a_run_names_no_best_round(tmp_path: Path) -> None:
     run = run_of(tmp_path / "a", [0.8, 0.1], test_loss=None)
-    assert tested(run) == "10.00 % final: the run left finite numbers"
+    assert accuracy_row(run) == "10.00 % final: the run left finite numbers"
     run = run_of(tmp_path / "b", [0.8, 0.5])
-    assert "best 80.00 % after round 1" in tested(run)
+    assert "best 80.00 % after round 1" in accuracy_row(run)
