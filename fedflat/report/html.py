@@ -20,8 +20,6 @@ from fedflat.report.summary import cautions, remarks
 
 MARK = "Noise from the seed: protects nobody"
 """What lies across the page of a seeded run."""
-CLASSES = 12
-"""Classes that are named on the page at most."""
 
 
 def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
@@ -62,7 +60,8 @@ def figures_of(runs: Sequence[Run]) -> list[Figure]:
 def render(runs: Sequence[Run]) -> str:
     """Return the page as text: a single run's report, or a comparison."""
     if len(runs) == 1:
-        title, lead, sections = runs[0].name, _lead(runs[0]), _run_sections(runs[0])
+        words = _words(runs[0])
+        title, lead, sections = runs[0].name, words["lead"], _run_sections(runs[0], words)
     else:
         groups = group_runs(runs)
         title = " · ".join(group.label for group in groups) if len(groups) <= 3 else f"{len(groups)} methods compared"
@@ -87,27 +86,36 @@ def _date(runs: Sequence[Run]) -> str:
     return f"{day.day} {day:%B %Y}"
 
 
-def _lead(run: Run) -> str:
-    data, cohort = section(run.recipe, "data"), section(run.recipe, "cohort")
-    parts = [run.algorithm, data.get("dataset"), section(run.recipe, "model").get("name")]
-    if data.get("clients"):
-        size = cohort.get("size")
-        parts.append(f"{data['clients']} clients" + (f", about {readable(size)} a round" if size else ""))
-    if run.seed is not None:
-        parts.append(f"seed {run.seed}")
-    return " · ".join(str(part) for part in parts if part)
+def _words(run: Run) -> dict[str, Any]:
+    """Return what a page says of a run: its lead, what is public of the data, and what is read with its ε."""
+    sections = {key: section(run.recipe, key) for key in ("data", "model", "cohort")}
+    values = {
+        "run": run,
+        "partition": section(sections["data"], "partition"),
+        "readable": readable,
+        "names": class_names(run),
+        "count": len(last_classes(run)),
+        "proven": metrics.proven_epsilon(run),
+        "claimed": metrics.claimed_epsilon(run),
+        "delta": metrics.number(run.privacy.get("delta")),
+        "audited": statement.short(run),
+        "greatest": statement.greatest(run),
+        "reasons": metrics.reasons(run),
+    }
+    found: dict[str, Any] = wording.texts("page.yaml", sections | values)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------- single run
 
 
-def _run_sections(run: Run) -> list[Section]:
+def _run_sections(run: Run, words: dict[str, Any]) -> list[Section]:
     found = brief(run) if run.privacy else None
     curves, simulation = _figure_sections(figures_of_run(run))
     return [
-        Section("summary", "", "tiles", _summary(run, found)),
+        Section("summary", "", "tiles", _summary(run, words, found)),
         Section("use", "Use this model", "use", _use(run)),
-        Section("data", "Data", "facts", _data(run)),
+        Section("data", "Data", "facts", Facts(tuple(words["data"].items())) if "data" in words else None),
         curves,
         Section("guarantee", "Guarantee", "guarantee", {"card": found, "statement": statement_of(run)}),
         Section("audit", "Audit", "audit", _audit(run)),
@@ -129,31 +137,14 @@ def _use(run: Run) -> dict[str, Any] | None:
     return {"name": name, "exported": exported, "predicts": bool(section(run.recipe, "data").get("inputs"))}
 
 
-def _data(run: Run) -> Facts | None:
-    """Return what is public of the data: what the recipe says, and the classes."""
-    data, partition = section(run.recipe, "data"), section(section(run.recipe, "data"), "partition")
-    how = {key: value for key, value in partition.items() if value is not None and key != "kind"}
-    split = str(partition.get("kind") or "") + "".join(f", {key} {readable(value)}" for key, value in how.items())
-    names, count = class_names(run), len(last_classes(run))
-    named = ", ".join(names[:CLASSES]) + (", …" if len(names) > CLASSES else "")
-    own = {"Inputs": data.get("inputs") or data.get("input"), "Target": data.get("target") or data.get("label")}
-    rows = {
-        "Data set": data.get("dataset"), "Clients": data.get("clients"), "Split into clients": split, **own,
-        "Users": data.get("by"), "Classes": f"{count}: {named}" if names and count else count or None,
-        "Examples a client, at most": data.get("max_per_client"),
-    }  # fmt: skip
-    kept = tuple((label, readable(value)) for label, value in rows.items() if value not in (None, "", [], 0))
-    return Facts(kept) if kept else None
-
-
-def _summary(run: Run, found: Card | str | None) -> dict[str, Any]:
+def _summary(run: Run, words: dict[str, Any], found: Card | str | None) -> dict[str, Any]:
     return {
         "sentence": found.sentence if isinstance(found, Card) else "",
         "facts": metrics.summary(run),
         # The best round must not stand for a run that came to nothing.
         "fate": metrics.FATES.get(metrics.fate(run), ""),
         "epsilon_name": metrics.epsilon_name(run),
-        "beside_epsilon": _beside_epsilon(run),
+        "beside_epsilon": words.get("beside_epsilon", "").removesuffix(";"),
         "own": {_label(key): metrics.last(run.metrics, key) for key in metrics.own_metrics(run.metrics)},
         "notices": [each for each in _notices(run) if each["lines"]],
         "notes": remarks(run.metrics, run.private),
@@ -162,22 +153,6 @@ def _summary(run: Run, found: Card | str | None) -> dict[str, Any]:
 
 def _label(key: str) -> str:
     return key.replace("_", " ").capitalize()
-
-
-def _beside_epsilon(run: Run) -> list[str]:
-    """Return what must be read with a run's ε: δ, the formula's claim, what audits found, and why none is proven."""
-    proven, claimed = metrics.proven_epsilon(run), metrics.claimed_epsilon(run)
-    delta = metrics.number(run.privacy.get("delta"))
-    said = [f"δ = {delta:g}"] if delta is not None and (proven or claimed) is not None else []
-    if claimed is not None:
-        said.append(f"claimed by the formula: {epsilon_text(claimed)}")
-    if found := statement.short(run):
-        said.append(f"audited: {found}")
-    if found := statement.greatest(run):
-        said.append(f"one client moves the release by {found}")
-    if proven is None and claimed is None:
-        said.append((metrics.reasons(run) or ["no finite ε is proven"])[0])
-    return said
 
 
 def _notices(run: Run) -> list[dict[str, Any]]:
