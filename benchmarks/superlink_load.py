@@ -117,6 +117,12 @@ def usage(process: int) -> tuple[float, float]:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(peak.split()[1]) / 1024
 
 
+def connected(folder: Path) -> int:
+    """How many SuperNodes are online, as the SuperLink notes for its operator."""
+    status = folder / "server" / "status.json"
+    return int(json.loads(status.read_text())["SuperNodes online"].split()[0]) if status.exists() else 0
+
+
 def measure(clients: int, dimension: int, place: Path) -> None:
     """Print what one SuperLink paid for a round."""
     folder = place / "fed"
@@ -131,7 +137,7 @@ def measure(clients: int, dimension: int, place: Path) -> None:
         others = context.Process(target=crowd, args=(range(clients), folder, address, certificates, real, stop))
         others.start()
         link = federation.processes["superlink"].pid
-        while federation.connected() < clients:
+        while connected(folder) < clients:
             time.sleep(1)
         time.sleep(5)
         before, start = usage(link), time.monotonic()

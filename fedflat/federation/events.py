@@ -19,15 +19,14 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
 from typing import Any
 
 from fedflat.core.checks import one_of, wrong
 from fedflat.core.imports import missing
-from fedflat.federation.lock import address_of
+from fedflat.federation.lock import address_of, is_loopback
 from fedflat.records.folder import plain
 
 FORMATS = ("text", "json")
@@ -138,10 +137,7 @@ def serve_metrics(address: str, beyond: bool, name: str = "fedflat.server") -> I
         yield
         return
     host, port = address_of("metrics", address)
-    with suppress(ValueError):
-        host = "127.0.0.1" if host == "localhost" else str(ip_address(host))
-        beyond = beyond or ip_address(host).is_loopback
-    if not beyond:
+    if not (beyond or host == "localhost" or is_loopback(host)):
         raise wrong("metrics", address, "127.0.0.1:PORT; or metrics-beyond-this-machine = true, if that is meant")
     try:
         monitor, logger = Monitor(), logging.getLogger(name)

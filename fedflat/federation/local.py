@@ -126,13 +126,6 @@ class Federation:
         self._deaf = False
         return f"{found.status}:{found.sub_status}" if found.sub_status else str(found.status)
 
-    def connected(self) -> int:
-        """Return how many SuperNodes are online."""
-        from flwr.proto.control_pb2 import ListNodesRequest
-
-        with redirect_stdout(io.StringIO()), self._control() as client:
-            return sum(node.status == "online" for node in client.ListNodes(ListNodesRequest()).nodes_info)
-
     def _control(self) -> Any:
         """Return Flower's client of the Control interface, with the project's address and token (not FLWR_HOME's)."""
         from flwr.cli.auth_plugin import OidcCliPlugin

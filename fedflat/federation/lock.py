@@ -79,16 +79,12 @@ def address_of(where: str, text: Any) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def loopback_of(where: str, text: Any) -> tuple[str, int]:
-    """Return the same for an address that only this machine reaches; InputError for any other, or for a name."""
-    host, port = address_of(where, text)
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address; not for a name, which may change."""
     try:
-        inside = ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        inside = False
-    if not inside:
-        raise wrong(where, str(text), f"an address of this machine alone, as 127.0.0.1:{port}")
-    return host, port
+        return False
 
 
 class OperatorOnly:
@@ -137,11 +133,13 @@ class Addresses:
             found = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path}: found no addresses ({error}); allowed: what fedflat deploy wrote.") from error
-        listen = address_of(f"{path}: listen", found.get("listen"))
-        addresses = cls(listen, loopback_of(f"{path}: control", found.get("control")))
-        if addresses.listen[1] == addresses.control[1]:
-            raise wrong(f"{path}: control", f"port {addresses.control[1]}, as in listen", "another port")
-        return addresses
+        listen, control = (address_of(f"{path}: {door}", found.get(door)) for door in ("listen", "control"))
+        if not is_loopback(control[0]):
+            allowed = f"an address of this machine alone, as 127.0.0.1:{control[1]}"
+            raise wrong(f"{path}: control", str(found["control"]), allowed)
+        if listen[1] == control[1]:
+            raise wrong(f"{path}: control", f"port {control[1]}, as in listen", "another port")
+        return cls(listen, control)
 
 
 def address_text(address: tuple[str, int]) -> str:
