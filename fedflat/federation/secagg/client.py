@@ -80,7 +80,7 @@ def signing_key(path: Path) -> EllipticCurvePrivateKey:
 
 
 def answer_stage(client: Client, content: Any) -> Any:
-    """Return the reply's content to one step; raises wire.Refused."""
+    """Return the reply's content to one step; raises Refused."""
     facts = content[wire.FACTS]
     try:
         stage, round, nonce = str(facts["stage"]), wire.number(facts, "round"), wire.sixteen(facts, "nonce")

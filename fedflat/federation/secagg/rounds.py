@@ -253,7 +253,7 @@ class SecureFlower(Flower):
 
 @dataclass
 class ClientsSum:
-    """The round's whole-wire.number sum, with the clients' noise in it; no vector of a client is ever here."""
+    """The round's whole-number sum, with the clients' noise in it; no vector of a client is ever here."""
 
     dimension: int
     total: np.ndarray
