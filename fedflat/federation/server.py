@@ -82,10 +82,10 @@ class Settings:
     def of(cls, config: Any) -> Settings:
         """Read the settings from a Flower app's run config."""
         names = {"nodes": "wait-for-nodes", "beyond": "metrics-beyond-this-machine"}
-        keys = {name.name: names.get(name.name, name.name.replace("_", "-")) for name in fields(cls)}
+        keys = {field.name: names.get(field.name, field.name.replace("_", "-")) for field in fields(cls)}
         given = {name: config[key] for name, key in keys.items() if key in config}
-        for name in ("out", "test"):
-            given[name] = Path(str(given[name])).expanduser() if given.get(name) else None
+        given["out"] = Path(str(config["out"])).expanduser()
+        given["test"] = Path(str(given["test"])).expanduser() if given.get("test") else None
         return cls(**given | {"beyond": given.get("beyond", False) is True})
 
 
