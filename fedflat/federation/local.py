@@ -6,7 +6,6 @@ and for tests; every process that is started here is stopped here.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import socket
@@ -15,15 +14,14 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fedflat.core.checks import RunError, wrong
 from fedflat.federation import processes
-from fedflat.federation.lock import ADDRESSES_FILE, Addresses, address_text
-from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, environment, superlink_command, supernode_command
+from fedflat.federation.lock import ADDRESSES_FILE, Addresses
+from fedflat.federation.project import PACKAGE, environment, superlink_command, supernode_command
 from fedflat.federation.task import Task
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.report import Progress
@@ -42,7 +40,6 @@ class Federation:
     project: Path
     patience: float = PATIENCE
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    _deaf: bool = False
 
     def __post_init__(self) -> None:
         if not (self.project / ADDRESSES_FILE).is_file():
@@ -110,33 +107,10 @@ class Federation:
         )  # fmt: skip
 
     def status(self, run: int) -> str:
-        """Return Flower's status of a run, like ``finished:completed``; "unknown" if it could not be asked just now."""
-        from flwr.proto.control_pb2 import ListRunsRequest
-
-        try:
-            with redirect_stdout(io.StringIO()), self._control() as client:
-                found = client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run].status
-        except (Exception, SystemExit) as error:  # whatever Flower's client makes of a door that is full
-            if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
-                raise  # a signal that asks this launcher to end
-            if not self._deaf:
-                print(f"the SuperLink does not answer ({type(error).__name__}); asking again", file=sys.stderr)
-            self._deaf = True
-            return "unknown"
-        self._deaf = False
-        return f"{found.status}:{found.sub_status}" if found.sub_status else str(found.status)
-
-    def _control(self) -> Any:
-        """Return Flower's client of the Control interface, with the project's address and token (not FLWR_HOME's)."""
-        from flwr.cli.auth_plugin import OidcCliPlugin
-        from flwr.cli.typing import SuperLinkConnection
-        from flwr.cli.utils import init_http_client_from_connection
-        from flwr.supercore.credential_store import FileCredentialStore
-
-        address, certificate = address_text(self.addresses.control), (self.project / CONTROL_CERTIFICATE).absolute()
-        connection, sender = SuperLinkConnection("fedflat", address, str(certificate)), OidcCliPlugin(address)
-        sender.store = FileCredentialStore(self.project / "flower" / "credentials.yaml")
-        return init_http_client_from_connection(connection, sender)
+        """Return Flower's status of a run, like ``finished:completed``, as the SuperLink noted it last."""
+        path = self.project / "server" / "status.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return str(known.get(f"run {run}", "unknown"))
 
     def wait(self, run: int, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> str:
         """Wait until a run is finished; return its last status. RunError as soon as a process has ended."""

@@ -205,11 +205,9 @@ def _hand_out(state: Any, app: Path, worker: Connection) -> None:
     from flwr.cli.build import build_fab_from_disk
     from flwr.common.constant import Status
 
+    noted: dict[str, str] = {}
     due = 0.0
     while True:
-        if time.monotonic() >= due:
-            due = time.monotonic() + STATUS_SECONDS
-            _note_status(state, app.parent / "server" / STATUS)
         for task in state.get_tasks(statuses=[Status.PENDING], order_by="pending_at"):
             token = state.claim_task(task.task_id) if task.type == KIND else None
             if token and hashlib.sha256(build_fab_from_disk(app)).hexdigest() == task.fab_hash:
@@ -218,19 +216,29 @@ def _hand_out(state: Any, app: Path, worker: Connection) -> None:
                 log.error("refused: run %d is of another app than %s", task.run_id, app)
                 why = "This SuperLink runs its own app alone."
                 state.finish_task(task.task_id, sub_status="failed", details=why)
+        if (now := status_of(state)) != noted or time.monotonic() >= due:
+            noted, due = now, time.monotonic() + STATUS_SECONDS
+            _write_status(app.parent / "server" / STATUS, now)
         time.sleep(POLL)
 
 
-def _note_status(state: Any, path: Path) -> None:
-    """Write how the SuperLink does into a file for its operator, which ``fedflat watch --private`` shows."""
+def status_of(state: Any) -> dict[str, str]:
+    """Return how many SuperNodes are online, and how each run stands, as ``finished:completed``."""
     online, known = (len(state.get_node_info(statuses=statuses)) for statuses in (["online"], None))
+    runs = {f"run {run.run_id}": run.status for run in state.get_run_info()}
+    standing = {name: ":".join(filter(None, (found.status, found.sub_status))) for name, found in runs.items()}
+    return {"SuperNodes online": f"{online} of {known}", **standing}
+
+
+def _write_status(path: Path, status: dict[str, str]) -> None:
+    """Write how the SuperLink does into a file for its operator, which ``fedflat watch --private`` shows."""
     memory = {
         "SuperLink's memory, the most so far": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "free memory of this machine": (free_memory() or 0.0) / (1 << 20),
     }
-    rows = {"SuperNodes online": f"{online} of {known}", **{name: f"{size:.0f} MiB" for name, size in memory.items()}}
     with suppress(OSError):  # a full disk stops the run, and says so there
-        durable.replace(path, json.dumps(rows) + "\n")
+        text = json.dumps(status | {name: f"{size:.0f} MiB" for name, size in memory.items()})
+        durable.replace(path, f"{text}\n")
 
 
 def _run_tasks(superlink: Connection, address: str, certificate: Path) -> None:

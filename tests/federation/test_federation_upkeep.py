@@ -26,6 +26,7 @@ import yaml
 pytest.importorskip("flwr")
 pytest.importorskip("flwr.superlink")
 
+from flwr.supercore.run import RunStatus
 from ports import free_port
 from stand_in import client_at, deployed, grid_of, settings, small
 
@@ -191,14 +192,22 @@ def test_flower_s_telemetry_is_off_from_the_start() -> None:
     assert said.strip() == "0"
 
 
-def test_a_superlink_notes_its_nodes_and_memory_for_its_operator(tmp_path: Path) -> None:
+def test_a_superlink_notes_its_nodes_runs_and_memory_for_its_operator(tmp_path: Path) -> None:
     nodes: dict[Any, list[int]] = {("online",): [1, 2, 3], None: [1, 2, 3, 4]}
-    state = SimpleNamespace(get_node_info=lambda statuses: nodes[statuses and tuple(statuses)])
-    superlink._note_status(state, tmp_path / superlink.STATUS)
-    found = json.loads((tmp_path / superlink.STATUS).read_text())
-    assert found.pop("SuperNodes online") == "3 of 4" and (tmp_path / superlink.STATUS).stat().st_mode & 0o077 == 0
-    assert len(found) == 2 and all(float(text.removesuffix(" MiB")) > 0 for text in found.values())
-    superlink._note_status(state, tmp_path / "none" / superlink.STATUS)
+    runs = [
+        SimpleNamespace(run_id=i, status=RunStatus(*s, "")) for i, s in enumerate([("running", ""), ("finished", "x")])
+    ]
+    state = SimpleNamespace(
+        get_node_info=lambda statuses: nodes[statuses and tuple(statuses)], get_run_info=lambda: runs
+    )
+    status = superlink.status_of(state)
+    assert status == {"SuperNodes online": "3 of 4", "run 0": "running", "run 1": "finished:x"}
+    path = tmp_path / superlink.STATUS
+    superlink._write_status(path, status)
+    found = json.loads(path.read_text())
+    assert found.items() > status.items() and path.stat().st_mode & 0o077 == 0
+    assert all(float(found[name].removesuffix(" MiB")) > 0 for name in found.keys() - status.keys())
+    superlink._write_status(tmp_path / "none" / superlink.STATUS, status)
 
 
 SUPERLINK = """
