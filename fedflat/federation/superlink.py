@@ -115,8 +115,7 @@ def plain_log() -> None:
     """Let Flower, its HTTP server and the doors write one kind of line, without what each SuperNode asks for."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Plain("%(asctime)sZ %(levelname)s %(message)s"))
-    asked = ("[Fleet.", "ControlServicer.ListRuns")
-    handler.addFilter(lambda record: record.levelno > logging.INFO or not str(record.msg).startswith(asked))
+    handler.addFilter(lambda record: record.levelno > logging.INFO or not str(record.msg).startswith("[Fleet."))
     for name in ("flwr", "uvicorn", "fedflat"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
