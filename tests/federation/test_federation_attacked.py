@@ -99,6 +99,10 @@ def test_an_attacked_federation_stays_up(tmp_path: Path) -> None:
         attacker = CONTEXT.Process(target=hostile, args=words)
         attacker.start()
         assert connected.wait(60)  # one that the crowd kept out would answer nothing
+        status_file = folder / "server" / "status.json"
+        while not status_file.exists() or '"2 of 2"' not in status_file.read_text():
+            federation.check_alive()
+            time.sleep(0.2)
         held = idle(addresses.listen[1], STRANGERS + 100) + idle(addresses.control[1], STRANGERS + 100)
         run = federation.run(config="wait-for-nodes=2 answer-seconds=60.0")  # the operator's door is open
         peak = 0.0

@@ -303,11 +303,11 @@ def full_disk(owner: Any, name: str, room: Callable[[], int]) -> Callable[[], No
 
     def spoil() -> None:
         original, calls = getattr(owner, name), Counter[str]()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # here: what saves may be a thread, which sets no signals
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             calls[name] += 1
             if calls[name] == 2:
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (room(), resource.RLIM_INFINITY))
             return original(*args, **kwargs)
 
