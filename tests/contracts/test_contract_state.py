@@ -305,6 +305,7 @@ def test_a_clients_generator_is_its_own_on_every_back_end(rule: bool) -> None:
 
 def test_a_block_has_no_generator() -> None:
     job = made("dp-fedavg", {"engine": {"backend": "vectorized", "block": 3}})
-    job.backend = replace(job.backend, algorithm=drawing(False))  # type: ignore[type-var]
+    alone = replace(job.backend.inner, algorithm=drawing(False))  # type: ignore[attr-defined]
+    job.backend = replace(job.backend, inner=alone)  # type: ignore[type-var]
     with pytest.raises(fedflat.RunError, match=r"view\.generator is for clients that train alone"):
         one_round(job)
