@@ -18,6 +18,7 @@ import re
 import shutil
 import sys
 import textwrap
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -52,13 +53,17 @@ def as_command(function: Callable[..., None]) -> tuple[Callable[..., None], str]
     groups: dict[str, Any] = {name: kind for name, kind in get_type_hints(function).items() if is_dataclass(kind)}
 
     @functools.wraps(function)
-    def command(**values: Any) -> None:
+    def grouped(**values: Any) -> None:
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         function(**values)
 
-    # typer reads a command's parameters off its signature.
-    command.__signature__ = inspect.Signature([*_parameters(function)])  # type: ignore[attr-defined]
+    # A copy, since typer reads a command's parameters off its signature; without groups it costs no frame.
+    command: Any = grouped if groups else types.FunctionType(function.__code__, function.__globals__)
+    if not groups:
+        functools.update_wrapper(command, function)
+        command.__kwdefaults__ = function.__kwdefaults__
+    command.__signature__ = inspect.Signature([*_parameters(function)])
     about = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")[0]
     # Line breaks inside a paragraph would break again, raggedly, in a narrower terminal.
     return command, re.sub(r"(?<!\n)\n(?!\n)", " ", about)
