@@ -9,8 +9,9 @@ Example: the page of a run, or the comparison of several::
         print(run.name, final_accuracy(run), proven_epsilon(run))
 
 ``metrics`` reads a run folder; ``groups`` puts seeds of one setting together and ``tables`` compares settings;
-``figures`` holds the values of charts, which ``pages`` draws for a page and ``plates`` for a file. ``html``
-is the page of runs, ``flatness`` that of landscapes, ``live`` the one that follows a run, ``card`` the privacy card.
+``figures`` holds the values of charts, which ``pages`` draws for a page and ``plates`` for a file. ``wording`` writes
+numbers and fills in templates; what is said stands in ``templates/`` and in the YAML files beside it. ``html`` is the
+page of runs, ``flatness`` that of landscapes, ``live`` the one that follows a run, ``card`` the privacy card.
 A proven and a claimed ε never share a name, and a claimed one never stands alone.
 """
 
