@@ -17,31 +17,35 @@ A proven and a claimed ε never share a name, and a claimed one never stands alo
 
 from __future__ import annotations
 
-from fedflat.report.figures import figures_of_groups
-from fedflat.report.groups import Group, styles
-from fedflat.report.html import public, render, write_report
-from fedflat.report.metrics import (
-    Run,
-    epsilon_text,
-    final_accuracy,
-    own_metrics,
-    plain,
-    proven_epsilon,
-    read_run,
-    read_runs,
-    uncounted,
-)
-from fedflat.report.plates import write_csv, write_figure, write_picture
-from fedflat.report.progress import ASKED, ExperimentProgress, Progress, RunEvent, State, Trackers, waiting_text
-from fedflat.report.summary import (
-    DivergenceWatch,
-    cautions,
-    print_comparison,
-    print_stages,
-    print_summary,
-    summary_rows,
-)
-from fedflat.report.wording import duration, filled, percent
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedflat.report.figures import figures_of_groups
+    from fedflat.report.groups import Group, styles
+    from fedflat.report.html import public, render, write_report
+    from fedflat.report.metrics import (
+        Run,
+        epsilon_text,
+        final_accuracy,
+        own_metrics,
+        plain,
+        proven_epsilon,
+        read_run,
+        read_runs,
+        uncounted,
+    )
+    from fedflat.report.plates import write_csv, write_figure, write_picture
+    from fedflat.report.progress import ASKED, ExperimentProgress, Progress, RunEvent, State, Trackers, waiting_text
+    from fedflat.report.summary import (
+        DivergenceWatch,
+        cautions,
+        print_comparison,
+        print_stages,
+        print_summary,
+        summary_rows,
+    )
+    from fedflat.report.wording import duration, filled, percent
 
 __all__ = [
     "ASKED", "DivergenceWatch", "ExperimentProgress", "Group", "Progress", "Run", "RunEvent", "State", "Trackers",
@@ -50,3 +54,21 @@ __all__ = [
     "render", "styles", "summary_rows", "uncounted", "waiting_text", "write_csv", "write_figure", "write_picture",
     "write_report",
 ]  # fmt: skip
+_MODULES = {
+    "figures": "figures_of_groups",
+    "groups": "Group styles",
+    "html": "public render write_report",
+    "metrics": "Run epsilon_text final_accuracy own_metrics plain proven_epsilon read_run read_runs uncounted",
+    "plates": "write_csv write_figure write_picture",
+    "progress": "ASKED ExperimentProgress Progress RunEvent State Trackers waiting_text",
+    "summary": "DivergenceWatch cautions print_comparison print_stages print_summary summary_rows",
+    "wording": "duration filled percent",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # The command line imports this room for every command: --help and --version wait for no page, table or torch.
+    for module, names in _MODULES.items():
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
