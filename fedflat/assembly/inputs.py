@@ -97,8 +97,7 @@ def module_of(
     """Return a module of its own for this run, checked to hold nothing that would leave unclipped; whether its training
     draws from torch's generator; and how many classes there are, of a module that is given as many as it puts out.
     """
-    from fedflat.models import build, refuse_unclipped_state
-    from fedflat.models.registry import OURS
+    from fedflat.models import OURS, build, refuse_unclipped_state
 
     if given is not None:
         if not isinstance(given, nn.Module):
@@ -149,7 +148,7 @@ def options_for(
 
     preparation: the record of the steps from a row to an input, where there is one.
     """
-    from fedflat.models.registry import takes
+    from fedflat.models import takes
 
     of_data: dict[str, Any] = {"vocabulary": vocabulary, "padding": padding} if vocabulary else {}
     if preparation is not None:

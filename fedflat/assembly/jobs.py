@@ -45,7 +45,7 @@ from fedflat.engine.round import RoundParts
 from fedflat.methods import noise as noising
 from fedflat.methods import shares, votes
 from fedflat.methods.published import Published
-from fedflat.models.registry import is_sized
+from fedflat.models import is_sized
 from fedflat.pieces.gradients import check_bias
 
 

@@ -63,7 +63,7 @@ def card(
     from fedflat.records.folder import check_unsealed
     from fedflat.report import card as making
     from fedflat.report import read_run
-    from fedflat.report.registry import as_yaml, read_about
+    from fedflat.report.card import as_yaml, read_about
     from fedflat.simulation.inspection import refuse_damage
 
     target = out or run

@@ -1,6 +1,132 @@
-"""Models: a few named networks, import paths, and the check that no state leaves a client unclipped."""
+"""Build models by name or import path, with initial weights that depend on the seed alone.
 
-from fedflat.models.registry import NAMES, build
+Example::
+
+    from fedflat.models import build
+
+    module = build("mlp", (64,), 10, seed=0, hidden=32)
+
+``vision`` and ``text`` have the networks by name, ``pretrained`` those with public weights; ``representation`` and
+``image_encoder`` put a head on a frozen body. ``state`` checks that nothing leaves a client unclipped.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import nn
+
+from fedflat.core.checks import nearest, whole, wrong
+from fedflat.core.imports import imported
+from fedflat.core.rng import PortableDraws, seeded_torch
+from fedflat.models import image_encoder, pretrained, text, vision
+from fedflat.models.representation import representation
 from fedflat.models.state import freeze_batch_norm, group_norm_instead, refuse_unclipped_state
 
-__all__ = ["NAMES", "build", "freeze_batch_norm", "group_norm_instead", "refuse_unclipped_state"]
+BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "linear": vision.linear,
+    "mlp": vision.mlp,
+    "cnn": vision.cnn,
+    "cnn-2-layers": vision.cnn_2_layers,
+    "cnn-3": vision.cnn_3,
+    "resnet10": vision.resnet10,
+    "resnet18": vision.resnet18,
+    "char-lstm": text.char_lstm,
+    "char-gru": text.char_gru,
+    "char-linear": text.char_linear,
+    "bow": text.bow,
+    "bow-linear": text.bow_linear,
+    "bow-overlap": text.bow_overlap,
+    "vit-base": pretrained.vit_base,
+    "roberta-base": pretrained.roberta_base,
+    "text-encoder": pretrained.text_encoder,
+    "image-encoder": image_encoder.image_encoder,
+    "representation": representation,
+}
+
+OURS = BUILDERS.keys() - {"vit-base", "roberta-base", "image-encoder"}
+"""Models whose code is this package's own; the tests make the whole search for hidden state on each."""
+
+_LISTED = Path(__file__).with_name("models.yaml").read_text(encoding="utf-8")
+NAMES: dict[str, str] = yaml.safe_load(_LISTED)
+"""Each model's name, and a line about it."""
+
+
+SIZES = ("input_shape", "classes")
+
+
+def build(name: str, input_shape: tuple[int, ...], classes: int, seed: int, **options: Any) -> nn.Module:
+    """Build the model ``name`` for inputs of ``input_shape`` (without the batch) and ``classes`` outputs.
+
+    ``name`` is a key of :data:`NAMES`, ``package.module:callable`` or ``path/to/file.py:callable``. A callable
+    without arguments is called without; otherwise it gets ``input_shape`` and ``classes``, as far as it takes
+    them, and the options. The same seed gives the same weights; torch's global generator is left as it was.
+
+    Raises InputError: unknown name or option, an input shape the network cannot take, a callable that fails to
+    return a module.
+    """
+    whole("model: classes", classes, 1)
+    shape = tuple(int(n) for n in input_shape)
+    factory = imported(f"model {name}", name) if ":" in name else _named(name)
+    given = {"input_shape": shape, "classes": classes}
+    if ":" in name:
+        accepted = inspect.signature(factory).parameters
+        anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+        given = {key: value for key, value in given.items() if anything or key in accepted}
+    _check_options(name, factory, options, given)
+    with seeded_torch(seed, "initial weights"), PortableDraws(seed, "initial weights"):
+        module = factory(**given, **options)
+    if not isinstance(module, nn.Module):
+        raise wrong(f"model {name}", f"a callable that returned {type(module).__name__}", "one that returns nn.Module")
+    return module
+
+
+def takes(name: str, option: str) -> bool:
+    """Return whether the built-in model ``name`` has an option of that name; False for unknown names and import
+    paths."""
+    return name in BUILDERS and option in inspect.signature(BUILDERS[name]).parameters
+
+
+def is_sized(name: str) -> bool:
+    """Return whether a model by name or import path is built for a number of classes; False for unknown names."""
+    factory = imported(f"model {name}", name) if ":" in name else BUILDERS.get(name)
+    try:
+        found = inspect.signature(factory).parameters if factory is not None else {}
+    except ValueError:  # a class of C
+        return False
+    return "classes" in found or any(p.kind is p.VAR_KEYWORD for p in found.values())
+
+
+def _named(name: str) -> Callable[..., nn.Module]:
+    if name not in BUILDERS:
+        allowed = ", ".join([*BUILDERS, "package.module:callable", "path/to/file.py:callable"])
+        raise wrong("model.name", name, allowed, hint=nearest(name, BUILDERS))
+    return BUILDERS[name]
+
+
+def _check_options(name: str, factory: Callable[..., nn.Module], options: dict[str, Any], given: Iterable[str]) -> None:
+    """Raise InputError for an option that a model has not, and for one that it needs and that nobody gave."""
+    signature = inspect.signature(factory)
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    allowed = [key for key, p in signature.parameters.items() if p.kind in named and key not in SIZES]
+    anything = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for key in options:
+        if key in SIZES or (key not in allowed and not anything):
+            raise wrong(f"model {name}: option", key, ", ".join(allowed) or "none", hint=nearest(key, allowed))
+    try:
+        signature.bind(**dict.fromkeys((*given, *options)))
+    except TypeError as error:
+        allowed_form = "input_shape, classes and the options given"
+        raise wrong(
+            f"model {name}", f"a callable {str(error).replace('missing', 'that misses')}", allowed_form
+        ) from None
+
+
+__all__ = [
+    "BUILDERS", "NAMES", "OURS", "build", "freeze_batch_norm", "group_norm_instead", "is_sized",
+    "refuse_unclipped_state", "takes",
+]  # fmt: skip

@@ -38,7 +38,7 @@ RELEASED: dict[str, tuple[dict[str, float], float, float, float]] = {
 
 @pytest.mark.parametrize("method", RELEASED)
 def test_the_numbers_of_0_1_0(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedflat.models.registry.PortableDraws", lambda *_: nullcontext())
+    monkeypatch.setattr("fedflat.models.PortableDraws", lambda *_: nullcontext())
     options, moved, loss, norm = RELEASED[method]
     recipe = {**RECIPE, "algorithm": {"name": method, **options}, "privacy": {} if method == "fedavg" else PRIVACY}
     jobs: list[Job] = []

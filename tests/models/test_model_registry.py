@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from fedflat.core.checks import InputError
-from fedflat.models import NAMES, build
-from fedflat.models.registry import BUILDERS
+from fedflat.models import BUILDERS, NAMES, OURS, build
 
 FILE = """
 import torch
@@ -113,10 +112,10 @@ def test_a_file_that_fails_names_itself(tmp_path: Path) -> None:
 
 def test_a_model_is_taken_for_ours_only_where_its_code_is_and_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shorter search misses what is out of reach, so nobody else's model gets it."""
-    from fedflat.models import refuse_unclipped_state, registry
+    from fedflat.models import refuse_unclipped_state
 
     monkeypatch.setenv("FEDFLAT_TEST_MEMORY", "0")
-    assert {"vit-base", "roberta-base", "image-encoder"} == set(registry.BUILDERS) - registry.OURS
+    assert {"vit-base", "roberta-base", "image-encoder"} == set(BUILDERS) - OURS
 
     class Hides(nn.Module):
         def __init__(self) -> None:

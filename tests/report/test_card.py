@@ -22,12 +22,11 @@ from fedflat.core.checks import InputError
 from fedflat.privacy.attacker import attacker
 from fedflat.privacy.ledger import read
 from fedflat.privacy.together import Published, total
-from fedflat.report import registry
-from fedflat.report.card import brief, card, html, markdown, registry_entry
+from fedflat.report import card as cards
+from fedflat.report.card import About, as_yaml, brief, card, checked, html, markdown, read_about, registry_entry
 from fedflat.report.figures import figures_of_run
 from fedflat.report.html import render
 from fedflat.report.metrics import NO_EPSILON, read_run
-from fedflat.report.registry import About, as_yaml, checked, read_about
 from fedflat.report.wording import epsilon_bound
 from fedflat.simulation.result import export
 
@@ -303,7 +302,7 @@ def test_an_exported_folder_stays_sealed(folder: Path, tmp_path: Path) -> None:
 
 def test_the_registrys_words_are_its_own(folder: Path) -> None:
     """As opendp/deployments-registry-data spells them: a renaming in this code must not reach them."""
-    model = registry.Entry.model_fields["deployment"].annotation.model_fields["deployment_model"].annotation
+    model = cards.Entry.model_fields["deployment"].annotation.model_fields["deployment_model"].annotation
     allowed = get_args(model.model_fields["model_name"].annotation)
     assert allowed == ("Local", "Central", "Shuffle", "Federated", "Varies")
     for trust, name in {"central": "Central", "distributed": "Federated", "local": "Local", "else": "Varies"}.items():
