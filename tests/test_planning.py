@@ -167,9 +167,6 @@ def test_made_up_examples_have_the_form_and_nothing_else() -> None:
     assert int(held.targets.max()) <= 4 and made_up(tokens, "classification").test_inputs is None
 
 
-# What would help.
-
-
 def test_every_alternative_has_its_own_noise() -> None:
     plan = plan_of()
     found = {other.what: other for other in alternatives(plan, 1000, noise)}
@@ -236,9 +233,6 @@ def test_drowning() -> None:
     assert "100 times as long as a round's" in said and "10 times as long as all" in said
     assert best(plan_of(), 1000, lambda plan: math.inf) is None
     assert best(plan_of(noise_multiplier=0, epsilon=None), 1000, noise) is None
-
-
-# The command line.
 
 
 def run(*words: str) -> Any:

@@ -98,9 +98,6 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Here]]:
     yield put
 
 
-# What may vary
-
-
 @pytest.mark.parametrize(
     ("vary", "says"),
     [
@@ -166,9 +163,6 @@ def test_another_name_comes_before_its_options() -> None:
     assert found.algorithm.options == {"rho": 0.2}
 
 
-# The account of what is asked
-
-
 def test_every_trials_plan_states_the_total() -> None:
     found = asked(["rounds=2,5", "local.lr=0.1,1"])
     total = found.plan.epsilon()
@@ -218,9 +212,6 @@ def test_what_choosing_costs() -> None:
     assert one.needed < geometric.needed < compared.needed
     with pytest.raises(InputError, match="private method"):
         costs_of(Recipe.of({**SMALL, "algorithm": "fedavg"}), [], 10, 20)
-
-
-# A selection
 
 
 def checks(folder: Path) -> list[str]:
@@ -392,9 +383,6 @@ def test_a_release_without_a_finite_score_never_wins(tmp_path: Path, monkeypatch
     assert tuning.score(tmp_path, regression, *public) == -1e300
 
 
-# Proxies
-
-
 def test_a_random_process_has_the_form_of_the_data() -> None:
     recipe = Recipe.of({**SMALL, "data": {**SMALL["data"], "partition": {"kind": "dirichlet", "alpha": 0.6}}})  # type: ignore[dict-item]
     real = data_of(recipe, None, None)
@@ -452,9 +440,6 @@ def test_a_search_on_a_proxy_writes_a_recipe_that_runs(tmp_path: Path, here: Cal
     assert yaml.safe_load(found.chosen.read_text())["privacy"]["epsilon"] == 8
     drawn = tuning.settings_to_try(axes(["local.lr=log:0.01:1"]), 5, 0)
     assert len(drawn) == 5 and len(tuning.settings_to_try(axes(["local.steps=whole:1:3"]), 9, 0)) == 3
-
-
-# The command
 
 
 @pytest.mark.parametrize(

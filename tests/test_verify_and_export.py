@@ -114,6 +114,20 @@ DAMAGES = {
 }
 
 
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[str]:
+    """Change each line of a ledger, and redo checksums and chain, as whoever has no key to sign with would.
+
+    Returns the new lines' tips.
+    """
+    tips, lines = [hashlib.sha256(HEADER).hexdigest()], []
+    for number, text in enumerate((folder / "ledger.jsonl").read_text().splitlines()):
+        body = {k: v for k, v in change(json.loads(text)).items() if k not in ("line", "previous", "checksum")}
+        lines.append(json.dumps(seal(body, number, tips[-1]), separators=(",", ":")))
+        tips.append(hashlib.sha256(lines[-1].encode()).hexdigest())
+    (folder / "ledger.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return tips[1:]
+
+
 def wrong(folder: Path, checks: object = CHECKS) -> list[str]:
     return [c.record for each in checks for c in each(Records(folder)) if c.verdict == "wrong"]  # type: ignore[attr-defined]
 
@@ -354,13 +368,7 @@ def test_a_run_of_the_first_version_is_unchecked_and_not_wrong(run: Path) -> Non
     """No run.json, no seals, no checksums, and a ledger that names no run."""
     for name in ("private/run.json", "private/private.seals", "metrics.seals", "tips.jsonl"):
         (run / name).unlink()
-    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_bytes().splitlines()]
-    tip, whole = hashlib.sha256(HEADER).hexdigest(), b""
-    for number, line in enumerate(lines):
-        body = {key: value for key, value in line.items() if key not in ("line", "previous", "checksum", "run")}
-        raw = json.dumps(seal(body, number, tip), separators=(",", ":")).encode()
-        whole, tip = whole + raw + b"\n", hashlib.sha256(raw).hexdigest()
-    (run / "ledger.jsonl").write_bytes(whole)
+    rewrite(run, lambda line: {key: value for key, value in line.items() if key != "run"})
     facts = json.loads((run / "privacy.json").read_bytes())
     (run / "privacy.json").write_text(json.dumps({k: v for k, v in facts.items() if k not in ("checksum", "weights")}))
     for path in (run / "checkpoints").iterdir():
@@ -473,11 +481,15 @@ def test_missing_older_checkpoints_torn_lines_and_strangers_are_named(run: Path)
     assert any("torn" in check.about for check in inspection.check_privacy(Records(run)))
 
 
-def test_a_page_and_a_card_that_show_another_figure_are_found_out(run: Path) -> None:
+def write_pages(run: Path) -> None:
     write_report([run], run / "report.html")
     made = card.card(read_run(run))
     (run / "card.md").write_text(card.markdown(made))
     (run / "card.html").write_text(card.html(made))
+
+
+def test_a_page_and_a_card_that_show_another_figure_are_found_out(run: Path) -> None:
+    write_pages(run)
     assert [check.verdict for check in check_pages(Records(run))] == ["ok"] * 3
     for name in ("report.html", "card.html", "card.md"):
         text = (run / name).read_text()
@@ -525,18 +537,6 @@ def reviewer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     assert "ModuleNotFoundError" in said("-c", "import fedflat").stderr
     return said
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Change each line of a ledger, and redo checksums and chain, as whoever has no key to sign with would."""
-    tip, lines = hashlib.sha256(HEADER).hexdigest(), []
-    for text in (folder / "ledger.jsonl").read_text().splitlines():
-        body = {**change(json.loads(text)), "previous": tip}
-        body.pop("checksum")
-        whole = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-        lines.append(json.dumps({**body, "checksum": hashlib.sha256(whole).hexdigest()}))
-        tip = hashlib.sha256(lines[-1].encode()).hexdigest()
-    (folder / "ledger.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 def test_a_reviewer_checks_an_attested_folder_alone(tmp_path: Path, reviewer: Any) -> None:
@@ -679,21 +679,34 @@ def said_of(folder: Path, record: str, key: Path | None = None) -> list[tuple[st
     return [(check.verdict, check.about) for check in inspect_run(folder, key) if check.record == record]
 
 
-def test_metrics_of_a_signed_export_are_signed_and_of_an_unsigned_one_said_to_be_open(tmp_path: Path) -> None:
-    signing.Operator.create(tmp_path / "operator.pem")
-    for name, key in (("signed", tmp_path / "operator.pem"), ("unsigned", None)):
-        simulation.run({**RECIPE, "algorithm": "dp-fedavg"}, out=tmp_path / name, key=key)
-        export(tmp_path / name, tmp_path / f"{name}-out")
-        assert not [check for check in inspect_run(tmp_path / f"{name}-out") if check.verdict == "wrong"]
-    public = tmp_path / "operator.pub"
-    assert "weights, metrics signed" in said_of(tmp_path / "signed-out", "signature.json", public)[-1][1]
-    for name in ("signed-out", "unsigned-out"):
-        edit_metrics(tmp_path / name, test_accuracy=0.99)
-    assert said_of(tmp_path / "signed-out", "signature.json")[-1] == ("wrong", "it is about other metrics")
+@pytest.fixture(scope="module")
+def both_exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two exports of one recipe: signed/, by operator.pem, and unsigned/."""
+    place = tmp_path_factory.mktemp("exports")
+    signing.Operator.create(place / "operator.pem")
+    for name, key in (("signed", place / "operator.pem"), ("unsigned", None)):
+        simulation.run({**RECIPE, "algorithm": "dp-fedavg"}, out=place / f"{name}-run", key=key)
+        export(place / f"{name}-run", place / name)
+    return place
+
+
+@pytest.fixture
+def exports(both_exports: Path, tmp_path: Path) -> Path:
+    """A copy to change."""
+    return Path(shutil.copytree(both_exports, tmp_path / "exports"))
+
+
+def test_metrics_of_a_signed_export_are_signed_and_of_an_unsigned_one_said_to_be_open(exports: Path) -> None:
+    for name in ("signed", "unsigned"):
+        assert not wrong(exports / name)
+    assert "weights, metrics signed" in said_of(exports / "signed", "signature.json", exports / "operator.pub")[-1][1]
+    for name in ("signed", "unsigned"):
+        edit_metrics(exports / name, test_accuracy=0.99)
+    assert said_of(exports / "signed", "signature.json")[-1] == ("wrong", "it is about other metrics")
     # the twin without a key: nothing is wrong, and the record is named as open
-    assert not [check for check in inspect_run(tmp_path / "unsigned-out") if check.verdict == "wrong"]
+    assert not [check for check in inspect_run(exports / "unsigned") if check.verdict == "wrong"]
     assert any(verdict == "unchecked" and "not covered" in about
-               for verdict, about in said_of(tmp_path / "unsigned-out", "metrics.jsonl"))  # fmt: skip
+               for verdict, about in said_of(exports / "unsigned", "metrics.jsonl"))  # fmt: skip
 
 
 @pytest.mark.parametrize("changed", [{"epsilon": 0.01}, {"epsilon": None}, {"clip": 0.25}])
@@ -750,10 +763,7 @@ def test_every_file_is_covered_or_named(run: Path) -> None:
 
 @pytest.mark.parametrize("name", ["report.html", "card.md", "card.html"])
 def test_a_page_whose_title_or_data_show_another_epsilon_is_found(run: Path, name: str) -> None:
-    write_report([run], run / "report.html")
-    made = card.card(read_run(run))
-    (run / "card.md").write_text(card.markdown(made))
-    (run / "card.html").write_text(card.html(made))
+    write_pages(run)
     text = (run / name).read_text()
     edits = {"title": re.sub(r"seed-7654321|tiny", "ε = 0.01", text), "hidden": text + '<p id="runs">ε = 0.01</p>'}
     edits["data"] = text.replace("8.00", "0.01") + '<p id="runs">'
@@ -767,24 +777,17 @@ def test_a_page_whose_title_or_data_show_another_epsilon_is_found(run: Path, nam
     assert [c.verdict for c in check_pages(Records(run)) if c.record == name] == ["ok"]
 
 
-def test_without_a_key_a_ledger_that_is_chained_again_is_said_to_be_open(tmp_path: Path) -> None:
-    signing.Operator.create(tmp_path / "operator.pem")
-    for name, key in (("signed", tmp_path / "operator.pem"), ("unsigned", None)):
-        simulation.run({**RECIPE, "algorithm": "dp-fedavg"}, out=tmp_path / name, key=key)
-        export(tmp_path / name, tmp_path / f"{name}-out")
-        lines = [json.loads(line) for line in (tmp_path / f"{name}-out/ledger.jsonl").read_text().splitlines()]
-        tips = [json.loads(line) for line in (tmp_path / f"{name}-out/tips.jsonl").read_text().splitlines()]
-        whole, tip = b"", hashlib.sha256(HEADER).hexdigest()
-        for number, line in enumerate(lines):  # another noise key's name: the two runs' noise would count as shared
-            body = {key: value for key, value in line.items() if key not in ("line", "previous", "checksum")}
-            raw = json.dumps(seal({**body, "key_id": "0" * 32}, number, tip), separators=(",", ":")).encode()
-            whole, tip = whole + raw + b"\n", hashlib.sha256(raw).hexdigest()
-            tips[number]["tip"] = tip
-        (tmp_path / f"{name}-out/ledger.jsonl").write_bytes(whole)
-        (tmp_path / f"{name}-out/tips.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in tips))
-        resealed(tmp_path / f"{name}-out")
-    found = {name: inspect_run(tmp_path / f"{name}-out") for name in ("signed", "unsigned")}
+def test_without_a_key_a_ledger_that_is_chained_again_is_said_to_be_open(exports: Path) -> None:
+    for name in ("signed", "unsigned"):
+        # another noise key's name: the two runs' noise would count as shared
+        new = rewrite(exports / name, lambda line: {**line, "key_id": "0" * 32})
+        tips = [json.loads(line) for line in (exports / name / "tips.jsonl").read_text().splitlines()]
+        (exports / name / "tips.jsonl").write_text(
+            "".join(f"{json.dumps({**line, 'tip': tip})}\n" for line, tip in zip(tips, new))
+        )
+        resealed(exports / name)
+    found = {name: inspect_run(exports / name) for name in ("signed", "unsigned")}
     assert {check.record for check in found["signed"] if check.verdict == "wrong"} >= {"signature.json"}
     assert not [check for check in found["unsigned"] if check.verdict == "wrong"]  # the twin
-    ((verdict, about),) = said_of(tmp_path / "unsigned-out", "signature")
+    ((verdict, about),) = said_of(exports / "unsigned", "signature")
     assert verdict == "unchecked" and "the ledger's lines" in about and "metrics" in about

@@ -76,9 +76,6 @@ def dimension(method: str) -> tuple[int, tuple[slice, ...]]:
     return parts.message_length, parts.message_tensors
 
 
-# ---------------------------------------------------------------- broken twins
-
-
 def _clean(member: Member, d: int) -> Tensor:
     m = member.message
     ok = m.shape == (d,) and m.is_floating_point() and bool(torch.isfinite(m).all())
@@ -164,9 +161,6 @@ def trusting_sum(d: int, tensors: tuple[slice, ...]) -> Aggregation:
     return aggregate
 
 
-# ---------------------------------------------------------------- neighbouring worlds
-
-
 def canaries(d: int, tensors: tuple[slice, ...]) -> dict[str, Member]:
     """Adversarial messages: as large, as broken and as well aimed as a client can send."""
     direction = torch.from_numpy(np.random.default_rng(0).normal(size=d)).float()
@@ -223,9 +217,6 @@ def _neighbours(d: int, ends: tuple[tuple[int, int], ...]) -> Sequence[tuple[str
         for crowd, others in crowds(d, tensors).items()
         for name, canary in canaries(d, tensors).items()
     ]
-
-
-# ---------------------------------------------------------------- rules
 
 
 def sensitivity_holds(aggregation: Aggregation, d: int, tensors: tuple[slice, ...], factor: float = 1.0) -> None:

@@ -93,9 +93,6 @@ class Again(Guard):
         pass
 
 
-# Charged first.
-
-
 def draws_before_it_charges(path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Guard]) -> bool:
     """Whether noise is drawn although the ledger cannot be written."""
     drawn: list[int] = []
@@ -121,9 +118,6 @@ def draws_before_it_charges(path: Path, monkeypatch: pytest.MonkeyPatch, kind: t
 def test_a_round_is_charged_before_anything_of_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not draws_before_it_charges(tmp_path / "sound", monkeypatch, Guard)
     assert draws_before_it_charges(tmp_path / "twin", monkeypatch, ChargesAfter)
-
-
-# Noise once.
 
 
 def has_the_plans_noise(path: Path, kind: type[Guard], secure: bool) -> bool:
@@ -164,9 +158,6 @@ def test_it_is_the_engines_arithmetic(tmp_path: Path) -> None:
         assert guard.statement()["noise_source"] == GIVEN
 
 
-# No vector longer than C.
-
-
 HOSTILE = {
     "long": np.full(30, 1e30), "longest": np.full(30, 3e38, dtype=np.float32), "nan": np.full(30, np.nan),
     "inf": np.full(30, np.inf), "tiny": np.full(30, 1e-300), "plain": np.linspace(-1, 1, 30),
@@ -189,9 +180,6 @@ def test_no_client_moves_the_sum_by_more_than_the_clip(tmp_path: Path, name: str
     assert moves(tmp_path / "sound", Guard, HOSTILE[name]) <= 1.002
     if name == "plain":
         assert moves(tmp_path / "twin", NoClip, HOSTILE[name]) > 1.5
-
-
-# Once, in order, by those who were drawn.
 
 
 def same_noise_twice(path: Path, kind: type[Guard]) -> bool:
@@ -371,9 +359,6 @@ def test_what_no_round_could_be_released_with_is_refused_at_the_start(
     with pytest.raises(InputError, match=said):
         made(tmp_path, **{**numbers, **change})
     assert not (tmp_path / "ledger.jsonl").exists()
-
-
-# What it says.
 
 
 def test_the_statement_and_the_ledger(tmp_path: Path) -> None:

@@ -21,9 +21,6 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 5))
 
 
-# ---------------------------------------------------------------- params
-
-
 def test_everything_is_shared_without_a_head() -> None:
     layout = layout_of(network())
     assert layout.names == ("0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias")
@@ -94,9 +91,6 @@ def test_the_last_linear_layer() -> None:
     assert last_linear(network()) == "4"
 
 
-# ---------------------------------------------------------------- streams
-
-
 def test_streams_depend_on_every_part_of_their_name() -> None:
     names = [(0, "a", 1, 2), (1, "a", 1, 2), (0, "b", 1, 2), (0, "a", 2, 2), (0, "a", 1, 3), (0, "a", 12), (0, "a1", 2)]
     names += [(b"0", "a", 1, 2), (bytes(32), "a", 1, 2)]
@@ -145,9 +139,6 @@ def test_torchs_generator_is_put_back() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-# ---------------------------------------------------------------- sentences
-
-
 def test_the_error_sentence() -> None:
     error = checks.wrong("local.lr", -1, "a number > 0", hint="Try 0.1.")
     assert str(error) == "local.lr: found -1; allowed: a number > 0. Try 0.1."
@@ -188,9 +179,6 @@ def test_whole_numbers_and_names() -> None:
         checks.whole("x", 4, 1, 3)
     with pytest.raises(InputError, match=r"allowed: sgd, adam[.] Did you mean adam[?]"):
         checks.one_of("x", "adm", ["sgd", "adam"])
-
-
-# ---------------------------------------------------------------- shares and loss
 
 
 @pytest.mark.parametrize(

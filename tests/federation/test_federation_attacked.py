@@ -20,7 +20,7 @@ from forked import Forked, programs
 from ports import free_port
 from stand_in import small
 from test_federation_bounds import repeated
-from test_federation_processes import PATIENCE, logs, own_state  # noqa: F401
+from test_federation_processes import PATIENCE, logs, own_tmpdir  # noqa: F401
 
 from benchmarks.superlink_load import usage
 from fedflat.federation.doors import STRANGERS

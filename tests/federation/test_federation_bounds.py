@@ -13,9 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("flwr")
-
 from fork_server import CONTEXT
 from stand_in import deployed, objects_of, small
 
@@ -29,11 +26,10 @@ LIMIT = Limit(4 * D + 1000, 4000)
 
 
 @pytest.fixture(autouse=True)
-def a_task_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def a_task_of_its_own() -> None:
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
 
 
 def question(node: int = 7) -> Any:

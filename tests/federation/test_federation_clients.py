@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("flwr")
-
 from flwr.app import Error, Message
 from stand_in import deployed, grid_of, pem, settings, small
 
@@ -25,11 +22,6 @@ from fedflat.federation.lock import write_client_keys
 from fedflat.federation.project import PACKAGE, client_folder, write_project
 from fedflat.federation.store import Store, read_examples, write_examples
 from fedflat.federation.task import Roster, Task
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("flwr")
-
 from stand_in import deployed, small
 from test_federation_secure_rounds import question, refused, set_of, through_shares
 

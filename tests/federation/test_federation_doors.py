@@ -26,7 +26,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-pytest.importorskip("flwr")
 pytest.importorskip("flwr.superlink")
 
 from forked import Forked, finished
@@ -145,7 +144,6 @@ def status_of(url: str) -> int:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     write_project(small(data={"clients": 2}, cohort={"size": 2}), tmp_path / "fed", port=free_port())

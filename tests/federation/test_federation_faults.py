@@ -21,9 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("flwr")
-
 from stand_in import client_at, deployed, grid_of, honest, settings, small
 
 from fedflat.core.checks import InputError, RunError
@@ -58,8 +55,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def federation(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Task]:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+def federation(project: Path, tmp_path: Path) -> tuple[Path, Task]:
     shutil.copytree(project, tmp_path / "fed")
     return tmp_path / "fed", Task.read(tmp_path / "fed" / "app" / PACKAGE)
 
@@ -242,12 +238,11 @@ def test_a_key_in_another_account_is_not_called_deleted(
 
 @pytest.mark.parametrize("trust", ["local", "distributed"])
 def test_a_run_ended_under_a_distrusted_server_is_charged_the_round_that_may_be_open(
-    trust: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trust: str, tmp_path: Path
 ) -> None:
     """Killed with the round's updates (or their sum) in its memory and no line for them: the close writes it, once."""
     from fedflat.federation.close import close
 
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
     changes: dict[str, Any] = {"privacy": {"trust": "local", "noise_multiplier": 1.0}}
     if trust == "distributed":
         changes = {"algorithm": "ddgauss", "cohort": {"min": 2}, "privacy": {"noise_multiplier": 1.0}}
@@ -403,13 +398,10 @@ def test_a_client_killed_after_training_starts_again_from_the_same_head(tmp_path
 
 
 @pytest.mark.parametrize("step", ["_keys", "_shares", "_vectors", "_consents", "_reveals"])
-def test_a_server_killed_in_secure_aggregation_learns_no_second_sum(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_killed_in_secure_aggregation_learns_no_second_sum(step: str, tmp_path: Path) -> None:
     """Once a masked vector has left, clients refuse the round: it is aborted and charged. Before, it is done again."""
     from fedflat.federation.secagg.rounds import SecureFlower
 
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
     recipe = small(algorithm="ddgauss", rounds=2, cohort={"min": 2}, privacy={"noise_multiplier": 1.0})
     task, clients = deployed(tmp_path / "fed", recipe)
     made_ready(task, clients)
@@ -422,9 +414,8 @@ def test_a_server_killed_in_secure_aggregation_learns_no_second_sum(
 
 
 @pytest.mark.parametrize("trust", ["local", "distributed"])
-def test_a_client_whose_disk_is_full_sends_nothing(trust: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_whose_disk_is_full_sends_nothing(trust: str, tmp_path: Path) -> None:
     """What it must remember it cannot: so no noised update and no masked vector leaves; the round goes on without."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
     changes: dict[str, Any] = {"privacy": {"trust": "local", "noise_multiplier": 1.0}}
     if trust == "distributed":
         changes = {"algorithm": "ddgauss", "cohort": {"min": 2}, "privacy": {"noise_multiplier": 1.0}}

@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("flwr")
-
 from flwr.supercore import heartbeat
 from flwr.supercore.inflatable import inflatable_utils
 from flwr.supercore.retry import retry_invoker
@@ -38,7 +35,6 @@ def as_flower_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
     """One whose every batch waits for three signs of life, as in training that takes minutes."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
     _, clients = deployed(tmp_path / "fed", small())
     real = ClientBatches._take
 

@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("flwr")
-
 from stand_in import Grid, client_at, deployed, grid_of, settings, small
 
 from fedflat.federation import server
@@ -32,11 +29,6 @@ from fedflat.simulation.inspection import inspect_run
 OPERATIONS = ("fsync", "replace", "unlink", "write")
 ROUNDS, LAST = 3, 100
 """Rounds of a run, and how many of its operations a kill is drawn from: all but the last, the clients' among them."""
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
 
 
 @pytest.fixture(scope="module")

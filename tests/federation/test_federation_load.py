@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from fork_server import CONTEXT
 
-pytest.importorskip("flwr")
 load = pytest.importorskip("benchmarks.server_load")
 
 

@@ -12,7 +12,6 @@ from urllib.request import urlopen
 
 import pytest
 
-pytest.importorskip("flwr")
 pytest.importorskip("prometheus_client")
 
 from ports import free_port
@@ -30,11 +29,6 @@ SHOWN = {
     "fedflat_connected_clients", "fedflat_seconds_since_round", "fedflat_ready",
     "fedflat_aborted_rounds", "fedflat_refused_replies",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
 
 
 @pytest.fixture

@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("flwr")
-
 from stand_in import client_at, deployed, final_shared, grid_of, settings, small
 
 from fedflat.assembly.jobs import prepare
@@ -55,12 +52,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 if importlib.util.find_spec("efficientnet_lite_pytorch") is not None:
     METHODS["public network"] = {"model": {"name": "image-encoder", "body": "efficientnet-lite0", "size": 16}}
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and operator files of a test go to the test's folder."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
 
 
 def records(path: Path) -> list[dict[str, Any]]:

@@ -17,9 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("flwr")
-
 from forked import Forked, programs
 from ports import free_port
 from stand_in import client_at, small
@@ -89,8 +86,7 @@ class Network:
 
 
 @pytest.fixture
-def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+def network() -> Iterator[Network]:
     if shutil.which("ip") is None:
         pytest.skip("iproute2 is not installed")
     found = Network()

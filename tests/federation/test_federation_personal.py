@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("flwr")
-
 from stand_in import client_at, deployed, grid_of, settings, small
 from test_federation_clients import ask_of
 
@@ -22,11 +19,6 @@ from fedflat.federation.project import PACKAGE, client_folder, supernode_command
 from fedflat.federation.server import serve
 from fedflat.federation.store import Store, read_examples, write_examples
 from fedflat.simulation import run as simulation
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
 
 
 def holding(client: Client, folder: Path) -> Client:

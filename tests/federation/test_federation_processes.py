@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("flwr")
 if shutil.which("flower-superlink") is None and not (Path(os.sys.executable).parent / "flower-superlink").exists():  # type: ignore[attr-defined]
     pytest.skip("Flower's programs are not installed", allow_module_level=True)
 
@@ -41,8 +40,7 @@ WINDOW = 160
 
 
 @pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+def own_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
 

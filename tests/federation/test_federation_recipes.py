@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("flwr")
-
 from stand_in import settings
 
 from fedflat.assembly.plans import algorithm_of

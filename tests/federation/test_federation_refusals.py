@@ -13,9 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("flwr")
-
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from hypothesis import HealthCheck, given
 from hypothesis import settings as limits
@@ -32,11 +29,6 @@ from fedflat.federation.wire import Answer, Malformed
 from fedflat.records import keys
 
 D = 5
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
 
 
 def reply(answer: Any, to: str = "m0", node: int = 7) -> Any:

@@ -7,18 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("flwr")
-
 from stand_in import deployed, final_shared, grid_of, settings, small
 
 from fedflat.federation import server
 from fedflat.privacy.ledger import read as read_ledger
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -15,9 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("flwr")
-
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import Message
 from stand_in import Grid, Handler, deployed, grid_of, honest, settings, small
@@ -209,10 +206,6 @@ def false_dealer(client: Client, kind: str, victims: list[int]) -> Handler:
             return honest(client)(message)
 
     return handle
-
-
-def no_point(data: bytes) -> bytes:
-    return b"\x02" + b"\xff" * 32 + data[33:]
 
 
 LIES: dict[str, tuple[str, Callable[[Any, Any], Any], str, bool]] = {
@@ -577,9 +570,6 @@ def test_a_client_takes_no_other_keys_for_its_own(federation: Federation) -> Non
     one.answer(question(one, dealing.SHARES, facts={"keys": dealing.write_keys(keys)}))
 
 
-# What is remembered, and what is forgotten.
-
-
 def test_a_client_that_was_excluded_three_times_is_asked_no_more_also_after_a_restart(
     tmp_path: Path, project: tuple[Task, list[Client]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -645,10 +635,7 @@ def test_the_limits_come_from_the_apps_settings(tmp_path: Path) -> None:
                 Settings.of({"out": str(tmp_path), name: bad})
 
 
-def test_a_stopped_run_loses_nothing_and_goes_on_when_it_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+def test_a_stopped_run_loses_nothing_and_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     recipe = small(algorithm="ddgauss", rounds=4, cohort={"min": 2}, privacy={"noise_multiplier": 1.0})
     task, clients = deployed(tmp_path / "fed", recipe)
     grid = grid_of(task, clients)

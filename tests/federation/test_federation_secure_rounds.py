@@ -12,9 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("flwr")
-
 from flwr.app import Message
 from stand_in import client_at, deployed, final_shared, grid_of, honest, settings, small
 
@@ -33,11 +30,6 @@ from fedflat.records import keys
 from fedflat.simulation import run as simulation
 
 STEPS = (dealing.KEYS, dealing.SHARES, dealing.CHECK, dealing.VECTOR, dealing.CONSENT, dealing.REVEAL)
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
 
 
 def ddgauss(noise: float = 1.0, rounds: int = 1, minimum: int = 2, **changes: Any) -> Any:

@@ -11,9 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("flwr")
-
 from stand_in import deployed, grid_of, settings, small
 
 from fedflat.core.checks import InputError, RunError
@@ -33,11 +30,6 @@ TURNS: dict[str, Any] = {
     "cohort": {"size": 1, "sampling": "min-separation", "separation": 3},
     "privacy": {"noise_multiplier": 1.0, "noise": {"kind": "banded"}},
 }
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
 
 
 def asks(grid: Any) -> list[tuple[int, int]]:

@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("flwr")
-
 from forked import Forked, programs
 from ports import free_port
 from stand_in import deployed, final_shared, grid_of, settings, small
-from test_federation_processes import PATIENCE, logs, own_state, wait_for  # noqa: F401
+from test_federation_processes import PATIENCE, logs, own_tmpdir, wait_for  # noqa: F401
 
 from fedflat.federation import server
 from fedflat.federation.project import write_project

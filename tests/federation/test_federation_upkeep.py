@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("flwr")
 pytest.importorskip("flwr.superlink")
 
 from flwr.supercore.run import RunStatus
@@ -42,11 +41,6 @@ from fedflat.privacy.ledger import read as read_ledger
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120.0
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
 
 
 def composed(**variables: Any) -> dict[str, Any]:

@@ -19,9 +19,6 @@ Batch = tuple[np.ndarray, np.ndarray]
 Gradient = Callable[[Vector, Batch], Vector]
 
 
-# ---------------------------------------------------------------- networks
-
-
 @dataclass(frozen=True)
 class Net:
     """Layers of the given sizes with ``tanh`` or ``relu`` between them."""
@@ -106,9 +103,6 @@ def loss_gradient(net: Net, weight_decay: float = 0.0, max_norm: float | None = 
         return g + weight_decay * w
 
     return gradient
-
-
-# ---------------------------------------------------------------- local solvers: (start, batches) -> final weights
 
 
 def sgd(w: Vector, batches: Sequence[Batch], gradient: Gradient, lr: float, momentum: float = 0.0) -> Vector:
@@ -203,9 +197,6 @@ def proximal(w, batches, gradient: Gradient, lr: float, momentum: float, mu: flo
     return sgd(w, batches, lambda at, batch: gradient(at, batch) + mu * (at - start), lr, momentum)
 
 
-# ---------------------------------------------------------------- transforms and clip
-
-
 def ceil_share(share: float, count: int) -> int:
     """⌈share·count⌉ for a share written in decimals: 0.3 of 10 is 3, not 4."""
     return math.ceil(Fraction(repr(float(share))) * count)
@@ -240,9 +231,6 @@ def clip(message: Vector, threshold: float) -> Vector:
         return np.zeros_like(message)
     size = norm(message)
     return message if size <= threshold else message * (threshold / size)
-
-
-# ---------------------------------------------------------------- server
 
 
 def smooth(v: Vector, sigma: float, tensors: Sequence[slice]) -> Vector:
@@ -309,9 +297,6 @@ class FreedAdam:
         known = sum(weight * v for weight, v in zip(weights, self.variances))
         floor = max(variance, 1e-6) if self.floor is None else self.floor
         return w + self.lr * first / np.sqrt(np.maximum(second - known, floor))
-
-
-# ---------------------------------------------------------------- the rounds
 
 
 @dataclass(frozen=True)

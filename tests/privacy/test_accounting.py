@@ -330,9 +330,6 @@ def test_loss_distributions_of_few_points() -> None:
     assert LossDistribution(np.array([0.999]), 0, 1.0, 0.001).epsilon(1, 0.009) == 0.0
 
 
-# Curves.
-
-
 def test_a_curve_is_set_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[float] = []
     real = curves.one_round
@@ -417,9 +414,6 @@ def test_what_is_called_epsilon_is_proven() -> None:
                 ask()
 
 
-# Trust models.
-
-
 def test_the_server_of_distributed_knows_the_cohort() -> None:
     made = accounting_params(rounds=300, noise_multiplier=0.95, trust="distributed", min_cohort=15, **PAPER)
     recipients, server = guarantees(made)
@@ -484,9 +478,6 @@ def test_local_composes_doubled_sensitivity_over_participations() -> None:
     (only,) = guarantees(accounting_params(**{**setting, "rounds": 3}))
     assert (only.relation, only.adversary) == ("replace-one", "server")
     assert epsilon(sampling="truncated", max_cohort=60, accountant="rdp", **setting) > epsilon(**setting)
-
-
-# Calibration.
 
 
 @pytest.mark.parametrize("target", [0.1, 1.0, 8.0, 50.0])
@@ -579,9 +570,6 @@ def test_split_noise_composes_back() -> None:
     assert split_noise(0, 1) == 0
     with pytest.raises(InputError, match=r"more than noise_multiplier / 2 = 0.5.*count alone"):
         split_noise(1.0, 0.5)
-
-
-# Arguments.
 
 
 @pytest.mark.parametrize(

@@ -226,9 +226,6 @@ def test_what_cannot_be_accounted_is_refused_before_any_work(changes, sentence: 
     assert "\n" not in str(caught.value)
 
 
-# Budget tables.
-
-
 def test_budget_table_has_a_figure_or_a_reason_in_every_row() -> None:
     rows = budget.budget_table(clients=100, cohort=10, rounds=20, noise_multiplier=1.5, delta=1e-3)
     assert len(rows) == 17

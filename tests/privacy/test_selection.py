@@ -192,8 +192,6 @@ def test_laws_have_names_or_numbers() -> None:
             Trials(*wrong)
 
 
-# Runs that are selected
-
 SETTING = {"clients": 500, "cohort": 500, "rounds": 30, "sampling": "full", "accountant": "rdp"}
 TEN = tuning.Selection(Trials(10, 1.0))
 

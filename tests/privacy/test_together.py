@@ -49,9 +49,6 @@ def by_library(steps: dict[Step, int], way: str, delta: float = DELTA) -> float:
     return float(found.get_epsilon_for_delta(delta))
 
 
-# Composition, against hand composition.
-
-
 def test_two_runs_of_t_rounds_are_one_of_twice_as_many() -> None:
     plan = plan_of(rounds=150)
     both = total([run_of(plan, "a"), run_of(plan, "b")])
@@ -101,9 +98,6 @@ def test_ends_of_the_composition() -> None:
     far = LossDistribution(np.array([1.0]), 3000, 1e-3, 0.0)
     assert module._seen(far, 0.25).probs[[0, 3000]] == pytest.approx([0.75, 0.25])
     assert composition.together([(far, 2)], DELTA) == pytest.approx(6.0, abs=0.01)
-
-
-# Laws, from ledgers.
 
 
 def test_the_settings_of_one_comparison() -> None:
@@ -205,9 +199,6 @@ def test_runs_without_a_guarantee_are_named_apart() -> None:
     assert total([Published("fedavg", None, DELTA)]).runs == ()
     wider = total([run_of(plan_of(), "a"), run_of(plan_of(delta=1e-3), "b")])
     assert wider.delta == DELTA and wider.epsilon == plan_of().epsilon(40)  # at the largest δ
-
-
-# Noise that is used twice.
 
 
 def folder_of(path: Path, weight: float, loss: float = 1.0) -> Path:

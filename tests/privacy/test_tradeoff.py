@@ -51,9 +51,6 @@ def run_of(plan: Plan, name: str = "a") -> Published:
     return Published(name, plan.epsilon(), plan.delta, lines(plan, name))
 
 
-# True positives.
-
-
 @pytest.mark.parametrize("mu", [0.05, 0.5, 1.0, 2.175, 4.0, 8.0])
 @pytest.mark.parametrize("alpha", [1e-3, 0.01, 0.1, 0.5, 0.9])
 def test_the_gaussians_own_curve(mu: float, alpha: float) -> None:
@@ -110,9 +107,6 @@ def test_a_share_is_a_share(alpha: float) -> None:
         attacker([], 1.0, DELTA, alpha)
 
 
-# μ.
-
-
 @pytest.mark.parametrize("mu", [0.1, 1.0, 2.175, 5.0])
 def test_mu_of_a_gaussian(mu: float) -> None:
     assert gaussian_mu(gaussian(mu), 1e-5) == pytest.approx(mu, rel=0.02)
@@ -154,9 +148,6 @@ def test_a_twin_that_leaves_out_the_chords_says_too_little(monkeypatch: pytest.M
     assert excess(gaussian_mu(epsilon_of, slack)) > 0.01
 
 
-# Many δ from one transform.
-
-
 @pytest.mark.parametrize("delta", [1e-9, 1e-5, DELTA, 0.1, 0.5])
 def test_the_curve_is_the_accountants(delta: float) -> None:
     event = PoissonSampledDpEvent(0.1, GaussianDpEvent(0.95))
@@ -167,9 +158,6 @@ def test_the_curve_is_the_accountants(delta: float) -> None:
         assert low <= found
     assert by_delta(event, 300)(1e-20) == math.inf
     assert by_delta(GaussianDpEvent(2.0), 4)(delta) == gaussian_epsilon(1.0, delta)
-
-
-# From a run's ledger.
 
 
 def test_full_participation_is_one_gaussian() -> None:

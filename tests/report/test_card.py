@@ -183,9 +183,6 @@ def test_what_takes_minutes_is_left_to_the_card(folder: Path, tmp_path: Path) ->
     assert "fedflat card works" not in str(brief(run))
 
 
-# The registry.
-
-
 def test_an_entry_is_what_the_schema_takes(folder: Path) -> None:
     run = read_run(folder / "one")
     about = About(
@@ -246,9 +243,6 @@ def test_what_is_wrong_with_about(tmp_path: Path, content: str, said: str) -> No
         read_about(path)
     with pytest.raises(InputError, match="YAML file"):
         read_about(tmp_path / "none.yaml")
-
-
-# The command line.
 
 
 def run_command(*words: str) -> Any:
