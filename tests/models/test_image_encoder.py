@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from blocks import check_gradients
 from PIL import Image
 from torch import nn
-from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 import fedflat
@@ -39,11 +39,8 @@ def small():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def _installed() -> None:
     pytest.importorskip("peft")  # seconds of imports: not for a process that only collects
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FEDFLAT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -143,15 +140,7 @@ def test_what_is_trained_and_that_clients_of_a_block_equal_single_ones(
     assert 0 < len(body) < len(every) - 2 or train != "norms"
     x, y = images(4)[1].reshape(2, 2, 3, 8, 8), torch.tensor([[0, 1], [2, 0]])
     module.classifier.weight.data.normal_()
-    free = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-
-    def loss(free: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(functional_call(module, free, (x,)), y)
-
-    together = vmap(grad(loss), in_dims=(None, 0, 0))(free, x, y)
-    for i in range(2):
-        for key, alone in grad(loss)(free, x[i], y[i]).items():
-            torch.testing.assert_close(together[key][i], alone, rtol=1e-3, atol=1e-5)
+    check_gradients(x, y, module)
 
 
 def test_a_clients_features_have_the_same_bits_whoever_is_beside(bodies: dict[str, str]) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import check_gradients
 from torch import nn
-from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from fedflat.core.checks import InputError
@@ -91,16 +91,7 @@ def test_the_image_wrapper_resizes_and_repeats_a_grey_channel() -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_clients_under_vmap_equal_single_calls(name: str, train: str, attention: str) -> None:
     module = tiny(name, train=train, attention=attention)
-    x, y = example(name, 3, 2), torch.tensor([[0, 1], [2, 0], [1, 1]])
-    parameters = {k: v.detach() for k, v in module.named_parameters() if v.requires_grad}
-
-    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(functional_call(module, parameters, (x,)), y)
-
-    together = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
-    for i in range(3):
-        for key, alone in grad(loss)(parameters, x[i], y[i]).items():
-            torch.testing.assert_close(together[key][i], alone, rtol=1e-3, atol=1e-5)
+    check_gradients(example(name, 3, 2), torch.tensor([[0, 1], [2, 0], [1, 1]]), module)
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -29,12 +29,6 @@ TINY = Pretraining(steps=4, images=12, batch=6, side=8)
 SHAPE = (1, 8, 8)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEDFLAT_CACHE", str(tmp_path_factory.mktemp("cache")))
-    features._LAST.clear()
-
-
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A network's file, hardly trained."""

@@ -32,15 +32,6 @@ SMALL = {"kind": "patches", "filters": 12, "size": 3, "cells": 2, "dimension": 2
 SHAPE = (1, 8, 8)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own, and nothing remembered."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("FEDFLAT_CACHE", str(folder))
-    features._LAST.clear()
-    return folder
-
-
 def made(**options: Any) -> Any:
     return build("representation", SHAPE, 3, 0, **{"body": SMALL, **options})
 

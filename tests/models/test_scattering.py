@@ -20,14 +20,6 @@ SMALL = {"kind": "scattering", "scales": 1, "angles": 4, "dimension": 20, "image
 SHAPE = (1, 8, 8)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("FEDFLAT_CACHE", str(folder))
-    features._LAST.clear()
-    return folder
-
-
 def made(**options: Any) -> Any:
     return build("representation", SHAPE, 3, 0, **{"body": SMALL, **options})
 

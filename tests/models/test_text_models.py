@@ -6,8 +6,8 @@ import inspect
 
 import pytest
 import torch
+from blocks import check_gradients
 from torch import nn
-from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from fedflat.core.checks import InputError
@@ -79,17 +79,11 @@ def test_a_prediction_does_not_see_the_future(name: str) -> None:
 )
 def test_three_clients_under_vmap_equal_three_calls(name: str, options: dict[str, int]) -> None:
     modules = [build(name, (7,), 11, seed, **options) for seed in range(3)]
-    x, y = ids(3, 2, 7), ids(3, 2, 7, seed=1)
 
-    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        logits = functional_call(modules[0], parameters, (x,))
+    def loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, -2), y.flatten() if logits.ndim == 3 else y[:, 0])
 
-    clients = [{k: v.detach() for k, v in m.named_parameters()} for m in modules]
-    together = vmap(grad(loss))({k: torch.stack([c[k] for c in clients]) for k in clients[0]}, x, y)
-    for i, client in enumerate(clients):
-        for key, alone in grad(loss)(client, x[i], y[i]).items():
-            torch.testing.assert_close(together[key][i], alone, rtol=1e-4, atol=1e-6)
+    check_gradients(ids(3, 2, 7), ids(3, 2, 7, seed=1), *modules, loss=loss, rtol=1e-4, atol=1e-6)
 
 
 def test_a_bag_ignores_padding_and_order() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from blocks import check_gradients
 from torch import nn
-from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from fedflat.core.checks import InputError
@@ -91,21 +91,9 @@ def test_memory_formats_agree(name: str) -> None:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_three_clients_under_vmap_equal_three_calls(name: str) -> None:
-    module, _ = small(name)
     shape, _ = IMAGES[name]
     x = torch.randn(3, 2, *shape, generator=torch.Generator().manual_seed(1))
-    y = torch.tensor([[0, 1], [2, 3], [4, 0]])
-    clients = [dict(small(name, seed)[0].named_parameters()) for seed in range(3)]
-
-    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(functional_call(module, parameters, (x,)), y)
-
-    stacked = {key: torch.stack([c[key].detach() for c in clients]) for key in clients[0]}
-    together = vmap(grad(loss))(stacked, x, y)
-    for i, client in enumerate(clients):
-        alone = grad(loss)({k: v.detach() for k, v in client.items()}, x[i], y[i])
-        for key in alone:
-            torch.testing.assert_close(together[key][i], alone[key], rtol=1e-3, atol=1e-5)
+    check_gradients(x, torch.tensor([[0, 1], [2, 3], [4, 0]]), *(small(name, seed)[0] for seed in range(3)))
 
 
 @pytest.mark.parametrize("name", IMAGES)
