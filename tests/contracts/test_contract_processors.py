@@ -39,7 +39,7 @@ BITS = f"""
 import hashlib, torch
 from fedflat.config.recipe import Recipe
 from fedflat.data.sources import load
-from fedflat.models.registry import build
+from fedflat.models import build
 
 def bits(tensors):
     found = hashlib.sha256()

@@ -16,8 +16,7 @@ from fedflat.audit.worlds import Engine, Scenario, Worlds
 from fedflat.backends import features
 from fedflat.config.recipe import Recipe
 from fedflat.data.clients import FederatedData, from_pairs
-from fedflat.models import build
-from fedflat.models.registry import BUILDERS
+from fedflat.models import BUILDERS, build
 from fedflat.models.text import WordCounts
 
 LENGTH, IDS = 12, 30
