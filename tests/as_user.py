@@ -4,8 +4,6 @@ Example: ``as_user("fedflat list", folder).out``. The tests' own settings (``OMP
 session) do not reach these processes; their home, caches and keys are empty folders.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

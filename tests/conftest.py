@@ -1,8 +1,6 @@
 """For every test: one torch thread (the tests' tensors are small; more threads only wait for each other), and where a
 back end asks for more, threads that sleep while they wait: several tests share the cores."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ They are handed their work by pickle, as spawned ones are, and unlike a fork of 
 thread, lock or Ray session with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ Example: ``python -m tests.house`` ends with status 1 if a measure is worse than
 tighten: whoever improves a measure lowers its limit here.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

@@ -4,8 +4,6 @@ What a fence's language means: ``python`` is a program; ``sh`` are commands; ``y
 with $) needs hours, data, several machines or names that the reader fills in; ``text`` is what a program prints.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line: exit statuses, one-line errors, resuming, listing, JSON."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

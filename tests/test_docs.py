@@ -1,8 +1,6 @@
 """What the pages name exists: recipes, commands, options, links, tests, methods. (What they show runs:
 ``documented/test_documented.py``.)"""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """The guard inside other people's server loops: every example runs on its own package."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import subprocess

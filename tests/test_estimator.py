@@ -1,7 +1,5 @@
 """scikit-learn's estimators: what they learn, what they count, and scikit-learn's own checks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

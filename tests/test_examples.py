@@ -1,7 +1,5 @@
 """The readable twin computes what the engine computes. (That the examples run: ``documented``.)"""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

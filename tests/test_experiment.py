@@ -1,7 +1,5 @@
 """Experiments: which runs there are, where they go, and that what is done, killed or wrong is treated as it should."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import multiprocessing

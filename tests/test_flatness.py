@@ -1,7 +1,5 @@
 """``fedflat landscape`` on tiny runs: files, table, JSON, local models, one-line errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run of data, a model or a method given in Python says so in its records; what needs them back refuses in a line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

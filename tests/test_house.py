@@ -1,7 +1,5 @@
 """The house's measures count what they say, and today's limits hold (``python -m tests.house`` prints them)."""
 
-from __future__ import annotations
-
 from house import LIMITS, broken, circles, lines, long_functions
 
 

@@ -1,7 +1,5 @@
 """Who may import whom, and what may not appear in the package at all: read from the syntax trees."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``fedflat plan``: figures against the accountant and by hand, what would help, and what it says before a run."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

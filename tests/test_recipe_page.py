@@ -1,7 +1,5 @@
 """The reference of recipe keys: complete, true to the schema, and on the page."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from pathlib import Path

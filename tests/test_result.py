@@ -1,7 +1,5 @@
 """A model in hand: the result of a run, the same from its folder, and the warnings that both carry."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What may be installed: every pin has hashes, every requirement of the set-up commands has a pin in its range."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

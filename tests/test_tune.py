@@ -1,7 +1,5 @@
 """``fedflat tune``: what may vary, the charge before the first trial, going on, what stays secret; proxies."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``fedflat verify`` notices every change of a run's records; ``fedflat export`` hands over only what is covered."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What is public, that it is documented, that its examples run, and that papers are cited so that they can be found."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

@@ -3,8 +3,6 @@
 A check that has never failed proves nothing. Each twin keeps everything of the real path but one line.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Bounds against exact binomial tails, closed forms and simulation."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Contract test 7: the audit stays under the proven ε on every method, and over the claimed one on every defect."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """The noise audit: sound noise passes, and each mechanism that an outsider broke without being noticed is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Canary clients in a real run, the one-shot estimate, the one-run bound, the command line and its files."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The benchmark on a GPU, without one: the limit's search and steps, sums compared, tables, what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

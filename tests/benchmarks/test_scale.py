@@ -1,7 +1,5 @@
 """The projection's arithmetic; what is measured is what is said: whole messages, no training, the same sums."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmark compares the same work: models of the same size, every system reachable, a table from any report."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

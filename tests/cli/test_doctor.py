@@ -1,7 +1,5 @@
 """``fedflat doctor`` and ``fedflat --version``: what they say, in what form, and what counts as broken."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

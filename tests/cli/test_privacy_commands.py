@@ -1,7 +1,5 @@
 """``fedflat budget`` and ``fedflat calibrate``: figures, both sides of noise_cohort, errors, 80 columns."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,8 +3,6 @@
 Every rule takes an aggregation. The honest one passes all of them; each twin must break the rule named beside it.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

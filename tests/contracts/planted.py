@@ -3,8 +3,6 @@
 Each twin is put into a prepared job, behind every check; the pairs of worlds (``worlds``) must move by more than C.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A run of ``ROUNDS`` rounds through the real server path, many times with and wit
 coordinate, others' messages chosen by the adversary. Each twin keeps everything of the real path but one line.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,14 +1,12 @@
 """A federation and a model small enough for every contract, and the engine's parts for any registered method."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -90,7 +88,7 @@ class Meeting(Fragile):
 class Sharing(Meeting):
     """Broken twin: a worker's copy is what it was sent, buffers in memory that all workers share included."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sharing:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
 

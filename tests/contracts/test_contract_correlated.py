@@ -1,7 +1,5 @@
 """Correlated noise end to end: what is released is one mechanism, goes on bit for bit, and its twins are caught."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Contract 6, first half: back ends, block sizes and the order of clients change nothing but rounding."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A private evaluation: what one client moves, what its noise is, and that ε is of both releases together."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

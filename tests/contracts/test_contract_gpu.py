@@ -1,7 +1,5 @@
 """The plain path on a real GPU, where there is one: numbers, bits, precision, the whole command."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Guard: charged first, noise once, no vector longer than C, no round twice; broken twins are found out."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """A user's pieces run on clients' data as recorded tensor operations: their own code never sees a number of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

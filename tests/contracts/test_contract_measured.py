@@ -4,8 +4,6 @@ Data is plain and finite; what makes it hostile is that gradients cancel, or tha
 broken twins are what the low-rank back end once did: norms from float32 Gram matrices, one float32 product of all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Contract 1: without noise, with a clip nobody reaches and every switch neutral, each method is plain FedAvg."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any

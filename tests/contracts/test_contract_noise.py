@@ -1,7 +1,5 @@
 """Contracts 3 to 5: the noise is what the plan says and what the ledger is charged for, whoever takes part."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """No piece of a user's own carries one client to another: by what all read, a factor, or a hidden write."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 One module, so that all of it is done by one process with one Ray session and one fork server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

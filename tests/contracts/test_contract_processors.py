@@ -3,8 +3,6 @@
 What torch and oneDNN may use is read once, when they are loaded, so each combination is a process of its own.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

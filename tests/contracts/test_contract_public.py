@@ -3,8 +3,6 @@
 docs/privacy.md lists every public field. What it calls constant is equal in both worlds; no field is missing there.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

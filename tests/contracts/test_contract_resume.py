@@ -1,7 +1,5 @@
 """Contract 6, second half: killed at any moment and resumed, a run ends bit for bit as the run never killed."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Contract 2: what one client, however hostile, can change — and that the checks catch the published mistakes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What clients keep between rounds: moved by what was added of their messages, theirs alone, never released."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

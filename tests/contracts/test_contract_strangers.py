@@ -1,7 +1,5 @@
 """Clients of a block are strangers: a message is, bit for bit, a function of its own data and the broadcast."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Text models without pretrained weights: a client's update is the same bits whatever another client wrote."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

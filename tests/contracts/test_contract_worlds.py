@@ -3,8 +3,6 @@
 Every method, on every back end, on hostile data; every planted defect must be caught by the same pairs of worlds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is kept on this machine, and for how long."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

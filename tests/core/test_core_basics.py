@@ -1,7 +1,5 @@
 """Flat layouts, named streams and error sentences."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The exact samplers against their laws, against exact arithmetic, and against scripted adversarial bits."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

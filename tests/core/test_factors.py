@@ -1,7 +1,5 @@
 """C of correlated noise: its sensitivity against exhaustive search and pinned values of another library."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """What a method or model given in Python is: equal where it acts equally, different where it does not."""
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import functools

@@ -1,7 +1,5 @@
 """Public schedules: who takes part when, and that no two rounds of a client come too close."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Float64 arithmetic in pieces equals float64 arithmetic at once, for any length and any value."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Resident data and local batches, against a plain re-statement of what they promise."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

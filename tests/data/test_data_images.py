@@ -1,7 +1,5 @@
 """Decoding, normalisation and the cache on disk."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Partitions: disjoint, seeded, the right number, with the heterogeneity their kind promises."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """From a recipe's data section to a federation: tiny parquet files, and the real sets where FEDFLAT_DATA has them."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

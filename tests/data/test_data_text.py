@@ -1,7 +1,5 @@
 """Characters and words to ids."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``fedflat.clients``: users' data in any form becomes the same federation, and what cannot be used is one sentence."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Columns of images as inputs: Hugging Face's, encoded bytes, Pillow's; what is none is named with its row."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

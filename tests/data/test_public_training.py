@@ -1,7 +1,5 @@
 """Labelled public examples for a common top-k mask."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

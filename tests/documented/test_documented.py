@@ -3,8 +3,6 @@
 Sizes are the documented ones but for ``SMALL``; engine, back ends and threads are always the default.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The private quantile clip (Andrew et al. 2021): where it goes, what it costs, and who follows it."""
 
-from __future__ import annotations
-
 import logging
 import math
 

@@ -1,7 +1,5 @@
 """What runs beside the clients' training: noise, ε, the last checkpoint, several batches of an evaluation."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

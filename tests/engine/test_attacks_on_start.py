@@ -1,7 +1,5 @@
 """What ``start`` must not break: hostile round 0s, noise keys, and whatever takes all rounds to be alike."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

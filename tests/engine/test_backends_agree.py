@@ -1,7 +1,5 @@
 """Every back end on every method; what a short trial decides, and what happens when memory is short."""
 
-from __future__ import annotations
-
 import functools
 import json
 import time

@@ -1,7 +1,5 @@
 """Gradient passes and bytes of a round, for the named methods."""
 
-from __future__ import annotations
-
 import pytest
 
 from fedflat.algorithms import ALGORITHMS

@@ -1,7 +1,5 @@
 """Stacks of linear layers: what is read off a module, and the written-out arithmetic against autograd."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

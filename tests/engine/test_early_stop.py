@@ -1,7 +1,5 @@
 """``on_round`` reads the released model and may end a run by it: the whole plan is charged, private values may not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Vectors kept as factors: their arithmetic, norms and sums against the vectors written out, hostile cases included."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Features of a frozen body, computed once: the same run as without them, and never where features would change."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

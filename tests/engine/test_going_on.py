@@ -1,7 +1,5 @@
 """A run that goes on from another one's released model, under a budget for both."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Local Adam against torch's own, the same on every back end; schedules and warm-up as their formulas say."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

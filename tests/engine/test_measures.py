@@ -1,7 +1,5 @@
 """Measures by name: their values on small cases worked by hand, in the history, and refused where they do not fit."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

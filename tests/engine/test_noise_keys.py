@@ -1,7 +1,5 @@
 """Noise is used once: whose key a run draws with, restored folders, and two runs in one folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import stat

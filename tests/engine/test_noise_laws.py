@@ -1,7 +1,5 @@
 """Every mechanism's noise, drawn through the engine's one release: the law that the plan accounts, and no other."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Training on oneDNN's own tensors: the gradients of plain ones, and only of modules that were found to run on them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A method, a model and a loss from a user's file run in every kind of process; one that dies says how and why."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

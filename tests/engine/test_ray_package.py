@@ -1,7 +1,5 @@
 """What travels to Ray's workers, and which session they belong to; no Ray is started here."""
 
-from __future__ import annotations
-
 import pickle
 import signal
 import sys
@@ -157,7 +155,7 @@ class FakeRay:
     def shutdown(self) -> None:
         self.opened = False
 
-    def get_runtime_context(self) -> FakeRay:
+    def get_runtime_context(self) -> "FakeRay":
         return self
 
     def get_node_id(self) -> str:

@@ -1,7 +1,5 @@
 """Cohort blocks as Ray tasks: the sequential back end's numbers, whatever the blocks, workers, faults and retries."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Clip bias and noise of a round are norms of the same thing: the round's sum."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Runs with `privacy.secure_rng`: the key outside the folder, killed and resumed with and without it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

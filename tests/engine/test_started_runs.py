@@ -1,7 +1,5 @@
 """``start: class-statistics``: round 0 is one clipped release of class sums, from which the run's method goes on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

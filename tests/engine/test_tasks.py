@@ -1,7 +1,5 @@
 """Tasks, losses and metrics of one's own: the right numbers, on every back end, and one sentence for what is wrong."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A method's pieces are tried before training: what breaks the guarantee, or trains for nothing, is refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

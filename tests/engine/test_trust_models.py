@@ -1,7 +1,5 @@
 """Trust models as the engine runs them: aborted rounds, n_max, caps on participations; and ddgauss end to end."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """ae-dpfl: the votes' law and account, empty cohorts, resuming, and what a student learns."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a worker process finds in its environment, and that the parent's own is as it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Worker processes do not outlive a parent that was killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

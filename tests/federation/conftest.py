@@ -1,7 +1,5 @@
 """For every test of this folder: Flower is there, and keys, marks and operator files go to the test's own folder."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The programs are the real ones, with their own words, surroundings, process grou
 from its very start is seen by the test that starts ``python -m fedflat.federation.local`` as a user does.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Ports for federations of real processes, which others neither get from the kernel nor from here."""
 
-from __future__ import annotations
-
 import fcntl
 import socket
 import tempfile

@@ -1,7 +1,5 @@
 """A grid in memory: what a SuperLink does with messages, without processes, and small deployments to run on it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path

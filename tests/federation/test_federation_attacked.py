@@ -1,8 +1,6 @@
 """A real federation under attack: idle connections, bodies of strangers, a reply that unpacks to hundreds of times what
 it weighs. The run goes on with the honest client, the operator's orders are taken, and the culprit is named."""
 
-from __future__ import annotations
-
 import json
 import socket
 import ssl

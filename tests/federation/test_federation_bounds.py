@@ -3,8 +3,6 @@
 Each limit has a twin without it, in which the attack succeeds, on a scale that hurts nobody.
 """
 
-from __future__ import annotations
-
 import resource
 import time
 from pathlib import Path

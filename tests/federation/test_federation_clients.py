@@ -1,7 +1,5 @@
 """The client's own checks, its disk, the roster, and the project that deploy writes."""
 
-from __future__ import annotations
-
 import json
 import stat
 from pathlib import Path

@@ -3,8 +3,6 @@
 The lie needs no broken key and no colluder: each client is told of as many survivors as it demands, only not the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The attacker's app reads the server's noise keys and a client's own key, and its
 to find on a disk. Everything that fails against what ``fedflat deploy`` makes works against the open configuration.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import socket

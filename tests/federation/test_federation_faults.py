@@ -4,8 +4,6 @@ What left a server is written down by the grid, outside the run's folder: a hash
 the ledger's lines at that moment.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

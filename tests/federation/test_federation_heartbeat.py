@@ -1,7 +1,5 @@
 """Flower's signs of life, sent from a thread while a client trains, draw from no generator that training is held to."""
 
-from __future__ import annotations
-
 import random
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server killed (SIGKILL) at any of its durable operations: what left it is charged, and all records agree."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

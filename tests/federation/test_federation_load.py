@@ -1,7 +1,5 @@
 """The server's memory while answers stream in: a model, not a cohort of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a server shows of itself: metrics that tell nothing of a cohort, readiness, and structured log lines."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import Counter

@@ -1,7 +1,5 @@
 """Federation and simulation: the same numbers without noise, the same law and ledger with it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 Needs the right to make namespaces (root) and iproute2; skipped where either is missing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A client's own record of how well the models do for it: the simulation's personal accuracy, and never on the wire."""
 
-from __future__ import annotations
-
 import json
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SuperLink, SuperNodes and apps as real processes on this machine: a whole run; client and server killed; restarts."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

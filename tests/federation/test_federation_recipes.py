@@ -1,7 +1,5 @@
 """Every packaged recipe becomes a project or is refused in one line with exit status 2; no process is started."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

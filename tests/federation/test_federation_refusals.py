@@ -1,7 +1,5 @@
 """What a client may send, and what becomes of it: every wrong reply is refused and counted, none moves the sum."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import Counter

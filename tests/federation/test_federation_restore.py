@@ -1,7 +1,5 @@
 """An older copy of a run's folder put back: what was released since is not forgotten, and no noise is drawn twice."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

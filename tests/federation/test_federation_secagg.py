@@ -1,7 +1,5 @@
 """Secure aggregation against its own steps: sums, dropouts at every stage, what the server cannot see, refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

@@ -3,15 +3,13 @@
 The twins are the code without the verification: a false share gives a random sum, and one bad box ends every round.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -74,7 +72,7 @@ class Federation:
     sums: list[ClientsSum] = field(default_factory=list)
 
     @classmethod
-    def of(cls, folder: Path, project: tuple[Task, list[Client]], **limits: int) -> Federation:
+    def of(cls, folder: Path, project: tuple[Task, list[Client]], **limits: int) -> Self:
         task, made = project
         clients = [replace(client, store=Store(folder / f"state-{client.number}")) for client in made]
         for client, whole in zip(clients, made):
@@ -98,6 +96,9 @@ class Federation:
             part.add_to(found)  # type: ignore[arg-type]
         self.sums.append(found)
         return found
+
+    def lie(self, client: int, stage: str, change: Callable[[Any, Any], Any]) -> None:
+        self.grid.handlers[client] = instead(self.clients[client], stage, change)
 
     def named(self) -> dict[int, str]:
         """Everybody whom the durable record names, and why."""
@@ -234,7 +235,7 @@ LIES: dict[str, tuple[str, Callable[[Any, Any], Any], str, bool]] = {
 @pytest.mark.parametrize("what", LIES)
 def test_a_liar_is_named_and_the_others_sum_comes_out(what: str, federation: Federation) -> None:
     stage, lie, why, counted = LIES[what]
-    federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], stage, lie)
+    federation.lie(LIAR, stage, lie)
     assert is_sum_of(federation.round(), [i for i in range(N) if counted or i != LIAR])
     assert federation.named() == {LIAR: why}
     assert federation.secrets() == []
@@ -253,16 +254,14 @@ def test_a_false_dealer_is_named_by_its_receivers_complaints(
 @pytest.mark.parametrize("dealers", [[0], [0, 2, 3, 4]])
 def test_a_false_complaint_is_seen_through(dealers: list[int], federation: Federation) -> None:
     """The accused show what they dealt to the liar, and stay."""
-    lie = with_facts(complaints=other_complaints(federation, dealers))
-    federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], dealing.CHECK, lie)
+    federation.lie(LIAR, dealing.CHECK, with_facts(complaints=other_complaints(federation, dealers)))
     assert is_sum_of(federation.round(), [0, 2, 3, 4])
     assert federation.named() == {LIAR: "false complaint"}
 
 
 def test_false_dealers_that_complain_about_honest_ones(federation: Federation) -> None:
     """Two in league, a lie in each direction: both are named, and nobody else."""
-    lie = with_facts(complaints=other_complaints(federation, [0, 2]))
-    federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], dealing.CHECK, lie)
+    federation.lie(LIAR, dealing.CHECK, with_facts(complaints=other_complaints(federation, [0, 2])))
     federation.grid.handlers[4] = false_dealer(federation.clients[4], "closed box", [0, 1])
     assert is_sum_of(federation.round(), [0, 2, 3])
     assert federation.named() == {LIAR: "false complaint", 4: "false deal"}
@@ -290,8 +289,7 @@ def test_an_accused_dealer_that_does_not_clear_itself_is_out(answer: str, federa
 def test_a_false_share_of_a_mask_secret_names_its_holder(holder: int, federation: Federation) -> None:
     """Client 4 drops out before its vector; one of the others gives a false share of its mask secret."""
     federation.grid.handlers[4] = silent_from(federation.clients[4], dealing.VECTOR)
-    lie = with_facts(masks=other_shares)
-    federation.grid.handlers[holder] = instead(federation.clients[holder], dealing.REVEAL, lie)
+    federation.lie(holder, dealing.REVEAL, with_facts(masks=other_shares))
     assert is_sum_of(federation.round(), [0, 1, 2, 3])
     assert federation.named() == {holder: "false share"}
 
@@ -308,16 +306,14 @@ def test_two_false_holders_in_league_cannot_frame_a_third(federation: Federation
         )
 
     for liar, by in errors.items():
-        lie = with_facts(seeds=shifted(by))
-        federation.grid.handlers[liar] = instead(federation.clients[liar], dealing.REVEAL, lie)
+        federation.lie(liar, dealing.REVEAL, with_facts(seeds=shifted(by)))
     assert is_sum_of(federation.round(), [0, 1, 2, 3, 4])
     assert federation.named() == {0: "false share", 1: "false share"}
 
 
 def test_too_many_false_shares_are_no_sum_and_name_all_of_them(federation: Federation) -> None:
     for liar in (0, 1, 2):
-        lie = with_facts(seeds=other_shares)
-        federation.grid.handlers[liar] = instead(federation.clients[liar], dealing.REVEAL, lie)
+        federation.lie(liar, dealing.REVEAL, with_facts(seeds=other_shares))
     assert federation.round().count == 0
     assert federation.named() == dict.fromkeys((0, 1, 2), "false share")
 
@@ -403,8 +399,7 @@ def test_without_verification_a_false_share_releases_a_random_sum(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing, "is_share", lambda points, holder, share: True)
-    lie = with_facts(seeds=other_shares)
-    federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], dealing.REVEAL, lie)
+    federation.lie(LIAR, dealing.REVEAL, with_facts(seeds=other_shares))
     found = federation.round()
     assert found.count == N and not is_sum_of(found, list(range(N))) and federation.named() == {}
     centred = ((found.total + (1 << 15)) & 0xFFFF) - (1 << 15)
@@ -604,9 +599,7 @@ def test_a_client_that_was_excluded_three_times_is_asked_no_more_also_after_a_re
 def test_the_run_stops_after_three_rounds_in_vain_and_says_what_it_saw(federation: Federation) -> None:
     for gone in (2, 3):
         federation.grid.handlers[gone] = silent_from(federation.clients[gone], dealing.VECTOR)
-    federation.grid.handlers[LIAR] = instead(
-        federation.clients[LIAR], dealing.VECTOR, other_vector(np.ones(3, np.int64))
-    )
+    federation.lie(LIAR, dealing.VECTOR, other_vector(np.ones(3, np.int64)))
     federation.round(0, cohort=[0])  # a small draw: no client's doing, not counted
     for number in range(1, 4):
         assert federation.round(number).count == 0 and federation.secrets() == []
@@ -755,7 +748,7 @@ def test_whatever_a_step_is_answered_with_the_others_sum_comes_out(stage: str, f
             own = [name for name, value in content["facts"].items() if isinstance(value, bytes) and name != "nonce"]
             return with_facts(**dict.fromkeys(own or ["round"], garbage))(message, content)
 
-        federation.grid.handlers[LIAR] = instead(federation.clients[LIAR], stage, spoilt)
+        federation.lie(LIAR, stage, spoilt)
         counted = range(N) if stage in (dealing.CONSENT, dealing.REVEAL) else [i for i in range(N) if i != LIAR]
         assert is_sum_of(federation.round(number), list(counted)), garbage
         assert set(federation.named()) == {LIAR}

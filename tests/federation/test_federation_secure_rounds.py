@@ -1,7 +1,5 @@
 """``trust: distributed`` end to end on the stand-in grid: ddgauss sums under secure aggregation, dropouts, refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Clients that take turns as they come: nobody comes back too early, through restarts too, and deploy says why."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Three SuperNodes that take turns, as real processes: the server is killed (SIGKILL) in a round, and goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Upkeep of a deployment: the compose file's commands, a client's new key in mid-run, the version of Flower."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """A client keeps the server's signed tips and refuses a ledger that is shorter, forked or signed by somebody else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses with known curvature for the tests: cross-entropy of a linear model has a Hessian in closed form."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """oneDNN's own tensors give the numbers of plain evaluation, and modules they do not serve never see them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

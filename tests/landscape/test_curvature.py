@@ -1,7 +1,5 @@
 """Eigenvalues, trace and sharpness against a loss whose Hessian is known in closed form, and against dense algebra."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

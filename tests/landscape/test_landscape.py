@@ -1,7 +1,5 @@
 """Surfaces against direct evaluation, filter normalisation, and results that do not depend on the number of threads."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The papers' statements, convergence terms by hand, and ``fedflat bounds``."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Head-only and low-rank training: what is not trained stays w^0's bit for bit and is never sent, clipped or noised."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The packaged text recipes, run on tiny files of the same columns; on the real sets where FEDFLAT_DATA has them."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ids from the data to the model: vocabulary, padding, pairs of sentences, and the sentences of errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

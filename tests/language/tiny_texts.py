@@ -1,7 +1,5 @@
 """Tiny text sets, a RoBERTa-like tokenizer and recipes for the tests of this folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

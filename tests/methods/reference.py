@@ -5,8 +5,6 @@ nothing of it. Slow and plain on purpose. Networks are fully connected with soft
 are derived by hand. Weights are one flat vector in the order of the module's parameters: W1, b1, W2, b2, …
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

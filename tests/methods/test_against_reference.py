@@ -1,7 +1,5 @@
 """``fedflat.run`` against the independent float64 reference: every method, both back ends, several settings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """``class-statistics``: the message is the sum of features by class, on every back end, from any first head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of C⁻¹Z: their law, drawn again in any order, and exact on a grid."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

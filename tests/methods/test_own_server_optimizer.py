@@ -1,7 +1,5 @@
 """A method may bring its own server optimiser: what it is told of the noise is the plan's, and nothing else is set."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

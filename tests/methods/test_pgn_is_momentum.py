@@ -1,7 +1,5 @@
 """With one local step and ρ = 0 DP-FedPGN is DP-FedAvg with server momentum: its clip and rate are read by that."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The reference itself: hand-derived gradients against finite differences, closed forms where they exist."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import reference as ref

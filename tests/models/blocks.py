@@ -1,7 +1,5 @@
 """Whether the clients of a block have the gradients that each has alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

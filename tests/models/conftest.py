@@ -1,7 +1,5 @@
 """For every test of this folder: a cache of its own, and no features remembered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

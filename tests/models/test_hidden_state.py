@@ -1,7 +1,5 @@
 """State that no clip sees, wherever a module keeps it: refused by name, before training or, if it hid, in the round."""
 
-from __future__ import annotations
-
 import array
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Image encoders on tiny public networks: features by hand, what is trained, runs and their files, errors."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import sys

@@ -1,7 +1,5 @@
 """Names, options and import paths."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """ViT and RoBERTa wrappers with tiny random configurations; nothing is downloaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A network trained without labels on random images: a function of its seed, one image at a time, known by digest."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Frozen bodies made from random images: a function of their seed, one image at a time, kept where they were used."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

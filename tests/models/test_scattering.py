@@ -1,7 +1,5 @@
 """The scattering body: kymatio's transform, written for one image at a time, and a body as any other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

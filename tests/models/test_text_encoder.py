@@ -1,7 +1,5 @@
 """The text encoder on tiny folders: features by hand, sentence pairs apart, vmap, what is trained, errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

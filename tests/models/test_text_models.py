@@ -1,7 +1,5 @@
 """Character models and the bag of words, against torch's own recurrent layers."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """What would leave a client unclipped is refused with its path and remedy; the remedies work."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

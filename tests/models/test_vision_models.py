@@ -1,7 +1,5 @@
 """Named image models: the papers' sizes, layouts, vmap, seeds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from blocks import check_gradients

@@ -1,7 +1,5 @@
 """The leaderboard: its rows name what was run, and a method joins by the rule, without a look at test data."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The papers' figures: from which runs, drawn how, and as files."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

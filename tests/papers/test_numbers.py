@@ -1,7 +1,5 @@
 """A run's number for each measure, and rows without one."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The papers' tables: what is transcribed, what is planned, one column trained."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Tuning every method by one rule, on clients that are held back and never on test data."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Rank agreement with its interval, and the verdict's sentences."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

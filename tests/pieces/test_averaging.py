@@ -1,7 +1,5 @@
 """``server.average``: what is released is the average, what training goes on from is not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Clips: the bound they report is kept for any message, and reached."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

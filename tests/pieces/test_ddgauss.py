@@ -1,7 +1,5 @@
 """The distributed discrete Gaussian: what clients may send, what the server may learn, and how well."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Gradient rules against their definitions, for one client and for a block, and what they refuse."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

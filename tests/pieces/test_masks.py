@@ -1,7 +1,5 @@
 """Common masks: exact size, uniform law, and nothing private in them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The Gaussian mechanism: its law, its streams, its shares under each trust model, and where it may not go."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

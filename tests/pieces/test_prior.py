@@ -1,7 +1,5 @@
 """Adjusted logits: the shift is the client's own shares, the bias stays, and what cannot be adjusted is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Grid noise: exact sensitivity, exact law, and no trace of floating point in what is released."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

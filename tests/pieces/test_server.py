@@ -1,7 +1,5 @@
 """Server post-processing against dense linear algebra, and optimisers against their recurrences."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Update transforms: exact counts, ties, one client and a block."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The account of rounds that follow a schedule: known figures, both accountants, spans, ledger, verification."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The proven ε of the distributed discrete Gaussian against exact laws, a second library and an attack."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The distributed discrete Gaussian inside a plan: the numbers it derives, and the calibration through it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Corners of the accounts that ordinary settings do not reach."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What selecting the best of several private runs costs: against exact enumeration, each bound with broken twins."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A plan whose round 0 has noise of its own: two Gaussian laws composed, whichever way ε is asked for."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Run folders as the engine writes them, with made-up numbers: what the report's tests read."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

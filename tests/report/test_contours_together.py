@@ -1,7 +1,5 @@
 """Level lines of several surfaces in one square."""
 
-from __future__ import annotations
-
 import re
 
 from fedflat.report import plates

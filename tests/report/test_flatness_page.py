@@ -1,7 +1,5 @@
 """Contours against a known surface; the page in a real browser: no console message, keys turn the surfaces."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The live page: only with its token, nothing private unless asked, it follows a run, also without a script."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

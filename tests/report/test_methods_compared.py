@@ -1,7 +1,5 @@
 """How a comparison reads: one colour for a method, zoomed axes, named ends, one curve for equal ε, the finding."""
 
-from __future__ import annotations
-
 import csv
 import io
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What the terminal shows: narrow, short without a terminal, silent when quiet, and never a claimed ε alone."""
 
-from __future__ import annotations
-
 import io
 import math
 import sys

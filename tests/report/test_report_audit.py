@@ -1,7 +1,5 @@
 """What an audit found, on the run's page beside the claimed and the proven ε."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

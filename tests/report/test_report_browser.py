@@ -1,7 +1,5 @@
 """The page in a real browser: no console message, figures, hover, keyboard, axis switch, data tables, no overflow."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

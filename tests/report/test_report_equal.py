@@ -1,7 +1,5 @@
 """Comparison at equal accuracy and at equal ε, and shares that stay shares."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

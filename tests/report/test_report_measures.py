@@ -1,7 +1,5 @@
 """Rounds to a target, the generalisation gap, and runs that came to nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

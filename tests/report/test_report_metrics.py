@@ -1,7 +1,5 @@
 """Reading run folders: torn lines, missing files, nearest names, headline numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

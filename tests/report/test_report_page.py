@@ -1,7 +1,5 @@
 """The page itself: self-contained, small, escaped, honest about ε, with every figure and its numbers."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Groups over seeds and the comparison table in every format."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

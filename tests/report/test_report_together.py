@@ -1,7 +1,5 @@
 """What publishing all runs of a comparison costs stands beside every table, from the runs' own ledgers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

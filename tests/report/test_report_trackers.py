@@ -1,7 +1,5 @@
 """TensorBoard and MLflow: off by default, released numbers only, private ones marked, missing packages in one line."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -26,7 +24,7 @@ PRIVATE = {"round": 4, "cohort": 17, "update_norm_quantiles": {"0.5": 0.3, "max"
 class FakeWriter:
     """Stands in for ``SummaryWriter``."""
 
-    made: ClassVar[list[FakeWriter]] = []
+    made: ClassVar[list["FakeWriter"]] = []
 
     def __init__(self, folder: str) -> None:
         self.folder, self.scalars, self.open, self.flushed = folder, [], True, 0  # type: ignore[var-annotated]
@@ -45,7 +43,7 @@ class FakeWriter:
 class FakeClient:
     """Stands in for ``MlflowClient``."""
 
-    made: ClassVar[list[FakeClient]] = []
+    made: ClassVar[list["FakeClient"]] = []
     broken = False
 
     def __init__(self, tracking_uri: str) -> None:

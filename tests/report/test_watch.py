@@ -1,7 +1,5 @@
 """A run that diverges says so while it goes on, once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
