@@ -39,9 +39,6 @@ TINY: dict[str, Any] = {
 METHODS = ["algorithm.name=dp-fedavg,dp-fedsam"]
 
 
-# ------------------------------------------------------------------------------------------------- which runs
-
-
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -145,9 +142,6 @@ def test_data_are_kept_for_the_next_run_of_the_same_seed_only(monkeypatch: pytes
     other = worker.data_for(first.recipe.model_copy(update={"seed": 1}))
     assert other is not kept and len(worker._DATA) == 1
     assert other.fingerprint() != kept.fingerprint()
-
-
-# --------------------------------------------------------------------------------------------- running them
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -389,9 +389,6 @@ def test_a_file_that_nobody_exported_is_noticed(run: Path, tmp_path: Path) -> No
     assert wrong(tmp_path / "out") == ["more/extra.bin"]
 
 
-# ------------------------------------------------------------------------------------- every figure is recomputed
-
-
 def restate(folder: Path, **changed: Any) -> None:
     """Change a statement and redo its checksum, as whoever edits it would."""
     found = json.loads((folder / "privacy.json").read_bytes()) | changed
@@ -647,9 +644,6 @@ def test_a_reviewer_without_the_owners_rights_gets_what_can_be_had(run: Path, tm
     finally:
         os.chmod(run, 0o755)
         os.chmod(run / "private", 0o700)
-
-
-# ------------------------------------------------------------------------------- what is covered, and what is not
 
 
 def resealed(folder: Path) -> None:

@@ -108,9 +108,6 @@ def test_one_client_moves_the_sum_by_at_most_the_plans_sensitivity(kind: str, ba
     assert moved > 0 or "inputs" in kind or "opposite" in kind
 
 
-# ---------------------------------------------------------------- factors made by hand, and the broken twins
-
-
 def factors(deltas: Tensor, inputs: Tensor) -> Factored:
     """Σ_r δ_r x_rᵀ of one layer without bias: ``(n, R, outputs)``, ``(n, R, inputs)``."""
     n, _, outputs = deltas.shape
@@ -315,9 +312,6 @@ def test_vectors_with_dense_parts_and_two_layers_are_measured_whole() -> None:
         norms, chosen = measured.add_clipped(total, vectors, lambda n: WholeVector(0.5).scale(n, 0.5), 0.5)
         torch.testing.assert_close(norms, norms_of(dense), rtol=1e-6, atol=0)
         torch.testing.assert_close(total, chosen @ dense, rtol=1e-5, atol=1e-6)
-
-
-# ---------------------------------------------------------------- the constants, and what is accounted
 
 
 def test_the_constants_leave_room_for_every_term() -> None:

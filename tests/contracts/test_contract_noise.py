@@ -169,9 +169,6 @@ def test_a_ledger_that_cannot_be_written_stops_the_release() -> None:
         finish_round(parts, state, broadcast, accumulator_of(parts, broadcast, agg.KEY).result(), agg.KEY, full_disk)
 
 
-# ---------------------------------------------------------------- empty cohorts and failed clients
-
-
 @pytest.mark.parametrize("backend", ["sequential", "vectorized"])
 @pytest.mark.parametrize("method", PRIVATE)
 def test_an_empty_cohort_is_noised_and_accounted(method: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,8 +109,6 @@ def moved(one: Path, other: Path) -> list[str]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------- worlds
-
 DRAW = np.random.default_rng(3)
 CLIENTS: list[Pair] = [
     (DRAW.normal(size=(size, 6)).astype(np.float32), DRAW.integers(0, 2, size)) for size in (4, 3, 6, 1, 5, 4, 3, 2)
@@ -223,9 +221,6 @@ def test_every_fact_of_an_event_is_listed() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "told":
                 assert {word.arg for word in node.keywords if word.arg} <= named, path
     assert '"seconds"' not in (ROOT / "fedflat/federation/server.py").read_text("utf-8")
-
-
-# ------------------------------------------------------------------------------------------------------ what is asked
 
 
 def test_passes_over_private_data_need_a_public_number() -> None:

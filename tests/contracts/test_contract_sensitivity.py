@@ -189,9 +189,6 @@ def test_votes_are_bounded_whatever_is_sent(labels: int, entries: list[float]) -
     assert float(torch.linalg.vector_norm(counted[0] - counted[1])) <= math.sqrt(2 * labels) * (1 + 1e-9)
 
 
-# ---------------------------------------------------------------- end to end
-
-
 def _poisoned(kind: str) -> list[tuple[Tensor, Tensor]]:
     """Client 2's data made hostile, or taken away."""
     federation = clients()

@@ -270,9 +270,6 @@ def test_a_message_of_two_vectors_is_clipped_and_noised_as_one(kind: Any, change
     assert 0.5 * spread < float(noise.std()) < 2 * spread
 
 
-# ------------------------------------------------------------------------------------------- the client's generator
-
-
 @dataclass(frozen=True)
 class Jitter:
     """A rule and a transform that draw from the client's own generator."""

@@ -116,9 +116,6 @@ def test_the_harness_is_no_formality() -> None:
     assert moved.floor < SLACK / 4
 
 
-# ------------------------------------------------------------------------------------------ models that remember
-
-
 MODULES = [planted.RunningMean, planted.CodeBook, planted.InADict, planted.InAList]
 
 
@@ -138,14 +135,8 @@ def test_a_users_transform_is_refused_or_harmless(transform: str, engine: Engine
     assert too_far(made, engine, [Case("ordinary"), Case("huge 1e6")]) == []
 
 
-# ---------------------------------------------------------------------------------------------------- the noise
-
-
 def test_two_runs_share_noise_only_where_recipe_data_and_seed_are_the_same() -> None:
     assert shared_noise(stage("dp-fedavg", "linear 64")) == ()
-
-
-# --------------------------------------------------------------------------------------------- planted defects
 
 
 @pytest.mark.parametrize("name", [*PLANTED, SEED_ONLY])

@@ -44,13 +44,16 @@ def clients() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def module() -> nn.Module:
-    network = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+def filled(network: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
     return network
+
+
+def module() -> nn.Module:
+    return filled(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
 
 
 def recipe(method: str, **engine: Any) -> dict[str, Any]:
@@ -90,11 +93,7 @@ def test_bf16_in_blocks_is_bf16_of_one_client() -> None:
     """As far from float32 as the sequential bf16 run is, and no farther from that run: layers do compute in bf16."""
 
     def ended(**engine: Any) -> Tensor:
-        network = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Flatten(), nn.Linear(8, 3))
-        generator = torch.Generator().manual_seed(4)
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+        network = filled(nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Flatten(), nn.Linear(8, 3)))
         found = fedflat.run(recipe("dp-fedavg", **engine), model=network, clients=clients())
         return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()])
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_early_stop import given
 from torch import nn
 
 import fedflat
@@ -26,15 +27,6 @@ def recipe(**more: object) -> dict[str, object]:
 
 def on(folder: Path, epsilon: float, **more: object) -> dict[str, object]:
     return recipe(after=str(folder), privacy={"clip": 0.5, "epsilon": epsilon, "delta": 0.01, **SEEDED}, **more)
-
-
-def given() -> dict[str, object]:
-    draw = torch.Generator().manual_seed(0)
-    pairs = [(torch.randn(6, 5, generator=draw), torch.randint(0, 3, (6,), generator=draw)) for _ in range(8)]
-    module = nn.Linear(5, 3)
-    nn.init.zeros_(module.weight)
-    nn.init.zeros_(module.bias)
-    return {"model": module, "clients": pairs}
 
 
 @pytest.fixture(scope="module")

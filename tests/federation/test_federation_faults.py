@@ -234,18 +234,21 @@ def test_a_key_in_another_account_is_not_called_deleted(
     assert close.main(words) == 0 and "; key deleted\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("trust", ["local", "distributed"])
+DISTRUSTED: dict[str, dict[str, Any]] = {
+    "local": {"privacy": {"trust": "local", "noise_multiplier": 1.0}},
+    "distributed": {"algorithm": "ddgauss", "cohort": {"min": 2}, "privacy": {"noise_multiplier": 1.0}},
+}
+
+
+@pytest.mark.parametrize("trust", DISTRUSTED)
 def test_a_run_ended_under_a_distrusted_server_is_charged_the_round_that_may_be_open(
     trust: str, tmp_path: Path
 ) -> None:
     """Killed with the round's updates (or their sum) in its memory and no line for them: the close writes it, once."""
     from fedflat.federation.close import close
 
-    changes: dict[str, Any] = {"privacy": {"trust": "local", "noise_multiplier": 1.0}}
-    if trust == "distributed":
-        changes = {"algorithm": "ddgauss", "cohort": {"min": 2}, "privacy": {"noise_multiplier": 1.0}}
     folder = tmp_path / "fed"
-    task, clients = deployed(folder, small(rounds=3, **changes))
+    task, clients = deployed(folder, small(rounds=3, **DISTRUSTED[trust]))
     made_ready(task, clients)
     assert serve_in_a_process(folder, task, STAGES["before the ledger line"]) == -signal.SIGKILL
     assert [entry["round"] for entry in read_ledger(folder / "run" / "ledger.jsonl")] == [0]
@@ -400,8 +403,7 @@ def test_a_server_killed_in_secure_aggregation_learns_no_second_sum(step: str, t
     """Once a masked vector has left, clients refuse the round: it is aborted and charged. Before, it is done again."""
     from fedflat.federation.secagg.rounds import SecureFlower
 
-    recipe = small(algorithm="ddgauss", rounds=2, cohort={"min": 2}, privacy={"noise_multiplier": 1.0})
-    task, clients = deployed(tmp_path / "fed", recipe)
+    task, clients = deployed(tmp_path / "fed", small(rounds=2, **DISTRUSTED["distributed"]))
     made_ready(task, clients)
     killed = serve_in_a_process(tmp_path / "fed", task, lambda: around(SecureFlower, step, before=True, when=0))
     assert killed == -signal.SIGKILL and not (tmp_path / "fed" / "run" / "ledger.jsonl").read_text()
@@ -411,13 +413,10 @@ def test_a_server_killed_in_secure_aggregation_learns_no_second_sum(step: str, t
     assert [entry["round"] for entry in read_ledger(tmp_path / "fed" / "run" / "ledger.jsonl")] == [0, 1]
 
 
-@pytest.mark.parametrize("trust", ["local", "distributed"])
+@pytest.mark.parametrize("trust", DISTRUSTED)
 def test_a_client_whose_disk_is_full_sends_nothing(trust: str, tmp_path: Path) -> None:
     """What it must remember it cannot: so no noised update and no masked vector leaves; the round goes on without."""
-    changes: dict[str, Any] = {"privacy": {"trust": "local", "noise_multiplier": 1.0}}
-    if trust == "distributed":
-        changes = {"algorithm": "ddgauss", "cohort": {"min": 2}, "privacy": {"noise_multiplier": 1.0}}
-    task, clients = deployed(tmp_path / "fed", small(rounds=1, **changes))
+    task, clients = deployed(tmp_path / "fed", small(rounds=1, **DISTRUSTED[trust]))
     grid = grid_of(task, clients)
 
     def full(message: Any) -> Any:

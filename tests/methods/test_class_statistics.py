@@ -1,5 +1,6 @@
 """``class-statistics``: the message is the sum of features by class, on every back end, from any first head."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import fedflat
+from fedflat.algorithms import class_statistics
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
+from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData, from_pairs
 from fedflat.engine.train import train
 from fedflat.pieces.transforms import ClassSums
@@ -21,7 +24,9 @@ def federation() -> FederatedData:
     return from_pairs([(torch.randn(n, 4, generator=draw), torch.arange(n) % 3) for n in SIZES])
 
 
-def released(module: nn.Module, backend: str, clip: float = 1e6, **changes: Any) -> Tensor:
+def released(
+    module: nn.Module, backend: str, clip: float = 1e6, twin: Algorithm | None = None, **changes: Any
+) -> Tensor:
     recipe = {
         "rounds": 1,
         "algorithm": "class-statistics",
@@ -30,7 +35,8 @@ def released(module: nn.Module, backend: str, clip: float = 1e6, **changes: Any)
         "privacy": {"clip": clip, "noise_multiplier": 0.0},
         "engine": {"backend": backend},
     }
-    return train(prepare(Recipe.of(recipe | changes), module, federation())).state.shared * len(SIZES)
+    job = prepare(Recipe.of(recipe | changes), module, federation(), algorithm=twin)
+    return train(job).state.shared * len(SIZES)
 
 
 def sums(limit: float = 1e6) -> Tensor:
@@ -59,20 +65,10 @@ def test_means_would_be_noticed() -> None:
         def __call__(self, update: Tensor, view: Any) -> Tensor:
             return -view.gradient()
 
-    from dataclasses import replace
-
-    from fedflat.algorithms import class_statistics
-
     twin = replace(class_statistics(), transforms=(Means(),))
-    recipe = {
-        "rounds": 1,
-        "algorithm": "dp-fedavg",
-        "cohort": {"size": len(SIZES)},
-        "local": {"steps": 1, "momentum": 0.0},
-        "privacy": {"clip": 1e6, "noise_multiplier": 0.0},
-    }
     module = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
-    found = train(prepare(Recipe.of(recipe), module, federation(), algorithm=twin)).state.shared * len(SIZES)
+    one_step = {"algorithm": "dp-fedavg", "local": {"steps": 1, "momentum": 0.0}}
+    found = released(module, "sequential", twin=twin, **one_step)
     assert not torch.allclose(found, sums(), rtol=0.1)
 
 

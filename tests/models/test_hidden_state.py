@@ -126,9 +126,6 @@ def test_the_twin_that_tries_with_zeros_only_is_caught(monkeypatch: pytest.Monke
         refuse_unclipped_state(module, X)
 
 
-# ---------------------------------------------------------------- hidden from the trial
-
-
 def only_for_large(keep: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
     """State that only a client's data wakes."""
     return functools.partial(_if_large, keep)
