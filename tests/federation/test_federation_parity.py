@@ -49,7 +49,8 @@ METHODS: dict[str, dict[str, Any]] = {
     },
 }
 if importlib.util.find_spec("efficientnet_lite_pytorch") is not None:
-    METHODS["public network"] = {"model": {"name": "image-encoder", "body": "efficientnet-lite0", "size": 16}}
+    network = {"name": "image-encoder", "body": "efficientnet-lite0", "size": 16}
+    METHODS["public network"] = {"model": network, "rounds": 1}
 
 
 def records(path: Path) -> list[dict[str, Any]]:
