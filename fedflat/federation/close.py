@@ -26,9 +26,9 @@ from fedflat.federation.server import ENDED, Settings, _only_server, _versions, 
 from fedflat.federation.task import Task
 from fedflat.federation.tips import restore_lines
 from fedflat.privacy.ledger import Ledger
-from fedflat.records import keys
+from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, STATEMENT, RunFolder
-from fedflat.records.signing import Operator
+from fedflat.records.signing import Operator, keep_tips
 from fedflat.simulation.run import write_ending
 
 OPEN = "the run was ended: what clients sent for its open round may have reached the server"
@@ -56,6 +56,7 @@ def close(task: Task, out: Path) -> tuple[dict[str, Any], str]:
             _charge_open_round(ledger, job, stored_outcome(job, out))
         outcome = stored_outcome(job, out)
         job.folder, job.operator = RunFolder(out, deployment=True, run=run), Operator.of_account()
+        _drop_open_records(job.folder, outcome.state.round)
         facts = state_privacy(task.recipe, job, outcome, deployment=True)
         write_ending(job, facts, outcome)
         deleted = keys.forget(run)
@@ -92,6 +93,15 @@ def _charge_open_round(ledger: Ledger, job: Job, outcome: Outcome) -> None:
     if not (outcome.complete or charged or not plan.private or plan.trust == "central"):
         for line in plan.records(state.round, job.parts.clip.bound(state.clip)):
             ledger.charge_open(line, OPEN)
+
+
+def _drop_open_records(folder: RunFolder, finished: int) -> None:
+    """Drop the record and the tip of a round whose model was never saved, as a resume does: no client was sent it."""
+    # By name alone: a checkpoint that is damaged still proves that its round was released.
+    released = max([finished, *map(checkpoint.round_of, folder.checkpoints.glob("round-*"))])
+    for note in folder.keep_rounds(released)[2]:
+        print(note, file=sys.stderr)
+    keep_tips(folder.path, released)
 
 
 def main(arguments: Sequence[str]) -> int:
