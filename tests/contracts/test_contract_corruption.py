@@ -1,9 +1,8 @@
 """No damage to a run's files goes unseen: a resume refuses it in one line, says it, or ends bit for bit the same."""
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,12 @@ class World:
         self.place, self.folder, self.home = place, place / "run", place / "home"
         self.secure = secure
 
-    def start(self) -> None:
+    def start(self) -> "World":
         done: list[int] = []
         with self.at_home():
             run(recipe(self.secure), clients=clients(), out=self.folder, on_round=lambda *_: done.append(1),
                 should_stop=lambda: len(done) == ROUNDS - 1)  # fmt: skip
+        return self
 
     def at_home(self) -> Any:
         patch = pytest.MonkeyPatch.context()
@@ -102,20 +102,14 @@ class _Closing:
         self.context.__exit__(*error)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_power_cuts() -> Iterator[None]:
-    """Nothing here tests what a disk remembers, and hundreds of flushes are slow."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        yield
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["seeded", "secure"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[World, tuple[Any, ...]]:
-    """The stopped run, and how it ends if it is resumed untouched."""
-    place = tmp_path_factory.mktemp("world")
-    stopped = World(place / "stopped", request.param)
-    stopped.start()
+    return stopped_and_ended(tmp_path_factory.mktemp("world"), request.param)
+
+
+def stopped_and_ended(place: Path, secure: bool) -> tuple[World, tuple[Any, ...]]:
+    """A stopped run, and how it ends if it is resumed untouched."""
+    stopped = World(place / "stopped", secure).start()
     whole = stopped.copy(place / "whole")
     whole.resume()
     return stopped, whole.end()
@@ -242,11 +236,7 @@ def test_broken_twins_without_the_checks_are_found(blind: str, tmp_path: Path, m
         monkeypatch.setattr(checkpoint, "_seal", lambda tensors, facts: "")
     elif blind == "records":
         monkeypatch.setattr(RunFolder, "_seal", lambda folder, name, line: "x")
-    stopped = World(tmp_path / "stopped", blind == "mark")
-    stopped.start()
-    twin = stopped.copy(tmp_path / "sound")
-    twin.resume()
-    end = twin.end()
+    stopped, end = stopped_and_ended(tmp_path, blind == "mark")
     if blind == "mark":
         monkeypatch.setattr(resume, "reasons", lambda *where: ([], []))
     elif blind == "opening":
@@ -272,8 +262,7 @@ def test_broken_twins_without_the_checks_are_found(blind: str, tmp_path: Path, m
 def test_another_run_is_refused_by_name(
     what: str, changes: dict[str, Any], shift: float, without: str, tmp_path: Path
 ) -> None:
-    stopped = World(tmp_path / "run", False)
-    stopped.start()
+    stopped = World(tmp_path / "run", False).start()
     if without == "checkpoints":
         shutil.rmtree(stopped.folder / "checkpoints")
     before = {path: path.read_bytes() for path in stopped.folder.rglob("*") if path.is_file()}
@@ -283,8 +272,7 @@ def test_another_run_is_refused_by_name(
 
 
 def test_without_checkpoints_every_round_is_charged_again(tmp_path: Path) -> None:
-    stopped = World(tmp_path / "run", False)
-    stopped.start()
+    stopped = World(tmp_path / "run", False).start()
     shutil.rmtree(stopped.folder / "checkpoints")
     found = stopped.resume()
     lines = [json.loads(line) for line in (stopped.folder / "ledger.jsonl").read_text().splitlines()]
