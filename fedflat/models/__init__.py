@@ -23,8 +23,7 @@ from torch import nn
 from fedflat.core.checks import nearest, whole, wrong
 from fedflat.core.imports import imported
 from fedflat.core.rng import PortableDraws, seeded_torch
-from fedflat.models import image_encoder, pretrained, text, vision
-from fedflat.models.representation import representation
+from fedflat.models import image_encoder, pretrained, representation, text, vision
 from fedflat.models.state import freeze_batch_norm, group_norm_instead, refuse_unclipped_state
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
@@ -45,7 +44,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "roberta-base": pretrained.roberta_base,
     "text-encoder": pretrained.text_encoder,
     "image-encoder": image_encoder.image_encoder,
-    "representation": representation,
+    "representation": representation.representation,
 }
 
 OURS = BUILDERS.keys() - {"vit-base", "roberta-base", "image-encoder"}
