@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from fedflat.cli import File, Folder, Json, RunFolder, labelled, print_json, say, write_files
-from fedflat.core.checks import wrong
+from fedflat.core.checks import require, wrong
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,6 +72,12 @@ def card(
         refuse_damage(run)
     stated = read_about(about) if about else None
     made = making.card(read_run(run), [read_run(other) for other in others or []], stated)
+    require(
+        made.epsilon is None or (run / "ledger.jsonl").is_file(),
+        "card",
+        f"{run} without ledger.jsonl",
+        "a run with its ledger",
+    )
     files = {"card.html": making.html(made), "card.md": making.markdown(made)}
     if made.epsilon is not None:
         files["registry.yaml"] = as_yaml(making.registry_entry(made))

@@ -308,3 +308,11 @@ def test_the_registrys_words_are_its_own(folder: Path) -> None:
 def test_figures_are_labelled_in_words(folder: Path) -> None:
     labels = {series.label for figure in figures_of_run(read_run(folder / "one")) for series in figure.series}
     assert "Median" in labels and not any(any(c.isupper() for c in label[1:]) for label in labels if " " not in label)
+
+
+def test_a_run_without_its_ledger_has_no_card(folder: Path, tmp_path: Path) -> None:
+    """Its ε is that of events which nobody can see any more; a run without a finite ε never had any."""
+    shutil.copytree(folder / "one", tmp_path / "one")
+    (tmp_path / "one" / "ledger.jsonl").unlink(missing_ok=True)
+    found = run_command("card", str(tmp_path / "one"))
+    assert isinstance(found.exception, InputError) and "without ledger.jsonl" in str(found.exception)
