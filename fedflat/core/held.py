@@ -2,12 +2,14 @@
 
 A model or a method may keep state in places nobody registered: a plain attribute, a list, a generator, a hook's
 closure, a class, a global that its functions name. Such state carries one client's data to the next one, so all of it
-is compared with what it was. Out of reach is what is looked up by a computed name, what libraries keep, the process's
-environment, and memory inside compiled extensions that cannot be pickled.
+is compared with what it was. Out of reach is what is looked up by a computed name, imported inside a function or
+named through two modules (``package.module.memory``), what libraries keep (attributes put on them and on loggers, too),
+the process's environment, and memory inside compiled extensions that cannot be pickled.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 import pickle
@@ -28,12 +30,20 @@ from torch import Tensor, nn
 LARGE = 1_000_000
 """Entries of a tensor from which a digest is kept of it, and no copy."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, PurePath)
+_EXACTLY = frozenset(_PLAIN)
 _INSTALLED = (
     "transformers", "peft", "huggingface_hub", "accelerate", "tokenizers", "safetensors", "packaging", "tqdm",
     "timm", "efficientnet_lite_pytorch",
 )  # fmt: skip
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "fedflat", *_INSTALLED}
 """Packages whose functions and classes hold nothing of a client's (their objects may)."""
+_OF_PYTHON = frozenset(dir(type)) | {
+    "__weakref__", "__slots__", "__match_args__", "__orig_bases__", "__parameters__", "__classcell__", "_abc_impl",
+    "__dataclass_fields__", "__dataclass_params__",
+}  # fmt: skip
+"""Names that Python itself gives to attributes of classes."""
+_IMMUTABLE = 1 << 8
+"""The flag of a compiled class that takes no attributes."""
 _COMPILED = ("_is_torch_compile", "_compiled_call_impl")
 """What torch.compile notes on a module at its first pass; on tensors its names begin with ``_dynamo_``."""
 _OPAQUE = ("logging", "threading", "_thread", "weakref", "torch._ops", "torch._C", "enum", "importlib")
@@ -61,8 +71,17 @@ def own_code(module: nn.Module) -> bool:
 
 def _home(thing: object) -> str:
     """Return the module that the code of a thing is in: a function's or a class's own, or its class's."""
-    home = thing.__module__ if isinstance(thing, types.FunctionType | type) else type(thing).__module__
-    return home or "builtins"
+    if isinstance(thing, types.FunctionType):
+        return str(thing.__globals__.get("__name__"))  # functools.wraps gives a function another one's __module__
+    kind = thing if isinstance(thing, type) else type(thing)
+    home = kind.__module__ or "builtins"
+    if kind.__flags__ & _IMMUTABLE or home.partition(".")[0] not in sys.stdlib_module_names:
+        return home
+    # types.new_class and ABCMeta call the user's classes their own; only the module's own are under their names.
+    found: Any = sys.modules.get(home)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return home if found is kind else f"<made in {home}>"
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
@@ -127,18 +146,18 @@ def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None
     waiting: deque[tuple[str, Any]] = deque([("", root)])
     while waiting:
         path, thing = waiting.popleft()
-        if isinstance(thing, _PLAIN):
+        if type(thing) in _EXACTLY or (isinstance(thing, _PLAIN) and is_library(_home(thing))):
             yield path, thing, None
             continue
         if id(thing) in seen:
             # A layer that is put in the place of another changes what the model does, though nothing new is held.
-            if isinstance(thing, Tensor | nn.Module):  # which of those there are is in use
+            if isinstance(thing, (Tensor, nn.Module, *_PLAIN)):  # which of those there are is in use
                 yield path, seen[id(thing)][0], None
             continue
         seen[id(thing)] = path, thing
         children = _children(thing)
         yield path, thing, children
-        for label, child in (_beside(thing) if isinstance(thing, Tensor) else children) or ():
+        for label, child in _beside(thing) if children is None else children:
             waiting.append((f"{path}{label}".lstrip("."), child))
 
 
@@ -150,7 +169,7 @@ def _form(thing: Any, children: list[tuple[str, Any]]) -> tuple[Any, ...]:
 
 def _children(thing: Any) -> list[tuple[str, Any]] | None:
     """Return what a thing holds, by label; None for a leaf."""
-    if isinstance(thing, (Tensor, types.ModuleType, *_STATE)):
+    if isinstance(thing, (Tensor, types.ModuleType, *_PLAIN, *_STATE)):
         return None
     if isinstance(thing, Mapping):
         found = [(f"[{_label(key, index)}]", value) for index, (key, value) in enumerate(thing.items())]
@@ -163,7 +182,7 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
         ordered = sorted(thing, key=repr)
         return [(f"{{{_label(v, index)}}}", v) for index, v in enumerate(ordered)] + _attributes(thing)
     if isinstance(thing, functools.partial):
-        return [("()", thing.func), (".args", thing.args), (".keywords", thing.keywords)]
+        return [("()", thing.func), (".args", thing.args), (".keywords", thing.keywords), *_attributes(thing)]
     if isinstance(thing, type):
         return _of_class(thing)
     if isinstance(thing, types.CellType):
@@ -176,27 +195,41 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
         return _attributes(thing)
     if isinstance(thing, types.MethodType):
         return [("", thing.__self__), ("()", thing.__func__)]
+    if isinstance(thing, types.BuiltinFunctionType | types.MethodWrapperType):
+        # A list's own method holds the list.
+        return None if isinstance(thing.__self__, types.ModuleType) else [(f".{thing.__name__}", thing.__self__)]
+    if isinstance(thing, contextvars.ContextVar):
+        return [("", thing.get(None))]
     if isinstance(thing, types.FunctionType):
         return _of_function(thing)
     return _of_object(thing)
 
 
 def _attributes(thing: Any) -> list[tuple[str, Any]]:
-    return [(f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items() if not _noted(name)]
+    """Return a thing's attributes, its slots, and its class where that is a user's: it may count in itself."""
+    kind = type(thing)
+    if kind in (dict, list, tuple, set):
+        return []
+    found = [(f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items() if not _noted(name)]
+    slots = (name for base in kind.__mro__ for name in _slots(base) if hasattr(thing, name))
+    found += [(f".{name}", getattr(thing, name)) for name in slots]
+    return found if is_library(_home(thing)) else [*found, (f"<{kind.__name__}>", kind)]
 
 
 def _noted(name: str) -> bool:
     return name in _COMPILED or name.startswith("_dynamo_")
 
 
-def _beside(tensor: Tensor) -> list[tuple[str, Any]]:
-    """Return what a tensor holds beside its entries: attributes, a gradient, hooks."""
+def _beside(leaf: Any) -> list[tuple[str, Any]]:
+    """Return what a leaf holds beside its value: attributes, a tensor's gradient and hooks."""
+    if isinstance(leaf, (*_PLAIN, *_STATE)):
+        return _attributes(leaf)
     # Subclasses may answer for attributes with anything, a computation even.
-    if type(tensor) not in (Tensor, nn.Parameter):
+    if type(leaf) not in (Tensor, nn.Parameter):
         return []
-    found = [(".grad", tensor.grad)] if tensor.is_leaf else []
-    found += [(f".{name}", getattr(tensor, name, None)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
-    return found + _attributes(tensor)
+    found = [(".grad", leaf.grad)] if leaf.is_leaf else []
+    found += [(f".{name}", getattr(leaf, name, None)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+    return found + _attributes(leaf)
 
 
 def _opaque(module: str) -> bool:
@@ -207,18 +240,15 @@ def _of_object(thing: Any) -> list[tuple[str, Any]] | None:
     kind = type(thing)
     if _opaque(kind.__module__) or callable(getattr(thing, "cache_info", None)):
         return None
-    # A user's class may count its objects' calls in itself.
-    whole = [] if is_library(kind.__module__) else [(f"<{kind.__name__}>", kind)]
     if isinstance(thing, nn.Module):
+        whole = [] if is_library(_home(thing)) else [(f"<{kind.__name__}>", kind)]
         inner = ("_parameters", "_buffers", "_modules")
         own = [(f".{name}", value) for held in inner for name, value in vars(thing)[held].items()]
         rest = [(f".{name}", value) for name, value in vars(thing).items() if name not in inner and not _noted(name)]
         return [*own, *rest, *whole]
-    slots = [name for base in kind.__mro__ for name in _slots(base) if hasattr(thing, name)]
-    if not hasattr(thing, "__dict__") and not slots:
+    if not hasattr(thing, "__dict__") and not any(map(_slots, kind.__mro__)):
         return None
-    held = [*_attributes(thing), *((f".{name}", getattr(thing, name)) for name in slots), *whole]
-    return held or None  # what has nothing to show may still say what it is
+    return _attributes(thing) or None  # what has nothing to show may still say what it is
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -229,19 +259,18 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def _of_class(kind: type) -> list[tuple[str, Any]] | None:
     """Return the data that a user's class keeps for all its objects, and what its functions keep."""
-    if is_library(kind.__module__):
+    if is_library(_home(kind)):
         return None
     own = [(f".{name}", value) for name, value in _data_of(kind)]
-    return [*own, *((f"<{base.__name__}>", base) for base in kind.__bases__ if not is_library(base.__module__))]
+    return [
+        *own,
+        *((f"<{base.__name__}>", base) for base in (*kind.__bases__, type(kind)) if not is_library(_home(base))),
+    ]
 
 
 def _data_of(kind: type) -> list[tuple[str, Any]]:
     found = [(name, part) for name, value in vars(kind).items() for part in _parts_of(value)]
-    return [
-        (name, value)
-        for name, value in found
-        if isinstance(value, types.FunctionType) or (not name.startswith("__") and name != "_abc_impl")
-    ]
+    return [(name, value) for name, value in found if isinstance(value, types.FunctionType) or name not in _OF_PYTHON]
 
 
 def _parts_of(value: Any) -> list[Any]:
@@ -255,7 +284,7 @@ def _parts_of(value: Any) -> list[Any]:
 
 def _of_function(thing: types.FunctionType) -> list[tuple[str, Any]] | None:
     """Return a function's closure, defaults and attributes, and the globals that its code names."""
-    if is_library(thing.__module__ or ""):
+    if is_library(_home(thing)):
         return None
     found: list[tuple[str, Any]] = [(f".{n}", c) for n, c in zip(thing.__code__.co_freevars, thing.__closure__ or ())]
     found += [(f".defaults[{index}]", value) for index, value in enumerate(thing.__defaults__ or ())]

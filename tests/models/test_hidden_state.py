@@ -1,15 +1,17 @@
 """State that no clip sees, wherever a module keeps it: refused by name, before training or, if it hid, in the round."""
 
 import array
+import contextvars
 import copy
 import functools
 import io
 import itertools
 import os
 import threading
+import types
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -206,6 +208,33 @@ def _remembers() -> Iterator[float]:
         last += (yield last) or 0.0
 
 
+class Meta(type):
+    seen: ClassVar[list[float]] = []
+
+
+class Listed(list[float], metaclass=Meta):
+    __slots__ = ("last",)
+    __cache__: ClassVar[list[float]] = []
+
+
+class Number(float):
+    """A number with attributes."""
+
+
+class Viewed(np.ndarray):  # type: ignore[type-arg]
+    """An array with attributes."""
+
+
+def _posing() -> Callable[[], list[float]]:
+    memory: list[float] = []
+
+    @functools.wraps(nn.functional.relu)
+    def held() -> list[float]:
+        return memory
+
+    return held
+
+
 class Corners(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -215,6 +244,10 @@ class Corners(nn.Module):
         self.counter, self.hides, self.chosen = itertools.count(), Hides(), [self.layer]
         self.thread, self.generator = threading.local(), _remembers()
         next(self.generator)
+        self.put, self.posing, self.listed, self.number = list[float]().append, _posing(), Listed(), Number(1)
+        self.array, self.part, self.made = np.zeros(2).view(Viewed), functools.partial(int), types.new_class("Made")
+        self.context = contextvars.ContextVar[float]("context")
+        self.kept_by_wrapper = list[float]().__iadd__
 
     def seen(self) -> list[Tensor]:
         return _MEMORY
@@ -241,6 +274,17 @@ CORNERS: dict[str, Callable[[Any], Any]] = {
     "static method": lambda m: m.hides.box().append(1.0),
     "property": lambda m: m.hides.shown.append(1.0),
     "special method": lambda m: m.hides[0].append(1.0),
+    "method of a list": lambda m: m.put(1.0),
+    "special method of a list": lambda m: m.kept_by_wrapper([1.0]),
+    "posing as a library's": lambda m: m.posing().append(1.0),
+    "slot of a container": lambda m: setattr(m.listed, "last", 1.0),
+    "dunder of a class": lambda m: m.listed.__cache__.append(1.0),
+    "metaclass": lambda m: Meta.seen.append(1.0),
+    "attribute of a number": lambda m: setattr(m.number, "last", 1.0),
+    "attribute of an array": lambda m: setattr(m.array, "last", 1.0),
+    "attribute of a partial": lambda m: setattr(m.part, "last", 1.0),
+    "class made by types": lambda m: setattr(m.made, "last", 1.0),
+    "context": lambda m: m.context.set(1.0),
     "global list": lambda m: _MEMORY.append(torch.zeros(1)),
 }
 
