@@ -701,6 +701,30 @@ def test_metrics_of_a_signed_export_are_signed_and_of_an_unsigned_one_said_to_be
                for verdict, about in said_of(exports / "unsigned", "metrics.jsonl"))  # fmt: skip
 
 
+def test_a_key_that_comes_twice_or_words_for_a_time_are_seen_in_a_signed_export(exports: Path) -> None:
+    """JSON readers differ on a doubled key: one shows the first value, another the last."""
+    folder, path = exports / "signed", exports / "signed" / "metrics.jsonl"
+    sound = path.read_text()
+    for more in ('{"test_accuracy": 0.999, ', '{"seconds": "accuracy 99.9 %", '):
+        path.write_text(sound.replace("{", more))
+        resealed(folder)
+        assert said_of(folder, "signature.json")[-1] == ("wrong", "it is about other metrics")
+    path.write_text(sound.replace("{", '{"seconds": 1.5, '))  # the twin: times are not signed
+    resealed(folder)
+    assert said_of(folder, "signature.json")[-1][0] != "wrong"
+    stated = exports / "unsigned" / "privacy.json"
+    stated.write_text(stated.read_text().replace("{", '{"epsilon": 0.1, ', 1))
+    resealed(exports / "unsigned")
+    assert wrong(exports / "unsigned")
+
+
+def test_a_file_that_somebody_added_to_an_export_is_named(exports: Path) -> None:
+    folder = exports / "unsigned"
+    (folder / "notes.txt").write_text("ε = 0.1")
+    resealed(folder)
+    assert said_of(folder, "notes.txt")[-1][1].startswith("unknown")
+
+
 @pytest.mark.parametrize("changed", [{"epsilon": 0.01}, {"epsilon": None}, {"clip": 0.25}])
 def test_epsilon_and_clip_in_metrics_are_made_again(run: Path, changed: dict[str, Any]) -> None:
     edit_metrics(run, test_accuracy=0.99)

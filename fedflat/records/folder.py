@@ -264,11 +264,23 @@ TIMES = ("seconds",)
 """Keys of a round's released record that follow from who took part: how long a round takes tells its cohort's size."""
 
 
+def single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object's pairs as a dict. Raises ValueError for a key that comes twice: readers differ on those."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key comes twice")
+    return found
+
+
 def metrics_digest(folder: Path) -> str:
     """Return the SHA-256 of the released records but for their times; "" where there are none, or not only records."""
     try:
-        lines = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
-        kept = [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+        text = (folder / METRICS).read_text(encoding="utf-8")
+        lines = [json.loads(line, object_pairs_hook=single_keys) for line in text.splitlines()]
+        kept = [
+            {name: value for name, value in line.items() if name not in TIMES or not isinstance(value, float | int)}
+            for line in lines
+        ]
     except (OSError, ValueError, AttributeError, RecursionError):
         return ""
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -27,7 +27,17 @@ from fedflat.privacy.ledger import Entry, Scan, run_of, scan
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import headline
 from fedflat.records import checkpoint
-from fedflat.records.folder import LEDGER, METRICS, OPENING, RECIPE, STATEMENT, locked, read_lines, seals_of
+from fedflat.records.folder import (
+    LEDGER,
+    METRICS,
+    OPENING,
+    RECIPE,
+    STATEMENT,
+    locked,
+    read_lines,
+    seals_of,
+    single_keys,
+)  # fmt: skip
 from fedflat.records.folder import SEALED as SUMS
 from fedflat.records.opening import Opening, versions
 from fedflat.records.signing import tips_of
@@ -120,7 +130,7 @@ class Records:
     def statement(self) -> dict[str, Any] | None:
         """privacy.json."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            found = json.loads((self.folder / STATEMENT).read_bytes())
+            found = json.loads((self.folder / STATEMENT).read_bytes(), object_pairs_hook=single_keys)
             return found if isinstance(found, dict) else None
         return None
 
