@@ -72,12 +72,8 @@ def card(
         refuse_damage(run)
     stated = read_about(about) if about else None
     made = making.card(read_run(run), [read_run(other) for other in others or []], stated)
-    require(
-        made.epsilon is None or (run / "ledger.jsonl").is_file(),
-        "card",
-        f"{run} without ledger.jsonl",
-        "a run with its ledger",
-    )
+    founded = made.epsilon is None or (run / "ledger.jsonl").is_file()
+    require(founded, "card", f"{run} without ledger.jsonl", "a run with its ledger")
     files = {"card.html": making.html(made), "card.md": making.markdown(made)}
     if made.epsilon is not None:
         files["registry.yaml"] = as_yaml(making.registry_entry(made))
