@@ -45,7 +45,7 @@ from fedflat.simulation.inspection import (
     check_strangers,
     inspect_run,
 )  # fmt: skip
-from fedflat.simulation.recomputed import Records, differences, metrics_faults
+from fedflat.simulation.recomputed import Records, differences, ledger_faults, metrics_faults
 from fedflat.simulation.result import export
 
 RECIPE = {
@@ -807,3 +807,13 @@ def test_without_a_key_a_ledger_that_is_chained_again_is_said_to_be_open(exports
     assert not [check for check in found["unsigned"] if check.verdict == "wrong"]  # the twin
     ((verdict, about),) = said_of(exports / "unsigned", "signature")
     assert verdict == "unchecked" and "the ledger's lines" in about and "metrics" in about
+
+
+@pytest.mark.parametrize(("field", "value"), [(None, None), ("std", 99.0), ("q", 0.01), ("epsilon", 0.1)])
+def test_a_ledger_line_that_contradicts_the_recipe_is_wrong(run, field, value):
+    records = Records(run)
+    first, *rest = records.entries
+    changed = {**first, field: value} if field else first
+    records.__dict__["_scanned"] = (records.ledger._replace(entries=[changed, *rest]), "")
+    faults = list(ledger_faults(records))
+    assert [fault.split(" says ")[0] for fault in faults] == ([f"line 0: {field}"] if field else [])

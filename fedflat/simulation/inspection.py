@@ -54,6 +54,7 @@ from fedflat.simulation.recomputed import (
     Verdict,
     check_card,
     check_page,
+    ledger_faults,
     metrics_faults,
     released_digest,
     remade,
@@ -246,10 +247,12 @@ def check_fields(run: Records) -> Iterator[Check]:
     try:
         different, unchecked = remade(run)
         faults_shown = list(metrics_faults(run)) if shown and run.terms else []
+        contrary = list(ledger_faults(run)) if run.entries and run.terms else []
     except UNREADABLE as error:
         about = f"cannot be made again from {RECIPE} and {LEDGER} ({' '.join(str(error).split())})"
         yield Check(FIELDS, "wrong" if run.terms else "unchecked", about)
         return
+    yield from (Check(LEDGER, "wrong", each) for each in contrary[:5])
     yield from (Check(FIELDS, "unchecked", each) for each in unchecked)
     yield from _outcome(FIELDS, different, "as recipe, ledger, metrics and this code give it")
     if shown and run.terms:

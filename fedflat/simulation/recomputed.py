@@ -337,6 +337,36 @@ def metrics_faults(run: Records) -> Iterator[str]:
                 yield f"round {number}: {Difference(name, row.get(name), value)}"
 
 
+def ledger_faults(run: Records) -> Iterator[str]:
+    """Yield where a ledger line says something else of its round than the plan that recipe and terms give.
+
+    Its ε is compared where the account is fast and no round was charged again; what round and key choose is not.
+
+    Raises:
+        InputError: the recipe is none from which a plan follows.
+    """
+    plan = plan_again(run.parsed, run.all_terms)
+    own, entries = plan.mechanism, run.entries
+    if not plan.private or (isinstance(own, ScheduledPlan) and entries[0].get("factor") != own.factor.digest):
+        return  # another machine's factorisation: ``remade`` says so
+    fast = plan.accountant == "pld" and own is None and plan.sampler.name != "fixed"
+    once = [entry["round"] for entry in entries] == list(range(len(entries)))
+    for entry in entries:
+        # Round 0 may have a plan of its own; all later ones are alike but for the clip.
+        clip = math.inf if entry.get("clip") is None else float(entry["clip"])
+        planned = plan.record(entry["round"] if fast and once else min(entry["round"], 1), clip)
+        for name in LINE if not (fast and once) else (*LINE, "epsilon"):
+            if not _same(entry.get(name), planned.get(name)):
+                yield f"line {entry['line']}: {Difference(name, entry.get(name), planned.get(name))}"
+
+
+LINE = (
+    "mechanism", "sampling", "relation", "trust", "clients", "cohort", "q", "sensitivity", "std", "noise_multiplier",
+    "delta", "accountant", "max_participations", "colluders", "rounding", "count_std", "separation",
+)  # fmt: skip
+"""Fields of a ledger line that follow from recipe, terms and the line's clip."""
+
+
 def _entries_then(run: Records, round: int) -> list[Entry]:
     """Return the ledger's lines up to a round's last one, or to where tips.jsonl says that they ended after it.
 
