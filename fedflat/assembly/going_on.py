@@ -4,8 +4,6 @@ The second run is a run of its own, with its own ledger and statement. What both
 composition, from both ledgers (``privacy.together``); ``privacy.epsilon`` of the second is that total.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

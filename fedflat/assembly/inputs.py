@@ -5,8 +5,6 @@ training and test examples. Each class has a few dead-leaves images of its own (
 example is one of them, shifted a little, under another dead-leaves image. Nobody's data are in it.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Mapping, Sequence

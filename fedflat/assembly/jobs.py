@@ -1,7 +1,5 @@
 """Build and check everything live that a run needs, before anything is trained."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -81,7 +79,7 @@ def prepare(
     return job
 
 
-def _placed(recipe: Recipe, made: _Ingredients) -> Job:
+def _placed(recipe: Recipe, made: "_Ingredients") -> Job:
     """Return the job on the device that the recipe asks for."""
     engine = recipe.engine
     form = made.module, made.layout, made.data, made.precision, made.objective

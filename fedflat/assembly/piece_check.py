@@ -6,8 +6,6 @@ count as zero. Packaged methods and users' own go through the same trial, on one
 own piece runs as a recording that cannot reach another row (``engine.isolated``).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,7 +56,7 @@ class Form:
     personal: int
 
     @classmethod
-    def of(cls, layout: Layout, most: int) -> Form:
+    def of(cls, layout: Layout, most: int) -> "Form":
         """Return the form of a model's vectors, of each tensor and of the personal part at most so many entries."""
         ends = accumulate((min(length, most) for length in layout.lengths[: layout.shared]), initial=0)
         return cls(tuple(slice(a, b) for a, b in pairwise(ends)), min(layout.size - layout.dimension, most))

@@ -1,7 +1,5 @@
 """Build the method, the plan and the public numbers that a recipe asks for."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Write down a run before it begins: its recipe, fingerprint, versions, and what its randomness follows."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

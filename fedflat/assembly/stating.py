@@ -4,8 +4,6 @@ The run writes it with :func:`stated`; ``fedflat verify`` makes it again with th
 run's folder (:func:`restated`), and compares the two field by field.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -58,7 +56,7 @@ class Terms:
     fedflat: str = ""
 
     @classmethod
-    def of(cls, recipe: Recipe, job: Job, *, deployment: bool = False) -> Terms:
+    def of(cls, recipe: Recipe, job: Job, *, deployment: bool = False) -> "Terms":
         """Return the terms of a run that is about to begin."""
         method, layout = job.parts.algorithm, job.parts.layout
         return cls(
@@ -74,7 +72,7 @@ class Terms:
         )
 
     @classmethod
-    def read(cls, recipe: Recipe, record: Mapping[str, Any]) -> Terms:
+    def read(cls, recipe: Recipe, record: Mapping[str, Any]) -> "Terms":
         """Return the terms in a ledger's record; a packaged method comes from its code."""
         method = _stand_in(record) if own_method(recipe) else algorithm_of(recipe)
         known = {field.name for field in fields(cls)} & record.keys()

@@ -4,8 +4,6 @@ Metrics of the public test set have names (``evaluation.metrics``), computed by 
 the user's own.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -2,8 +2,6 @@
 is remembered for this machine, model and shape.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import hashlib
@@ -80,6 +78,15 @@ MADE_UP = 100
 """Examples of a made-up client at most, where no largest number is declared."""
 POOL = 1 << 24
 """Numbers in the made-up inputs at most (64 MB): clients share rows beyond that."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A back end by name, its block size where it has one, and the cores it works with (not for workers)."""
+
+    backend: str
+    block: int | None = None
+    threads: int = 1
 
 
 def backend_for(
@@ -311,15 +318,6 @@ def _measure_blocks(makers: _Makers, best: float, found: dict[Choice, float]) ->
                 # Blocks of their own give the same bits with any number of threads; by vmap they may not.
                 if seconds < (1.0 if stack else CLEARLY) * least:
                     found[Choice(name, size, threads)] = least = seconds
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A back end by name, its block size where it has one, and the cores it works with (not for workers)."""
-
-    backend: str
-    block: int | None = None
-    threads: int = 1
 
 
 def made_up(data: FederatedData, local: Local, clients: int) -> FederatedData:

@@ -1,7 +1,5 @@
 """Compute a frozen body's output for every example once, so that head-only training never runs the body again."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import time

@@ -3,8 +3,6 @@
 A block runs the same local loop on weights ``(n, D)``, written out or as factors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import traceback

@@ -7,8 +7,6 @@ and any block size. A task is a function of (seed, round, client, broadcast): on
 again, with the same result. At most ``IN_FLIGHT`` blocks a worker are under way: memory does not grow with the cohort.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

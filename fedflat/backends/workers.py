@@ -5,8 +5,6 @@ adds the messages in client order, one by one, so the result is bit for bit that
 number of workers; memory is O(workers), not O(cohort).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import copy
@@ -49,7 +47,7 @@ class Workers:
     inner: Sequential
     count: int
     name: str = "workers"
-    _pool: _Pool | None = field(default=None, repr=False)
+    _pool: "_Pool | None" = field(default=None, repr=False)
 
     def train(
         self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped

@@ -1,7 +1,5 @@
 """Read recipes, packaged ones or YAML files, with ``extends`` and ``-o key.path=value``; recipe.py checks them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Check recipes: from YAML or a dict to frozen values; a mistake is one line: where, what, what is allowed."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re
@@ -74,7 +72,7 @@ class Recipe(Section):
     """How often models are evaluated; the last round always is."""
 
     @classmethod
-    def load(cls, source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    def load(cls, source: str | Path, overrides: Iterable[str] = ()) -> "Recipe":
         """Return a packaged recipe by name, or a YAML file by path; ``overrides`` are ``key.path=value`` strings.
 
         An override that names another method takes what the packaged recipe NAME-METHOD advises, if there is one.
@@ -84,8 +82,8 @@ class Recipe(Section):
 
     @classmethod
     def of(
-        cls, value: Recipe | Mapping[str, Any] | str | Path, overrides: Iterable[str] = (), where: str = "recipe"
-    ) -> Recipe:
+        cls, value: "Recipe | Mapping[str, Any] | str | Path", overrides: Iterable[str] = (), where: str = "recipe"
+    ) -> "Recipe":
         """Return a recipe from a Recipe, a dict, a packaged name or a path."""
         if isinstance(value, (str, Path)):
             return cls.load(value, overrides)

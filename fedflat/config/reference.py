@@ -1,7 +1,5 @@
 """Read every recipe key's type, default and meaning off the schema (``fedflat explain``, docs/recipe.md)."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import types

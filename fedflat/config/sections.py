@@ -1,7 +1,5 @@
 """Define the sections of a recipe: frozen, checked values; ``fedflat explain`` shows each key's docstring."""
 
-from __future__ import annotations
-
 import re
 import typing
 from collections.abc import Mapping
@@ -372,7 +370,7 @@ class ServerSection(Section):
     """uniform: every client counts the same. samples: by numbers of examples, refused for private methods, whose
     sensitivity would follow the data."""
 
-    def filled(self) -> ServerSection:
+    def filled(self) -> "ServerSection":
         """Return the same, with the optimizer and lr that stand for None where a method brings no optimizer of its
         own."""
         name = self.optimizer or "sgd"

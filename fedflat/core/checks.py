@@ -1,7 +1,5 @@
 """Raise uniform errors: where, what was found, what is allowed, the nearest valid name."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import math

@@ -10,8 +10,6 @@ apart by a public rule: ``full`` is everybody in every round, ``min-separation``
 secret coin. What such a rule is worth is in ``core.factors`` and docs/participation.md.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

@@ -9,8 +9,6 @@ Karney 2016 "Sampling Exactly from the Normal Distribution" (algorithm N). Runni
 timing is not protected.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from fractions import Fraction

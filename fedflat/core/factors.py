@@ -7,8 +7,6 @@ s = max over π, ‖u_t‖ ≤ 1 of ‖Σ_{t∈π} c_t u_tᵀ‖_F with c_t the 
 said at :meth:`Factor.sensitivity`, with the proofs; docs/participation.md says the rest.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass

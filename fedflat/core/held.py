@@ -7,8 +7,6 @@ named through two modules (``package.module.memory``), what libraries keep (attr
 the process's environment, and memory inside compiled extensions that cannot be pickled.
 """
 
-from __future__ import annotations
-
 import contextvars
 import functools
 import inspect

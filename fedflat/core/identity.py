@@ -1,7 +1,5 @@
 """What a Python object is, as a digest: code, constants and values, however deep. None where that cannot be told."""
 
-from __future__ import annotations
-
 import dis
 import enum
 import functools

@@ -4,8 +4,6 @@ Another process cannot import a user's file by a name. It is sent the text of ea
 the same modules of it before anything else of a run is unpacked (``user_files``, ``load_files``).
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.abc

@@ -1,7 +1,5 @@
 """Compute what local training and evaluation minimise: each example's loss, for each task, and its score."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

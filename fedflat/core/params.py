@@ -1,7 +1,5 @@
 """Hold a module's parameters as one flat vector: the shared part first, a client's personal part behind."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 from collections.abc import Iterator, Mapping
@@ -181,7 +179,7 @@ class PersonalState:
         if bool(torch.isfinite(value).all()):
             self.states.setdefault(name, {})[int(client)] = value.detach().cpu().clone()
 
-    def copy(self) -> PersonalState:
+    def copy(self) -> "PersonalState":
         """Return the same vectors; what is stored later is not in it."""
         return PersonalState(self.first, dict(self.kept), {name: dict(found) for name, found in self.states.items()})
 

@@ -1,7 +1,5 @@
 """Run and end work on this machine: threads, free memory, progress, Ctrl-C and SIGTERM."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -5,8 +5,6 @@ masks). Cohorts and noise come from the *noise key*: 256 bits of OS entropy or, 
 hash of the seed, the settled recipe, the data, the initial weights, the method and the engine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import secrets

@@ -17,8 +17,6 @@ Whole-number sums (secure noise, ddgauss) round each message by itself, keep its
 On a GPU, and for short vectors, there is one piece.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -4,8 +4,6 @@ Every client update is one flat vector of shape ``(d,)``; a block of n clients i
 last axis only, so the same piece serves one client, a block of clients and the server.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -240,7 +238,7 @@ class Local:
     warmup: int = 0
     rounds: int = 1
 
-    def of(self, examples: int) -> Local:
+    def of(self, examples: int) -> "Local":
         """Return the training of a client with so many examples: the same for everybody, unless ``epochs`` is set."""
         return self if self.epochs is None else replace(self, steps=self.steps_for(examples))
 
@@ -359,7 +357,7 @@ class Broadcast:
     mask: Tensor | None = None
     draw: int = 0
 
-    def for_one_client(self) -> Broadcast:
+    def for_one_client(self) -> "Broadcast":
         """Return a copy for one client: what a piece writes into its vectors, or into the map of them, reaches neither
         the next client nor the server.
         """

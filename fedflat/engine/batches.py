@@ -1,7 +1,5 @@
 """Give the local loop a client's batches, or a block of clients': resident tensors and index matrices."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

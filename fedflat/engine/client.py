@@ -1,7 +1,5 @@
 """Train a client, or a block of clients, in the only local loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -3,8 +3,6 @@
 Server state, noise and ledger stay on the processor.
 """
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import faulthandler

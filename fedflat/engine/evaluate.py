@@ -1,7 +1,5 @@
 """Evaluate weights on public test data and on clients' held-back data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

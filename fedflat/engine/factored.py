@@ -9,8 +9,6 @@ What it cannot do it declines (``Declined``): a transform then gets the vectors 
 the block is trained again on vectors written out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -160,11 +158,11 @@ class Factored:
         """Return a dense tensor of zeros of the given shape, on the same device."""
         return torch.zeros(shape, device=self.trace.device)
 
-    def detach(self) -> Factored:
+    def detach(self) -> "Factored":
         """Itself: there is no graph."""
         return self
 
-    def clone(self) -> Factored:
+    def clone(self) -> "Factored":
         """A copy that in-place operations on this one do not change."""
         return Factored(self.trace, list(self.bases), dict(self.steps))
 
@@ -178,11 +176,11 @@ class Factored:
                 return torch.zeros(self.trace.clients, 0, device=self.trace.device)
         raise Declined("some rows or columns")
 
-    def _set(self, other: Factored) -> Factored:
+    def _set(self, other: "Factored") -> "Factored":
         self.bases, self.steps = other.bases, other.steps
         return self
 
-    def mul(self, factor: Any) -> Factored:
+    def mul(self, factor: Any) -> "Factored":
         """Multiply by a number, or ``(n, 1)``."""
         if isinstance(factor, Factored) or (isinstance(factor, Tensor) and factor.shape != (self.trace.clients, 1)):
             raise Declined("a product with other vectors")
@@ -191,7 +189,7 @@ class Factored:
         bases = [(b, c * factor) for b, c in self.bases]
         return Factored(self.trace, bases, {s: c * factor for s, c in self.steps.items()})
 
-    def add(self, other: Any, *, alpha: float = 1.0) -> Factored:
+    def add(self, other: Any, *, alpha: float = 1.0) -> "Factored":
         """Plus ``alpha`` times other factored vectors of the same block, or a vector ``(D,)``."""
         if isinstance(other, Tensor) and other.shape == (self.trace.size,):
             other = Factored(self.trace, [(other, 1.0)], {})
@@ -209,19 +207,19 @@ class Factored:
         # Bases that cancelled are dropped, or every step would add products with zero.
         return Factored(self.trace, [(b, c) for b, c in bases if isinstance(c, Tensor) or c != 0.0], steps)
 
-    def sub(self, other: Any, *, alpha: float = 1.0) -> Factored:
+    def sub(self, other: Any, *, alpha: float = 1.0) -> "Factored":
         """Return the difference, still in factors; see ``add``."""
         return self.add(other, alpha=-alpha)
 
-    def mul_(self, factor: Any) -> Factored:
+    def mul_(self, factor: Any) -> "Factored":
         """``mul``, replacing its own factors."""
         return self._set(self.mul(factor))
 
-    def add_(self, other: Any, *, alpha: float = 1.0) -> Factored:
+    def add_(self, other: Any, *, alpha: float = 1.0) -> "Factored":
         """``add``, replacing its own factors."""
         return self._set(self.add(other, alpha=alpha))
 
-    def sub_(self, other: Any, *, alpha: float = 1.0) -> Factored:
+    def sub_(self, other: Any, *, alpha: float = 1.0) -> "Factored":
         """``sub``, replacing its own factors."""
         return self.add_(other, alpha=-alpha)
 

@@ -7,8 +7,6 @@ is made up, and a draw from a global generator is an error. Python that would fo
 ``.item()``, ``view.generator``) is refused by torch or here; such a piece's clients are trained one by one.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ ending early by what was released costs what the whole plan costs, and no less i
 hold only for an end that was fixed in advance. So the rounds that are left are written to the ledger as charged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

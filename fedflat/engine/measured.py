@@ -12,8 +12,6 @@ Clients are taken by a constant number at a time and rows that are not there are
 that decides about one client follows from who the others are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ Three matrix products per layer and pass, and nothing else: no graph, no module 
 ``(n, D)``; ``factored`` has them as factors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Compute the gradient of a client's minibatch loss as a function of one flat vector, or of a block's."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

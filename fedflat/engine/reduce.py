@@ -5,8 +5,6 @@ itself to the round's sum, plain or on whole numbers; a block's part may have be
 computed.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,7 +66,7 @@ class Accumulator:
         """Σ n_i of the sample-weighted mean; None where the plan's public constant m divides."""
         return max(self.weight, 1.0) if self.weighted else None
 
-    def of(self, draw: int) -> Accumulator:
+    def of(self, draw: int) -> "Accumulator":
         """Return the sum of one cohort draw: of all of them, here."""
         return self
 
@@ -164,11 +162,11 @@ class PlainSum(Accumulator):
 
     in_factors = True
 
-    def part(self, device: torch.device | str = "cpu") -> PlainSum:
+    def part(self, device: torch.device | str = "cpu") -> "PlainSum":
         """Return an empty sum for some of the messages, filled elsewhere and then merged."""
         return PlainSum(self.clip, self.threshold, self.tensors, self.dimension, self.weighted, device)
 
-    def merge(self, part: PlainSum) -> None:
+    def merge(self, part: "PlainSum") -> None:
         """Add what another sum of the same round holds."""
         self.total += part.total.to(self.total.device)
         self._note({name: torch.cat(values) for name, values in part._figures.items()})
@@ -219,13 +217,13 @@ class Trained:
     facts: Mapping[str, Tensor] | None = None
 
     @classmethod
-    def of(cls, clients: Sequence[int], sizes: Sequence[int], result: LocalResult) -> Trained:
+    def of(cls, clients: Sequence[int], sizes: Sequence[int], result: LocalResult) -> "Trained":
         """Return the results of a block of clients, or of one."""
         one = result.loss.dim() == 0
         message, personal = (result.message[None], result.personal[None]) if one else (result.message, result.personal)
         return cls(message, sizes, clients, personal, {"train_loss": result.loss, "train_accuracy": result.accuracy})
 
-    def row(self, row: int) -> Trained:
+    def row(self, row: int) -> "Trained":
         """Return one client's part of a block, as a copy."""
         personal, at = self.personal, slice(row, row + 1)
         head = None if personal is None else personal[at].clone()
@@ -233,7 +231,7 @@ class Trained:
         return Trained(self.messages[at].clone(), self.sizes[at], self.clients[at], head, facts)
 
     @classmethod
-    def nothing(cls, clients: int, length: int) -> Trained:
+    def nothing(cls, clients: int, length: int) -> "Trained":
         """Return what so many clients without data send: zeros ``(n, length)``."""
         return cls(torch.zeros(1, length).expand(clients, -1), [0] * clients)
 
@@ -268,12 +266,12 @@ class RoundSum:
     total: Any
     kept: PersonalState
 
-    def add_cohort(self, backend: Backend, cohort: np.ndarray) -> None:
+    def add_cohort(self, backend: "Backend", cohort: np.ndarray) -> None:
         """Let a back end train a cohort and add all that it gives."""
         for part in backend.train(cohort, self.broadcast, self.kept, self.clipped):
             self.add(part)
 
-    def clipped(self, block: Trained) -> Part:
+    def clipped(self, block: Trained) -> "Part":
         """Return a block's clipped sum, where the round's sum may be made in parts; else the block as it is.
 
         A back end calls it where it computes. A block that comes back unsummed is given to the round one client after
@@ -287,7 +285,7 @@ class RoundSum:
         part.add(messages, block.sizes, block.facts)
         return Summed(part, block.clients, block.personal)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: "Part") -> None:
         """Add to the round's sum; keep each client's head and states. Parts of one round come in client order."""
         factors = part.add_to(self.total)
         if part.personal is None:

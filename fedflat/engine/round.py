@@ -3,8 +3,6 @@
 A simulation and a federation call the same functions; only the transport differs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
@@ -60,10 +58,10 @@ class RoundParts:
     layout: Layout
     weighted: bool = False
     average: Average | None = None
-    round_zero: RoundParts | None = None
+    round_zero: "RoundParts | None" = None
     threshold: float | None = None
 
-    def of(self, round: int) -> RoundParts:
+    def of(self, round: int) -> "RoundParts":
         """Return the parts of a round."""
         return self.round_zero if self.round_zero is not None and round == 0 else self
 

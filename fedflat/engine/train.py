@@ -1,7 +1,5 @@
 """Run the rounds of a job: evaluation, checkpoints, and the stop at the budget."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

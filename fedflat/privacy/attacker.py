@@ -8,8 +8,6 @@ Roth and Su 2022); a mechanism has such a pair for every δ, so the least over a
 ask what the mechanism is: it is given the accountant's ε as a function of δ.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

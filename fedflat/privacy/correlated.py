@@ -5,8 +5,6 @@ where groups join by secret coins, ⌈T/b⌉ Poisson-sampled ones. Rounds that a
 was killed) are a span of their own: a Gaussian mechanism of those rounds' columns, which composes with the others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -131,7 +129,7 @@ class ScheduledPlan(Accounted):
         column = {} if self.kind == "tree" else {"column": [float(c) for c in self.factor.columns[round]]}
         return {**column, "row_norm": float(self.factor.row_norms[round])}
 
-    def standing(self, entries: Iterable[Mapping[str, Any]], key: str | None, start: int) -> ScheduledPlan:
+    def standing(self, entries: Iterable[Mapping[str, Any]], key: str | None, start: int) -> "ScheduledPlan":
         """The same, told by a ledger's lines which rounds were drawn with which key; ``key`` draws from ``start`` on.
 
         key: None for that of the last line.

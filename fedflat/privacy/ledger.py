@@ -9,8 +9,6 @@ finds accidents and careless edits; it is no signature: whoever rewrites the who
 end, goes unseen here (``engine.resume`` and ``verify.verify_run`` compare with what else a run left).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -249,7 +247,7 @@ class Ledger:
         return [entry for entry in last if entry["line"] >= start]
 
     @classmethod
-    def open(cls, path: str | Path, *, key_id: str | None = None) -> Ledger:
+    def open(cls, path: str | Path, *, key_id: str | None = None) -> "Ledger":
         """Open or create a ledger, verifying every line.
 
         ``key_id`` is a public fingerprint of the noise key, stored
@@ -401,7 +399,7 @@ class Ledger:
                     os.close(descriptor)
         self._file = self._lock_file = None
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> "Ledger":
         return self
 
     def __exit__(

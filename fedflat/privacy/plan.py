@@ -4,8 +4,6 @@ Built once from the recipe; everything else (engine, ledger, statement, report) 
 exists twice.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -176,19 +174,19 @@ class Plan(AccountingParams):
             return self.at(least).guarantees(rounds)
         return guarantees_of(self.params, multipliers)
 
-    def at(self, multiplier: float) -> Plan:
+    def at(self, multiplier: float) -> "Plan":
         """The same with another event multiplier."""
         if multiplier == self.event_multiplier:
             return self
         return replace(self, noise_multiplier=multiplier * (self.noise_cohort or self.sampler.size) / self.sampler.size)
 
-    def at_round(self, round: int) -> Plan:
+    def at_round(self, round: int) -> "Plan":
         """The plan with the noise of one round, as if all were like it."""
         if round or self.first == 1:
             return self
         return replace(self, noise_multiplier=self.noise_multiplier * self.first, first=1.0)
 
-    def calibrated(self, epsilon: float) -> Plan:
+    def calibrated(self, epsilon: float) -> "Plan":
         """The same with the least noise for a target ε; with noise_cohort, of the simulated system.
 
         Raises:
@@ -202,7 +200,7 @@ class Plan(AccountingParams):
         """Proven ε after ``rounds`` rounds: the largest over the adversaries; inf where none is finite."""
         return max(found.epsilon for found in self.guarantees(rounds))
 
-    def simulated(self) -> Plan | None:
+    def simulated(self) -> "Plan | None":
         """The plan of the larger system that ``noise_cohort`` simulates: M' = M·noise_cohort/size, the same q and δ."""
         if self.noise_cohort is None or not self.private:
             return None
@@ -290,7 +288,7 @@ class Plan(AccountingParams):
         found |= {name: value for name, value in optional.items() if value is not None}
         return found | self.account.record(self) | self.account.by_round(self, round)
 
-    def standing(self, entries: Sequence[Mapping[str, Any]], key: str | None = None, start: int = 0) -> Plan:
+    def standing(self, entries: Sequence[Mapping[str, Any]], key: str | None = None, start: int = 0) -> "Plan":
         """The plan of a run that goes on: where rounds share noise, which of them other keys drew (from a ledger), and
         where round 0 has its own, how often it was charged."""
         if self.first != 1:

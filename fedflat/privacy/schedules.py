@@ -1,7 +1,5 @@
 """How far one client moves the rounds of a ledger that follow a schedule, from the columns of C in its own lines."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -5,8 +5,6 @@ One dictionary (``privacy.json``). It follows the reporting items of Ponomareva 
 has a stable key under ``checklist``. A claimed figure is never shown without the proven one (:func:`headline`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

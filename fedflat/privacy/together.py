@@ -7,8 +7,6 @@ a slot that is emptied is one way of replacing a client's data, so a replace-one
 whose turns stay, only emptied ones are covered.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -4,8 +4,6 @@
 its share of the noise and the server sees the sum and knows the cohort. ``local``: the server sees each update.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

@@ -11,8 +11,6 @@ directions of neighbours, all settings) follows that of the selection: Theorem 2
 Theorem 6 for Poisson.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -200,7 +198,7 @@ class Selection:
         return found | ({"beside": [dataclasses.asdict(law) for law in self.beside]} if self.beside else {})
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Selection:
+    def of(cls, record: Mapping[str, Any]) -> "Selection":
         """From what ``record`` gave."""
         beside = tuple(
             Law(int(law["rounds"]), float(law["cohort"]), float(law["noise_multiplier"]))

@@ -5,8 +5,6 @@ Gaussian rounds are recomputed by ``prv-accountant`` (Gopi et al. 2021) where it
 ``independent``, this project's own integration, else by dp-accounting; the other laws as their functions say.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -5,8 +5,6 @@ of who took part, lie in ``private/heads/`` of the run, bound to their public ha
 one; a checkpoint counts once its public half has its name, which comes last.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

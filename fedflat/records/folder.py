@@ -5,8 +5,6 @@ Each line of metrics.jsonl and private/private.jsonl has a seal in a file beside
 and ``lost`` for a line that was set aside as damaged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib
@@ -54,7 +52,7 @@ class RunFolder:
 
     @classmethod
     @contextlib.contextmanager
-    def create(cls, path: Path, *, deployment: bool = False) -> Iterator[RunFolder]:
+    def create(cls, path: Path, *, deployment: bool = False) -> "Iterator[RunFolder]":
         """A new folder, nobody else's while the block runs, which writes recipe.yaml last; one that already holds a run
         is never overwritten.
 

@@ -6,8 +6,6 @@ or written into the run's folder, and is deleted when the run is complete. Besid
 each was used for: a second copy of the run's ledger, which a backup of the folder does not bring back.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -5,8 +5,6 @@ initial weights and layout, and its method. Whatever differs on a resume makes i
 under a secret of the run's own, so no file tells whose data it was, or which seed, to somebody who can guess.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import hmac
@@ -82,7 +80,7 @@ class Opening:
     def of(
         cls, identity: Identity, key: bytes, recipe_text: str, software: Mapping[str, Any], run: str | None = None,
         terms: Mapping[str, Any] | None = None,
-    ) -> Opening:  # fmt: skip
+    ) -> "Opening":  # fmt: skip
         """The opening of a new run. key: of a seeded run its noise key, so that equal runs have equal files; else fresh
         entropy. run: the name of the key file, if there is one."""
         secret, name = digest(key, "secret of a run").hex(), digest(key, "name of a run").hex()[:32]
@@ -120,7 +118,7 @@ class Opening:
         durable.replace(folder / OPENING, text + "\n", mode=0o600)
 
     @classmethod
-    def read(cls, folder: Path) -> Opening:
+    def read(cls, folder: Path) -> "Opening":
         """Return the opening of the run in a folder.
 
         Raises:

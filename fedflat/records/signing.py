@@ -12,8 +12,6 @@ of the ledger's last line, which chains all lines before it.
 {'run': '1'}
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -76,7 +74,7 @@ class Operator:
         return self.private.public_key()
 
     @classmethod
-    def create(cls, path: Path) -> Operator:
+    def create(cls, path: Path) -> "Operator":
         """Make a key: ``path`` (0600) and its public half beside it, ``….pub``; never in place of another key.
 
         Raises:
@@ -94,7 +92,7 @@ class Operator:
         return made
 
     @classmethod
-    def load(cls, path: Path) -> Operator:
+    def load(cls, path: Path) -> "Operator":
         """Read a private key.
 
         Raises:
@@ -114,7 +112,7 @@ class Operator:
         return cls(found)
 
     @classmethod
-    def of_account(cls) -> Operator | None:
+    def of_account(cls) -> "Operator | None":
         """Return this account's key, in the usual place, or None where nobody made one."""
         return cls.load(place()) if place().exists() else None
 

@@ -1,7 +1,5 @@
 """What a budget buys: ε by every accountant, cohort law and trust model; the noise for a target."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -8,8 +8,6 @@ question. What leaves the window above, and the transform's rounding, are charge
 bound.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ multiplier is always std / sensitivity *under the relation*, and the events are 
 SampledWithoutReplacement is composed under REPLACE_ONE, the one relation the library accepts for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

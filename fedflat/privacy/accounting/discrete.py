@@ -17,8 +17,6 @@ another one. What is used, and why it holds, for n shares N_Z(0, s²) with s ≥
 - Rényi to (ε, δ): Canonne et al. 2020, proposition 12.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@
 called ε here is proven; ``approximate_epsilon`` is not, and nothing else uses it as if it were.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

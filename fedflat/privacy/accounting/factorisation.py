@@ -7,8 +7,6 @@ in a coordinate of the model, ‖A·C⁻¹‖_F/√T, times the sensitivity. Eve
 on an optimiser, and the sensitivity is taken from the entries as they are after rounding (``core.factors``).
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

@@ -5,8 +5,6 @@ T releases of Gaussian noise with multiplier σ (std / sensitivity) are one rele
 ε in the thousands neither overflows nor loses digits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ independent, centred and within half a step, so by Hoeffding their sum stays wit
 except with probability η. Hence ε(δ) lies in [ε̃(δ + η') − slack, ε̃(δ − η') + slack], η' = η + tails + rounding.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
