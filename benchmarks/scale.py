@@ -129,7 +129,7 @@ def timed_round(backend: Any, inner: Sequential) -> Spent:
     sink = PlainSum(whole_vector(1.0), 1.0, layout.tensors(), layout.size)
     cohort, heads = np.arange(inner.data.clients), PersonalState(torch.zeros(0))
     spent, began, busy = cpu_seconds(), time.perf_counter(), time.thread_time()
-    RoundSum(backend.algorithm, backend.local, broadcast, sink, heads).add_cohort(backend, cohort)
+    RoundSum(inner.algorithm, inner.local, broadcast, sink, heads).add_cohort(backend, cohort)
     seconds, driver = time.perf_counter() - began, time.thread_time() - busy
     return Spent(seconds, driver, cpu_seconds() - spent, sink.total)
 
