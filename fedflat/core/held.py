@@ -37,7 +37,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "nump
 """Packages whose functions and classes hold nothing of a client's (their objects may)."""
 _OF_PYTHON = frozenset(dir(type)) | {
     "__weakref__", "__slots__", "__match_args__", "__orig_bases__", "__parameters__", "__classcell__", "_abc_impl",
-    "__dataclass_fields__", "__dataclass_params__",
+    "__dataclass_fields__", "__dataclass_params__", "__slotnames__",
 }  # fmt: skip
 """Names that Python itself gives to attributes of classes."""
 _IMMUTABLE = 1 << 8

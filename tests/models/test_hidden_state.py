@@ -304,6 +304,13 @@ def test_a_library_layer_that_holds_a_users_function_is_own_code() -> None:
     assert not own_code(nn.TransformerEncoderLayer(4, 2)) and not own_code(build("cnn", (1, 28, 28), 10, 0))
 
 
+def test_what_python_notes_on_a_class_when_an_object_is_sent_is_no_change() -> None:
+    made = type("Piece", (), {"__module__": __name__})()
+    watched = StateWatch(made)
+    copy.copy(made)
+    assert "__slotnames__" in vars(type(made)) and watched.changed() is None
+
+
 def test_the_twin_that_names_all_keys_alike_overlooks_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedflat.core.held._label", lambda key, index: type(key).__name__)
     watched = StateWatch(made := Corners())
