@@ -105,6 +105,10 @@ def test_a_message_is_held_against_what_it_declares() -> None:
             LIMIT.check({"a": b"Array b 0\0" + body.encode(), "b": b"ArrayChunk  0\0"})
     with pytest.raises(Malformed):
         LIMIT.check({"a": b"Array " + b"b" * 5000})
+    roomy, tiny = Limit(1 << 23, 4000), bytes(200_000)
+    roomy.check({"a": b"ArrayChunk  200000\0" + tiny})
+    with pytest.raises(Malformed, match="size"):  # within all bytes, but forty times as long when it is unpacked
+        roomy.check({"a": b"ConfigRecord  200000\0" + tiny})
 
 
 def test_every_message_of_a_deployment_fits_its_limits(tmp_path: Path) -> None:
