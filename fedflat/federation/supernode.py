@@ -61,6 +61,7 @@ def serve(given: argparse.Namespace) -> int:
     from flwr.supernode.fleet_http_connection import http_request_response
 
     limit_answers(task.limits.ask)
+    processes.ask_again()
     with http_request_response(given.superlink, False, str(authority), (private, private.public_key())) as connection:
         log.info("connected to %s", given.superlink)
         _take_messages(connection, task.limits.ask, app, ours)

@@ -317,6 +317,31 @@ def test_a_node_looks_at_its_files_before_the_start(tmp_path: Path, capsys: pyte
         capsys.readouterr()
 
 
+@pytest.mark.parametrize("patient", [True, False], ids=["ours", "twin: Flower's own"])
+def test_a_handshake_that_was_cut_is_tried_again(patient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flooded server closes connections in mid-handshake; a certificate of another authority stays an end."""
+    import httpx
+    from flwr.supernode import fleet_http_connection as connection
+
+    monkeypatch.setattr(connection, "make_simple_http_retry_invoker", connection.make_simple_http_retry_invoker)
+    if patient:
+        processes.ask_again()
+    invoker = connection.make_simple_http_retry_invoker()
+    invoker.wait_function = lambda seconds: None
+    left = [
+        httpx.ConnectError("[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred in violation of protocol (_ssl.c:1006)"),
+        httpx.ConnectTimeout("_ssl.c:989: The handshake operation timed out"),
+        httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"),
+    ]
+
+    def ask() -> None:
+        raise left.pop(0)
+
+    with pytest.raises(httpx.ConnectError, match="VERIFY_FAILED" if patient else "EOF"):
+        invoker.invoke(ask)
+    assert len(left) == (0 if patient else 2)
+
+
 def fab_of(files: dict[str, bytes], folder: Path) -> bytes:
     from zipfile import ZipFile
 
