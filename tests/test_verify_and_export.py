@@ -691,7 +691,10 @@ def exports(both_exports: Path, tmp_path: Path) -> Path:
 def test_metrics_of_a_signed_export_are_signed_and_of_an_unsigned_one_said_to_be_open(exports: Path) -> None:
     for name in ("signed", "unsigned"):
         assert not wrong(exports / name)
-    assert "weights, metrics signed" in said_of(exports / "signed", "signature.json", exports / "operator.pub")[-1][1]
+    assert (
+        "weights, metrics, made_for signed"
+        in said_of(exports / "signed", "signature.json", exports / "operator.pub")[-1][1]
+    )
     for name in ("signed", "unsigned"):
         edit_metrics(exports / name, test_accuracy=0.99)
     assert said_of(exports / "signed", "signature.json")[-1] == ("wrong", "it is about other metrics")
@@ -716,6 +719,79 @@ def test_a_key_that_comes_twice_or_words_for_a_time_are_seen_in_a_signed_export(
     stated.write_text(stated.read_text().replace("{", '{"epsilon": 0.1, ', 1))
     resealed(exports / "unsigned")
     assert wrong(exports / "unsigned")
+
+
+def say(folder: Path, change: Callable[[dict[str, Any]], object], **about: str) -> None:
+    """Change what an export's model says of itself, with preparation.json and checksums, as whoever edits it would."""
+    path = folder / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        said = file.metadata()
+    made_for = json.loads(said["made_for"])
+    change(made_for)
+    save_file(load_file(path), path, metadata={**said, "made_for": json.dumps(made_for), **about})
+    if "preparation" in made_for:
+        (folder / "preparation.json").write_text(json.dumps(made_for["preparation"]))
+    resealed(folder)
+
+
+def test_an_export_whose_inputs_classes_or_round_were_edited_is_found_out(exports: Path) -> None:
+    record = "model.safetensors, metadata"
+    for name in ("signed", "unsigned"):
+        say(exports / name, lambda made: None)
+        assert said_of(exports / name, record)[0][0] == "ok" and not wrong(exports / name)  # the twin
+    say(exports / "signed", lambda made: made["preparation"].update(mean=[0.0]))
+    assert said_of(exports / "signed", "signature.json")[-1] == ("wrong", "it is about other inputs or classes")
+    say(exports / "unsigned", lambda made: made["preparation"].update(encoding="none"))
+    assert "not what an export writes" in said_of(exports / "unsigned", record)[0][1]
+    say(exports / "unsigned", dict.clear)
+    assert "does not say which inputs" in said_of(exports / "unsigned", record)[0][1]
+    say(exports / "unsigned", lambda made: made.update(input_shape=[1, 8, 8], dtype="float32"), round="99")
+    found = [about for _, about in said_of(exports / "unsigned", record)]
+    assert found == ["round says 99, and the statement 3", "made_for and preparation.json say different steps"]
+
+
+def test_swapped_names_of_classes_are_found_out(tmp_path: Path) -> None:
+    """Without a key too, where the recipe names the categories and the scale."""
+    table = "user,age,bought\n" + "".join(f"{n % 20},{20 + n},{'yes' if n > 30 else 'no'}\n" for n in range(60))
+    (tmp_path / "table.csv").write_text(table)
+    data = {"dataset": str(tmp_path / "table.csv"), "by": "user", "inputs": ["age"], "target": "bought"}
+    data |= {"categories": {"bought": ["no", "yes"]}, "scale": {"age": [40, 15]}}
+    simulation.run({**RECIPE, "algorithm": "dp-fedavg", "model": "linear", "data": data}, out=tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out")
+    assert not wrong(tmp_path / "out")  # the twin
+    sound = (tmp_path / "out/model.safetensors").read_bytes()
+
+    def swap(made: dict[str, Any]) -> None:
+        made["preparation"]["names"].reverse()
+
+    def swap_both(made: dict[str, Any]) -> None:
+        swap(made)
+        made["preparation"]["encoding"]["categories"]["bought"].reverse()
+
+    def shift(made: dict[str, Any]) -> None:
+        made["preparation"]["encoding"]["scale"]["age"] = [80.0, 15.0]
+
+    for change in (swap, swap_both, shift):
+        (tmp_path / "out/model.safetensors").write_bytes(sound)
+        say(tmp_path / "out", change)
+        assert "model.safetensors, metadata" in wrong(tmp_path / "out"), change
+        with pytest.raises(InputError, match=r"made_for\.preparation"):
+            fedflat.load(tmp_path / "out")
+
+
+def test_an_older_signature_verifies_and_what_it_leaves_out_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator, made = signing.Operator.create(tmp_path / "operator.pem"), signing.statement_of
+
+    def as_before(kind: str, subjects: Any, predicate: Any) -> Any:
+        return made(kind, {name: each for name, each in subjects.items() if name != signing.MADE_FOR}, predicate)
+
+    monkeypatch.setattr(signing, "statement_of", as_before)
+    simulation.run({**RECIPE, "algorithm": "dp-fedavg"}, out=tmp_path / "run", key=tmp_path / "operator.pem")
+    export(tmp_path / "run", tmp_path / "out")
+    found = list(check_signed(Records(tmp_path / "out"), operator.public))
+    assert [check.verdict for check in found] == ["unchecked", "ok", "ok"] and "no made_for" in found[0].about
 
 
 def test_a_file_that_somebody_added_to_an_export_is_named(exports: Path) -> None:

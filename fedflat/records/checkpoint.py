@@ -33,6 +33,11 @@ def private_half(path: Path) -> Path:
     return path.parent.parent / "private" / "heads" / path.name
 
 
+def path_of(folder: Path, round: int) -> Path:
+    """Return where the checkpoint after ``round`` finished rounds lies."""
+    return folder / f"round-{round:06d}.safetensors"
+
+
 def round_of(path: Path) -> int:
     """Return the number of finished rounds that a checkpoint's name says; -1 for another name."""
     number = path.name.removeprefix("round-").partition(".")[0]
@@ -47,7 +52,7 @@ def save(
     note: Callable[[str], object] | None = None,
 ) -> Path:
     """Write the state after ``state.round`` finished rounds; keep the newest few. note: told its checksum before."""
-    path = folder / f"round-{state.round:06d}.safetensors"
+    path = path_of(folder, state.round)
     tensors: dict[str, Tensor] = {"shared": state.shared, "heads.first": heads.first}
     hidden = heads.pack()
     for name, value in state.slots.items():
@@ -154,13 +159,33 @@ def load_released(path: Path) -> RoundState:
 
 def unsealed(path: Path) -> bool:
     """Return whether this is a checkpoint of before 0.2, which has no checksum."""
+    facts = facts_of(path)
+    return bool(facts) and "sha256" not in facts
+
+
+def facts_of(path: Path) -> Facts:
+    """Return the facts beside a checkpoint's tensors, unchecked; {} where there are none to read."""
+    try:
+        found = json.loads(metadata(path)["state"])
+    except (KeyError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def made_for_digest(made_for: Any) -> str:
+    """Return the SHA-256 of what a model was made for, the names of its classes included, as canonical JSON."""
+    return hashlib.sha256(json.dumps(made_for, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def metadata(path: Path) -> dict[str, str]:
+    """Return what a file of tensors says of itself; {} where there is none to read."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            return "sha256" not in json.loads(file.metadata()["state"])
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError):
-        return False
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError):
+        return {}
 
 
 def _state(tensors: Mapping[str, Tensor], facts: Facts) -> RoundState:

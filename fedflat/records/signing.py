@@ -35,7 +35,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, wrong
-from fedflat.records import keys
+from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, STATEMENT, metrics_digest, read_lines
 
 IN_TOTO = "https://in-toto.io/Statement/v1"
@@ -43,6 +43,8 @@ PAYLOAD = "application/vnd.in-toto+json"
 RUN, TIP = "urn:fedflat:run:1", "urn:fedflat:tip:1"
 """Predicate types: what a run ended with, and how far its ledger was after a round."""
 SIGNATURE, TIPS = "signature.json", "tips.jsonl"
+MADE_FOR = "made_for"
+"""The subject of a signature that says which inputs a model takes, and which class each output is."""
 
 Envelope = dict[str, Any]
 
@@ -279,10 +281,10 @@ def keep_tips(folder: Path, finished: int) -> None:
     durable.replace(path, b"".join(kept), mode=0o644)
 
 
-def sign_run(folder: Path, run: str, weights: str, key: Operator | None) -> None:
+def sign_run(folder: Path, run: str, weights: str, made_for: Any, key: Operator | None) -> None:
     """Write signature.json over a run's ended records, or take an older one away where there is no key.
 
-    weights: digest of the released weights.
+    weights: digest of the released weights. made_for: what their checkpoint says of inputs and classes.
     """
     path = folder / SIGNATURE
     if key is None:
@@ -290,7 +292,7 @@ def sign_run(folder: Path, run: str, weights: str, key: Operator | None) -> None
         return
     subjects = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in (LEDGER, STATEMENT)}
     # Not of the file's bytes: an export leaves the times of rounds out.
-    subjects |= {"weights": weights, "metrics": metrics_digest(folder)}
+    subjects |= {"weights": weights, "metrics": metrics_digest(folder), MADE_FOR: checkpoint.made_for_digest(made_for)}
     lines = [line for line in (folder / LEDGER).read_bytes().split(b"\n") if line]
     tip = hashlib.sha256(lines[-1]).hexdigest() if lines else ""
     write(path, key.sign(statement_of(RUN, subjects, {"run": run, "events": len(lines), "tip": tip})))

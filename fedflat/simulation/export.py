@@ -35,9 +35,9 @@ from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, SEALED, STAT
 from fedflat.records.signing import SIGNATURE, TIPS, own_key
 from fedflat.report import Run, proven_epsilon, read_run, uncounted
 from fedflat.simulation.inspection import refuse_damage
-from fedflat.simulation.recomputed import MODEL, REPORT
+from fedflat.simulation.recomputed import MODEL, PREPARATION, REPORT
 
-SUMS, PREPARATION = SEALED, "preparation.json"
+SUMS = SEALED
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,11 @@ from fedflat.records.folder import (
 )  # fmt: skip
 from fedflat.records.folder import SEALED as SUMS
 from fedflat.records.opening import Opening
-from fedflat.records.signing import SIGNATURE, TIPS
+from fedflat.records.signing import MADE_FOR, SIGNATURE, TIPS
 from fedflat.simulation.recomputed import (
     CARDS,
     MODEL,
+    PREPARATION,
     REPORT,
     UNREADABLE,
     Check,
@@ -55,6 +56,8 @@ from fedflat.simulation.recomputed import (
     check_card,
     check_page,
     ledger_faults,
+    made_for,
+    metadata_faults,
     metrics_faults,
     released_digest,
     remade,
@@ -109,8 +112,8 @@ def refuse_damage(folder: Path) -> None:
     check_kinds(folder)
     read(folder / LEDGER)
     run = Records(folder)
-    for each in (check_opening, check_recipe, check_body, check_rounds, check_sums, check_checkpoints, check_tips,
-                 check_statement, check_fields, check_signed):  # fmt: skip
+    for each in (check_opening, check_recipe, check_body, check_rounds, check_sums, check_metadata, check_checkpoints,
+                 check_tips, check_statement, check_fields, check_signed):  # fmt: skip
         for check in each(run):
             if check.verdict == "wrong" and ".damaged" not in check.record and check.record not in (REPORT, *CARDS):
                 hint = f"See fedflat verify {folder}."
@@ -410,6 +413,17 @@ def check_sums(run: Records) -> Iterator[Check]:
         yield _same(name, good, "as it was exported")
 
 
+def check_metadata(run: Records) -> Iterator[Check]:
+    """Check what an exported model says of itself: its round, the inputs it takes, and the names of its classes."""
+    if not (run.folder / MODEL).is_file():
+        return
+    try:
+        found = list(metadata_faults(run))
+    except UNREADABLE as error:
+        found = [f"not what an export writes ({' '.join(str(error).split())})"]
+    yield from _outcome(f"{MODEL}, metadata", found, f"as {STATEMENT}, {PREPARATION} and {RECIPE} have it")
+
+
 UNSIGNED = (
     "unsigned: nothing here is covered against somebody who rewrites it all. Checksums and chains can be redone, of "
     "the ledger's lines (std, clip, q, how many) with recipe, statement and weights as of the metrics: what was "
@@ -462,12 +476,16 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
         f"another {STATEMENT}": (STATEMENT, _sha256(path / STATEMENT)),
         "another model": ("weights", released_digest(path, run.finished_rounds)),
         "other metrics": ("metrics", metrics_digest(path) if "metrics" in subjects else None),
+        "other inputs or classes": (MADE_FOR, _made_for_signed(run) if MADE_FOR in subjects else None),
     }
     others = [f"it is about {name}" for name, (key, digest) in ours.items() if digest not in (None, subjects.get(key))]
     if said.get("run") != run.id or (run.entries and said.get("tip") != run.ledger.tip):
         others.append("it is about another run or another ledger")
     if "metrics" not in subjects:
         yield Check(METRICS, "unchecked", "not covered: this signature, of an earlier version, does not name it")
+    if MADE_FOR not in subjects and run.exported:
+        unsaid = "inputs and names of classes are not covered: this signature, of an earlier version, has no made_for"
+        yield Check(f"{MODEL}, metadata", "unchecked", unsaid)
     if others:
         yield Check(SIGNATURE, "wrong", "; ".join(others))
     elif public is None:
@@ -475,8 +493,16 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
         about = f"about these records, by the key {named}; --key operator.pub checks it"
         yield Check(SIGNATURE, "unchecked", about)
     else:
-        covered = ", ".join(["run", "ledger", "statement", "weights", *(["metrics"] if "metrics" in subjects else [])])
+        newer = [name for name in ("metrics", MADE_FOR) if name in subjects]
+        covered = ", ".join(["run", "ledger", "statement", "weights", *newer])
         yield Check(SIGNATURE, "ok", f"{covered} signed by the key {signing.keyid(public)[:16]}")
+
+
+def _made_for_signed(run: Records) -> str | None:
+    """Return the digest of what the weights were made for; None of a run without weights here."""
+    found = made_for(run.folder, run.finished_rounds)
+    weightless = found is None and not (run.folder / MODEL).is_file()
+    return None if weightless else checkpoint.made_for_digest(found)
 
 
 def _tip_fits(run: Records, line: Mapping[str, Any], public: Ed25519PublicKey | None) -> bool:
@@ -542,7 +568,8 @@ def check_strangers(run: Records) -> Iterator[Check]:
 
 COVERED = (
     RECIPE, METRICS, seals_of(METRICS), LEDGER, STATEMENT, OPENING, PRIVATE, seals_of(PRIVATE), TIPS, SIGNATURE, FILE,
-    REPORT, *CARDS, MODEL, SUMS, "*.damaged*", "checkpoints/round-*.safetensors", "private/heads/round-*.safetensors",
+    REPORT, *CARDS, MODEL, PREPARATION, SUMS, "*.damaged*", "checkpoints/round-*.safetensors",
+    "private/heads/round-*.safetensors",
 )  # fmt: skip
 """Files that the other checks look at."""
 _SUMS_ONLY = f"only {SUMS} names it, which whoever edits the file can redo"
@@ -554,7 +581,6 @@ BESIDE = {
     "ledger.torn": "what a crash tore off the ledger, of a round that was not released",
     "server.lock": "a deployment's server holds it",
     "ended.json": "that its operator ended the deployment, and when",
-    "preparation.json": _SUMS_ONLY,
     "model.pt2": _SUMS_ONLY,
     "model.onnx": _SUMS_ONLY,
 }
@@ -573,5 +599,5 @@ def check_modes(run: Records) -> Iterator[Check]:
 
 CHECKS: tuple[Callable[[Records], Iterable[Check]], ...] = (
     check_opening, check_recipe, check_body, check_privacy, check_checkpoints, check_fields, check_rounds,
-    check_tips, check_mark, check_sums, check_pages, check_strangers, check_modes,
+    check_tips, check_mark, check_sums, check_metadata, check_pages, check_strangers, check_modes,
 )  # fmt: skip

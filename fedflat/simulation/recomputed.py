@@ -18,9 +18,11 @@ import yaml
 
 from fedflat.assembly import going_on
 from fedflat.assembly.stating import Terms, plan_again, restated, tested
+from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.durable import digest_of
+from fedflat.data.encoding import clean
 from fedflat.engine.job import SEEN
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import Entry, Scan, run_of, scan
@@ -42,6 +44,7 @@ from fedflat.records.folder import SEALED as SUMS
 from fedflat.records.opening import Opening, versions
 from fedflat.records.signing import tips_of
 
+PREPARATION = "preparation.json"
 MODEL, REPORT, CARDS = "model.safetensors", "report.html", ("card.html", "card.md")
 UNREADABLE = (
     InputError, OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError, yaml.YAMLError,
@@ -418,7 +421,7 @@ def released_digest(path: Path, rounds: int) -> str | None:
         with contextlib.suppress(SafetensorError, OSError):
             return digest_of(load_file(path / MODEL))
         return ""
-    file = path / "checkpoints" / f"round-{rounds:06d}.safetensors"
+    file = checkpoint.path_of(path / "checkpoints", rounds)
     if not file.is_file():
         return None
     try:
@@ -426,6 +429,54 @@ def released_digest(path: Path, rounds: int) -> str | None:
     except InputError:
         return ""
     return digest_of(checkpoint.released(state, facts))
+
+
+def made_for(path: Path, rounds: int) -> Any:
+    """Return what an exported folder's weights, or the checkpoint's after ``rounds``, say that they were made for.
+
+    None where there are none, or where they cannot be read.
+    """
+    if (path / MODEL).is_file():
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(checkpoint.metadata(path / MODEL).get("made_for", "{}"), object_pairs_hook=single_keys)
+        return None
+    file = checkpoint.path_of(path / "checkpoints", rounds)
+    return checkpoint.facts_of(file).get("made_for") or {} if file.is_file() else None
+
+
+def metadata_faults(run: Records) -> Iterator[str]:
+    """Yield where an exported model says something else of itself than statement, preparation.json and recipe."""
+    said, rounds = made_for(run.folder, 0), (run.statement or {}).get("rounds")
+    if (number := checkpoint.metadata(run.folder / MODEL).get("round")) != str(rounds):
+        yield f"round says {_short(number)}, and the statement {_short(rounds)}"
+    if not isinstance(said, dict) or (run.terms and not {"input_shape", "dtype"} <= said.keys()):
+        yield "made_for does not say which inputs the model takes"
+        return
+    prepared, beside = said.get("preparation"), None
+    if (run.folder / PREPARATION).is_file():
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            beside = json.loads((run.folder / PREPARATION).read_bytes(), object_pairs_hook=single_keys)
+    if beside != prepared:
+        yield f"made_for and {PREPARATION} say different steps"
+    if isinstance(prepared, dict):
+        yield from map(str, _other_constants(run, prepared))
+
+
+def _other_constants(run: Records, prepared: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield where the steps from a row to an input have other constants than the recipe, if it names any."""
+    encoding, data = prepared.get("encoding") or {}, run.given("data") or {}
+    target = encoding.get("target") or [data.get("target") or data.get("label")]
+    named = dict(encoding.get("categories") or {})
+    if data.get("dataset") != GIVEN:  # else the constants were given in Python too, and the recipe names none
+        keys = ("categories", "scale", "fill")
+        wanted = {key: {clean(name): value for name, value in (data.get(key) or {}).items()} for key in keys}
+        named |= wanted["categories"]
+        if prepared.get("kind") == "text" and encoding.get("words"):
+            del wanted["categories"]  # rows to predict have no labels, whose names stand apart
+        for key, value in wanted.items() if encoding else ():
+            yield from differences(encoding.get(key) or {}, value, f"made_for.preparation.encoding.{key}")
+    if len(target) == 1 and target[0] in named:
+        yield from differences(prepared.get("names"), named[target[0]], "made_for.preparation.names")
 
 
 # ---------------------------------------------------------------------------------------------------------- pages

@@ -31,7 +31,7 @@ from fedflat.engine.job import Job, Metric, OnRound, Outcome, RoundResult
 from fedflat.engine.resume import software_of
 from fedflat.engine.train import Record, final_module, train, weights_digest
 from fedflat.privacy.statement import write as write_statement
-from fedflat.records import keys
+from fedflat.records import checkpoint, keys
 from fedflat.records.folder import OPENING, RECIPE, STATEMENT, RunFolder, check_kinds, check_new
 from fedflat.records.opening import Opening
 from fedflat.records.signing import Operator, check_outside, sign_run
@@ -153,7 +153,9 @@ def write_ending(job: Job, facts: Mapping[str, Any], outcome: Outcome) -> None:
         raise TypeError("a run without a folder has no records")
     weights = weights_digest(job, outcome.state)
     write_statement(folder.path / STATEMENT, facts, folder.run, weights)
-    sign_run(folder.path, folder.run, weights, job.operator)
+    # What an export will say, which is the checkpoint's: a run that is gone on with may have another version's.
+    made_for = checkpoint.facts_of(checkpoint.path_of(folder.checkpoints, outcome.state.round)).get("made_for") or {}
+    sign_run(folder.path, folder.run, weights, made_for, job.operator)
 
 
 def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
