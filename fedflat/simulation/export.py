@@ -37,8 +37,6 @@ from fedflat.report import Run, proven_epsilon, read_run, uncounted
 from fedflat.simulation.inspection import refuse_damage
 from fedflat.simulation.recomputed import MODEL, PREPARATION, REPORT
 
-SUMS = SEALED
-
 
 @dataclass(frozen=True)
 class Exported:
@@ -78,8 +76,8 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
     kept = {path.name for path in target.iterdir()}
     left |= _unwritten(source, kept)
     sums = "".join(f"{_sha256(target / name)}  {name}\n" for name in sorted(kept))
-    (target / SUMS).write_text(sums, encoding="utf-8")
-    return Exported(target, (*sorted(kept), SUMS), left, proven_epsilon(found) is not None)
+    (target / SEALED).write_text(sums, encoding="utf-8")
+    return Exported(target, (*sorted(kept), SEALED), left, proven_epsilon(found) is not None)
 
 
 def _check_ended(where: str, source: Path, allowed: str) -> None:

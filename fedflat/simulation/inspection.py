@@ -454,6 +454,10 @@ def _payload(envelope: Any, public: Ed25519PublicKey | None) -> dict[str, Any]:
     return signing.payload_of(envelope) if public is None else signing.opened(envelope, public)
 
 
+NEWER = {"metrics": "test figures are", MADE_FOR: "inputs and names of classes are"}
+"""Subjects that signatures of earlier versions lack, and what is not covered without them."""
+
+
 def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]:
     path = run.folder
     if not (path / SIGNATURE).is_file():
@@ -481,11 +485,10 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
     others = [f"it is about {name}" for name, (key, digest) in ours.items() if digest not in (None, subjects.get(key))]
     if said.get("run") != run.id or (run.entries and said.get("tip") != run.ledger.tip):
         others.append("it is about another run or another ledger")
-    if "metrics" not in subjects:
-        yield Check(METRICS, "unchecked", "not covered: this signature, of an earlier version, does not name it")
-    if MADE_FOR not in subjects and run.exported:
-        unsaid = "inputs and names of classes are not covered: this signature, of an earlier version, has no made_for"
-        yield Check(f"{MODEL}, metadata", "unchecked", unsaid)
+    for subject, covered in NEWER.items():
+        if subject not in subjects and (run.exported or subject == "metrics"):
+            text = f"{covered} not covered: this signature, of an earlier version, has no {subject}"
+            yield Check(SIGNATURE, "unchecked", text)
     if others:
         yield Check(SIGNATURE, "wrong", "; ".join(others))
     elif public is None:
@@ -493,8 +496,7 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
         about = f"about these records, by the key {named}; --key operator.pub checks it"
         yield Check(SIGNATURE, "unchecked", about)
     else:
-        newer = [name for name in ("metrics", MADE_FOR) if name in subjects]
-        covered = ", ".join(["run", "ledger", "statement", "weights", *newer])
+        covered = ", ".join(["run", "ledger", "statement", "weights", *(name for name in NEWER if name in subjects)])
         yield Check(SIGNATURE, "ok", f"{covered} signed by the key {signing.keyid(public)[:16]}")
 
 
