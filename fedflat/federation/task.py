@@ -180,8 +180,11 @@ class Task:
             limits = Limits.read(found["bytes"])
             texts = [(folder / name).read_bytes() for name in (RECIPE, TASK, ROSTER)]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            allowed = "the folder that fedflat deploy of this version wrote"
-            raise InputError(f"{folder}: found no task ({error}); allowed: {allowed}.") from error
+            found = f"no task ({'without ' if isinstance(error, KeyError) else ''}{error})"
+            allowed = (
+                "the folder that fedflat deploy of this version wrote; a run of another version is ended with that"
+            )
+            raise wrong(str(folder), found, allowed) from error
         if found.get("protocol") != PROTOCOL:
             allowed = f"{PROTOCOL}, as this version of fedflat speaks"
             raise wrong(f"{folder / TASK}: protocol", found.get("protocol"), allowed)

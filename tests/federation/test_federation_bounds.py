@@ -14,8 +14,11 @@ import pytest
 from fork_server import CONTEXT
 from stand_in import deployed, objects_of, small
 
+from fedflat.core.checks import InputError
 from fedflat.federation.bounds import TOO_LARGE, Limit, Limits, ReplyKeeper
+from fedflat.federation.project import PACKAGE
 from fedflat.federation.replies import PendingReply, ReplyTracker
+from fedflat.federation.task import Task
 from fedflat.federation.transport import Inbox
 from fedflat.federation.wire import Answer, Malformed, read_answer, write_answer
 
@@ -118,6 +121,10 @@ def test_every_message_of_a_deployment_fits_its_limits(tmp_path: Path) -> None:
     for wrong in ({}, {"ask": [1, 1]}, {"ask": [1, 1], "reply": [0, 1]}, {"ask": 3, "reply": 4}):
         with pytest.raises((KeyError, TypeError, ValueError)):
             Limits.read(wrong)
+    file = tmp_path / "app" / PACKAGE / "task.json"
+    file.write_text(file.read_text().replace('"bytes"', '"before"'))
+    with pytest.raises(InputError, match=r"found no task .without 'bytes'.*another version is ended with that"):
+        Task.read(file.parent)  # a deployment of 0.2, in mid-run
 
 
 class Runtime:
