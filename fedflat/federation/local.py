@@ -21,7 +21,7 @@ from pathlib import Path
 from fedflat.core.checks import RunError, wrong
 from fedflat.federation import processes
 from fedflat.federation.lock import ADDRESSES_FILE, Addresses
-from fedflat.federation.project import PACKAGE, environment, superlink_command, supernode_command
+from fedflat.federation.project import PACKAGE, STATUS, environment, superlink_command, supernode_command
 from fedflat.federation.task import Task
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.report import Progress
@@ -108,19 +108,30 @@ class Federation:
 
     def status(self, run: int) -> str:
         """Return Flower's status of a run, like ``finished:completed``, as the SuperLink noted it last."""
-        path = self.project / "server" / "status.json"
+        path = self.project / "server" / STATUS
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return str(known.get(f"run {run}", "unknown"))
 
     def wait(self, run: int, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> str:
-        """Wait until a run is finished; return its last status. RunError as soon as a process has ended."""
-        until, status = time.monotonic() + seconds, ""
+        """Wait until a run is finished; return its last status.
+
+        Raises:
+            RunError: a process has ended, or the SuperLink has not noted for long how the run stands.
+        """
+        file, last, noted = self.project / "server" / STATUS, 0, time.monotonic()
+        until, status = noted + seconds, ""
         while time.monotonic() < until:
             status = self.status(run)
             meanwhile()
             if status.startswith("finished"):
                 break
             self.check_alive()
+            # By the clock that stands still while this machine sleeps: the SuperLink slept too.
+            if (now := file.stat().st_mtime_ns if file.exists() else 0) != last:
+                last, noted = now, time.monotonic()
+            if time.monotonic() - noted > self.patience:
+                said = f"the SuperLink has not written {file} for {self.patience:g} s"
+                raise RunError(f"{said}: is the disk full? see {self.logs / 'superlink.log'}; nothing is lost")
             time.sleep(0.5)
         return status
 

@@ -33,6 +33,8 @@ from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS
 PACKAGE = "fedflat_app"
 HERE, PORT = "127.0.0.1", 8443
 DATA, HELD = "data.safetensors", "held.safetensors"
+STATUS = "status.json"
+"""A file in the project's ``server/`` in which the SuperLink notes for its operator how it does."""
 CONTROL_CERTIFICATE = "flower/control/ca.crt"
 
 WHY = (

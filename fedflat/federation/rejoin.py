@@ -33,7 +33,7 @@ def sign_off(address: str, certificates: Path, key: Path, node: int) -> bool:
     from fedflat.federation.secagg.client import signing_key
 
     if not certificates.is_file():
-        raise wrong("--root-certificates", str(certificates), "the authority's certificate (ca.crt)")
+        raise wrong(f"--root-certificates {certificates}", "no such file", "the authority's certificate (ca.crt)")
     private = signing_key(key)
     signer = NodeAuthHttpInterceptor(private, private.public_key())
     try:

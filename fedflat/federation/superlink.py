@@ -37,7 +37,7 @@ from fedflat.core import durable
 from fedflat.core.process import free_memory
 from fedflat.federation import doors, lock, processes
 from fedflat.federation.bounds import ReplyKeeper
-from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, environment
+from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, STATUS, environment
 from fedflat.federation.task import Roster, Task
 
 log = logging.getLogger("fedflat.superlink")
@@ -48,8 +48,8 @@ SHUTDOWN = 3
 POLL, GRACE = 0.5, 3.0
 """Seconds between looks for work (a round takes many), and for tasks to end before they are killed: less than what
 ``local`` gives this process itself."""
-STATUS, STATUS_SECONDS = "status.json", 10.0
-"""A file for the operator in the project's ``server/``, and seconds between two versions of it."""
+STATUS_SECONDS = 10.0
+"""Seconds between two versions of the operator's status."""
 KIND = "flwr-serverapp"
 """Flower's TaskType."""
 LOOK = 0.05

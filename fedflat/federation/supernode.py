@@ -46,7 +46,7 @@ def serve(given: argparse.Namespace) -> int:
     processes.check_flower()
     task = Task.read(app)
     if not authority.is_file():
-        raise wrong("--root-certificates", str(authority), "the authority's certificate (ca.crt)")
+        raise wrong(f"--root-certificates {authority}", "no such file", "the authority's certificate (ca.crt)")
     processes.check_private(key, "--auth-supernode-private-key ")
     private = signing_key(key)
     processes.begin()

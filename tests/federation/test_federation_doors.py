@@ -291,6 +291,10 @@ def test_a_launcher_reads_how_a_run_stands(tmp_path: Path) -> None:
     assert federation.status(1) == "unknown"
     (tmp_path / "fed" / "server" / "status.json").write_text('{"run 1": "finished:failed"}\n')
     assert [federation.status(1), federation.status(2)] == ["finished:failed", "unknown"]
+    federation.patience = 0.1  # a full disk: what was noted last stays, and would be waited for without end
+    with pytest.raises(RunError, match=r"has not written .*status.json for 0.1 s"):
+        federation.wait(2, 60)
+    assert federation.wait(1, 60) == "finished:failed"
 
 
 def test_a_node_looks_at_its_files_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
