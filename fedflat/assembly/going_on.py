@@ -15,7 +15,7 @@ import yaml
 from torch import nn
 
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import wrong
+from fedflat.core.checks import require, wrong
 from fedflat.core.params import put
 from fedflat.privacy.accounting.epsilon import calibrate
 from fedflat.privacy.ledger import read
@@ -50,8 +50,7 @@ def earlier(recipe: Recipe) -> list[Published]:
 def _stated(path: Path) -> tuple[Published, str | None]:
     """Return one run as its folder states it, and the folder of the one before it."""
     allowed = "the folder of a run that ended"
-    if not all((path / name).is_file() for name in (STATEMENT, LEDGER, RECIPE)):
-        raise wrong("after", path, allowed)
+    require(all((path / name).is_file() for name in (STATEMENT, LEDGER, RECIPE)), "after", path, allowed)
     entries = read(path / LEDGER)
     try:
         stated, recipe = json.loads((path / STATEMENT).read_bytes()), yaml.safe_load((path / RECIPE).read_bytes())

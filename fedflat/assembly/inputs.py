@@ -21,7 +21,7 @@ from fedflat.assembly.tasks import check_outputs, try_loss
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import BESIDE_CLIENTS, Recipe
 from fedflat.config.sections import DataSection, NamedSection, Partition
-from fedflat.core.checks import in_range, wrong
+from fedflat.core.checks import in_range, require, wrong
 from fedflat.core.loss import CROSS_ENTROPY, CustomLoss, Objective
 from fedflat.core.rng import stream
 from fedflat.core.types import Algorithm
@@ -69,8 +69,7 @@ def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> FederatedData
         given = _given(clients, test, recipe.task != "classification")
         parts, held = hold_back(given.parts, recipe.data.client_test_fraction, recipe.seed)
         return replace(given, parts=parts, held_back=held)
-    if test is not None:
-        raise wrong("test", "a test set without clients", "clients=[(inputs, targets), …] as well, or neither")
+    require(test is None, "test", "a test set without clients", "clients=[(inputs, targets), …] as well, or neither")
     if recipe.data.dataset == GIVEN:
         raise wrong("data.dataset", f"{GIVEN}: the run's folder does not hold the data", NOT_HELD)
     if is_proxy(recipe.data.dataset):

@@ -200,10 +200,8 @@ def _tried(own: CustomLoss, outputs: Tensor, targets: Tensor) -> Tensor:
         # The commonest mistake: torch's losses take the mean unless they are told not to.
         hint = "Leave out the mean: reduction='none'." if isinstance(found, Tensor) and found.dim() == 0 else ""
         raise wrong(where, shown, allowed, hint=hint)
-    if not found.is_floating_point() or not found.requires_grad:
-        raise wrong(where, f"{found.dtype} without a gradient", allowed)
-    if not bool(torch.isfinite(found).all()):
-        raise wrong(where, "a loss that is not finite", allowed)
+    require(found.is_floating_point() and found.requires_grad, where, f"{found.dtype} without a gradient", allowed)
+    require(bool(torch.isfinite(found).all()), where, "a loss that is not finite", allowed)
     return found.detach()
 
 

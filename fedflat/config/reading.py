@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.config.sections import as_named
-from fedflat.core.checks import InputError, nearest, wrong
+from fedflat.core.checks import InputError, nearest, require, wrong
 
 FOLDER = Path(__file__).parent / "recipes"
 QUICK_START = "quick-start"
@@ -124,8 +124,7 @@ def override(mapping: Mapping[str, Any], text: str) -> dict[str, Any]:
     all options.
     """
     key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise wrong("-o", text, "key.path=value, for example -o privacy.clip=0.5")
+    require(bool(equals and key.strip()), "-o", text, "key.path=value, for example -o privacy.clip=0.5")
     path, changed = key.strip().split("."), dict(mapping)
     place: dict[str, Any] = changed
     for index, part in enumerate(path[:-1]):

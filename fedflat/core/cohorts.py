@@ -90,8 +90,7 @@ class MinSeparation(Separated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.size != int(self.size):
-            raise wrong("cohort.size", self.size, "a whole number with sampling: min-separation")
+        require(self.size == int(self.size), "cohort.size", self.size, "a whole number with sampling: min-separation")
 
     @cached_property
     def _order(self) -> Ids:

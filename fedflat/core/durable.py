@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def append(path: Path, content: bytes) -> None:
-    """Add to a file's end, or begin it, readable by its owner only; durable, its name too, before this returns."""
-    _write(path, content, os.O_APPEND, 0o600)
+def append(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Add to a file's end, or begin it; durable, its name too, before this returns."""
+    _write(path, content, os.O_APPEND, mode)
     flush(path.parent)
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from fedflat.core.checks import wrong
+from fedflat.core.checks import require, wrong
 
 Floats = NDArray[np.float64]
 
@@ -179,8 +179,7 @@ def tree(rounds: int) -> Factor:
     """
     from scipy.linalg import cholesky, solve_triangular
 
-    if rounds > MOST_ROUNDS // 2:
-        raise wrong("rounds", rounds, f"at most {MOST_ROUNDS // 2} with noise: tree")
+    require(rounds <= MOST_ROUNDS // 2, "rounds", rounds, f"at most {MOST_ROUNDS // 2} with noise: tree")
     mixed = _tree_estimates(rounds)
     root = cholesky(mixed @ mixed.T, lower=True)
     full = solve_triangular(root, np.tril(np.ones((rounds, rounds))), lower=True)

@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedflat.core.identity import names_in
+
 LARGE = 1_000_000
 """Entries of a tensor from which a digest is kept of it, and no copy."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, PurePath)
@@ -291,7 +293,7 @@ def _of_function(thing: types.FunctionType) -> list[tuple[str, Any]] | None:
 
 
 def _globals_of(thing: types.FunctionType) -> list[tuple[str, Any]]:
-    names, found = _names_in(thing.__code__), list[tuple[str, Any]]()
+    names, found = sorted(names_in(thing.__code__)), list[tuple[str, Any]]()
     for name in names:
         value = thing.__globals__.get(name)
         if not isinstance(value, types.ModuleType):
@@ -299,12 +301,6 @@ def _globals_of(thing: types.FunctionType) -> list[tuple[str, Any]]:
         elif not is_library(value.__name__):
             found += [(f".{name}.{n}", vars(value)[n]) for n in names if n in vars(value)]
     return found
-
-
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that code uses, with those of the functions inside it."""
-    inner = (name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names_in(part))
-    return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
 def _filled(cell: types.CellType) -> bool:

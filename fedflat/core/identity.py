@@ -153,10 +153,10 @@ def _function(value: types.FunctionType, total: Any, walk: Any) -> None:
         raise _Unknown from error
     for inner in inside:
         walk(inner)
-    names = sorted(_names_in(value.__code__))
+    names = sorted(names_in(value.__code__))
     for name in names:
-        used = value.__globals__.get(name, _names_in)
-        if used is not _names_in:
+        used = value.__globals__.get(name, names_in)
+        if used is not names_in:
             walk(used)
         if isinstance(used, types.ModuleType) and not _known(used.__name__):
             for inner in (vars(used)[n] for n in names if n in vars(used)):  # what the code may read of a user's module
@@ -193,9 +193,9 @@ def _imports_in(code: types.CodeType) -> Iterator[str]:
             yield from _imports_in(inner)
 
 
-def _names_in(code: types.CodeType) -> set[str]:
+def names_in(code: types.CodeType) -> set[str]:
     """Return the names that code uses, with those of the functions inside it."""
-    return set(code.co_names).union(*(_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+    return set(code.co_names).union(*(names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
 
 
 def _known(module: str) -> bool:

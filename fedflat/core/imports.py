@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedflat.core.checks import InputError, nearest, wrong
+from fedflat.core.checks import InputError, nearest, require, wrong
 
 USER_FILES = "fedflat_user_"
 """Before the names of modules that are read from a user's file."""
@@ -37,8 +37,7 @@ def imported(where: str, path: str) -> Callable[..., Any]:
 
 
 def _package(where: str, name: str) -> ModuleType:
-    if not name:
-        raise wrong(where, "no module name before the colon", "package.module:callable")
+    require(bool(name), where, "no module name before the colon", "package.module:callable")
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -46,8 +45,7 @@ def _package(where: str, name: str) -> ModuleType:
 
 
 def _file(where: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise wrong(where, f"no file {path}", "path/to/file.py:callable")
+    require(path.is_file(), where, f"no file {path}", "path/to/file.py:callable")
     try:
         return _made(str(path.resolve()), importlib.util.decode_source(path.read_bytes()))
     except InputError:

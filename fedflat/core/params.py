@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.checks import nearest, wrong
+from fedflat.core.checks import nearest, require, wrong
 from fedflat.core.rng import NO_GENERATOR
 from fedflat.core.types import Part
 
@@ -88,8 +88,7 @@ def layout_of(module: nn.Module, head: tuple[str, ...] | None = None) -> Layout:
     personal; an empty tuple for the last linear layer. Raises InputError if a pattern matches nothing or everything.
     """
     named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    if not named:
-        raise wrong("model", "no trainable parameter", "a module with a parameter that requires a gradient")
+    require(bool(named), "model", "no trainable parameter", "a module with a parameter that requires a gradient")
     # None: nothing is personal; (): the last linear layer is.
     patterns = (last_linear(module),) if head == () else (head or ())
     names = [n for n, _ in named]
@@ -98,8 +97,7 @@ def layout_of(module: nn.Module, head: tuple[str, ...] | None = None) -> Layout:
             raise wrong("algorithm.head", pattern, "patterns of " + ", ".join(names[:12]), hint=nearest(pattern, names))
     shared = [(n, p.shape) for n, p in named if not _is_personal(n, patterns)]
     personal = [(n, p.shape) for n, p in named if _is_personal(n, patterns)]
-    if not shared:
-        raise wrong("algorithm.head", ", ".join(patterns), "patterns that leave at least one shared parameter")
+    require(bool(shared), "algorithm.head", ", ".join(patterns), "patterns that leave at least one shared parameter")
     ordered = shared + personal
     return Layout(tuple(n for n, _ in ordered), tuple(s for _, s in ordered), len(shared))
 

@@ -53,7 +53,7 @@ NO_GENERATOR = cast(np.random.Generator, _NoGenerator())
 class Streams:
     """``stream(key, purpose, *first, *last)`` for many ``last``, without building a generator for each.
 
-    ``at(*last)``, and ``each`` for many, give bit for bit what ``stream`` gives; what they gave before is set anew.
+    ``each`` gives bit for bit what ``stream`` gives.
     """
 
     def __init__(self, key: int | bytes, purpose: str, *first: int) -> None:
@@ -64,10 +64,6 @@ class Streams:
         self._philox = np.random.Philox(key=0)
         self._generator = np.random.Generator(self._philox)
         self._fresh: Any = self._philox.state
-
-    def at(self, *last: int) -> np.random.Generator:
-        """Return the generator of one stream, at its start."""
-        return next(self.each([last]))
 
     def each(self, many: Iterable[tuple[int, ...]]) -> Iterator[np.random.Generator]:
         """Yield the generators of many streams, one after the other; each is good until the next is asked for."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
 
-from fedflat.core.checks import RunError, wrong
+from fedflat.core.checks import RunError, require, wrong
 from fedflat.core.loss import Objective
 from fedflat.core.params import Layout, at_fault, flatten, usable
 from fedflat.core.process import CRASHES, set_meanwhile
@@ -73,8 +73,7 @@ def device_for(
     reason = difference(module, layout, data, precision, device, loss)
     if not reason:
         return device
-    if name != "auto":
-        raise wrong("engine.device", f"{name}, where {reason}", "cpu")
+    require(name == "auto", "engine.device", f"{name}, where {reason}", "cpu")
     warnings.warn(f"engine.device: going on with the processor, for on {device} {reason}", stacklevel=2)
     return CPU
 

@@ -148,11 +148,6 @@ class Job:
         """The number of rounds the plan and its budget allow, rounds charged twice included."""
         return min(self.parts.plan.rounds, self.parts.plan.rounds_within_budget(self.charged_again))
 
-    @property
-    def fingerprint(self) -> str:
-        """One string for everything that makes the run what it is; never written anywhere."""
-        return self.identity.fingerprint
-
     def say(self, note: str) -> None:
         """Note what was found on resuming: for ``Outcome.notes``, and at once for whoever listens."""
         self.notes.append(note)

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,6 @@ from fedflat.engine.reduce import RoundSum
 from fedflat.engine.resume import Start, charge_drawn, first_start, ledger_mark, resume_run, update_plan
 from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger
-from fedflat.privacy.plan import Plan
 from fedflat.records import checkpoint
 from fedflat.records.folder import LEDGER
 from fedflat.records.signing import note_tip
@@ -123,7 +121,8 @@ class _Round:
         public = None if job.public_update is None else functools.partial(job.public_update, state)
         self.broadcast = broadcast_of(job.parts, state, job.seed, public)
         self.accumulator = accumulator_of(job.parts, self.broadcast, job.key)
-        self.spent = _epsilon_after(job.parts.plan, state.round + 1 + job.charged_again)
+        plan, charged = job.parts.plan, state.round + 1 + job.charged_again
+        self.spent = in_background(lambda: plan.epsilon(charged))
         self.unit = _noise_ahead(job, state.round)
         first = job.round_zero_backend if state.round == 0 else None
         self.backend = job.backend if first is None else first
@@ -235,13 +234,6 @@ def tensors_of(layout: Layout) -> Record:
 def weights_digest(job: Job, state: RoundState) -> str:
     """SHA-256 of the weights that a round released, by name: what the statement and its signature are about."""
     return digest_of(checkpoint.released(state, tensors_of(job.parts.layout)))
-
-
-def _epsilon_after(plan: Plan, rounds: int) -> Callable[[], float]:
-    """ε after a round; it depends on the plan and the round only."""
-    if not plan.private:
-        return lambda: math.inf
-    return in_background(lambda: plan.epsilon(rounds))
 
 
 def _noise_ahead(job: Job, round: int) -> Callable[[], Tensor] | None:

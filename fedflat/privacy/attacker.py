@@ -45,38 +45,32 @@ class Attacker:
     how: str
 
 
-def attacker(
-    entries: Sequence[Mapping[str, Any]], epsilon: float | None, delta: float,
-    false_positives: float = FALSE_POSITIVES,
-) -> Attacker | None:  # fmt: skip
+def attacker(entries: Sequence[Mapping[str, Any]], epsilon: float | None, delta: float) -> Attacker | None:
     """Against one run: its ledger's lines, its proven ε at δ; None where no finite ε is proven."""
-    return attacker_of([Published("this run", epsilon, delta, entries)], epsilon, delta, false_positives)
+    return attacker_of([Published("this run", epsilon, delta, entries)], epsilon, delta)
 
 
-def attacker_of(
-    runs: Sequence[Published], epsilon: float | None, delta: float, false_positives: float = FALSE_POSITIVES
-) -> Attacker | None:
+def attacker_of(runs: Sequence[Published], epsilon: float | None, delta: float) -> Attacker | None:
     """Against several runs published together, whose total is (ε, δ); None where that ε is not finite."""
-    in_range("false positives", false_positives, 0, 1)
     if epsilon is None or not math.isfinite(epsilon):
         return None
     # Lists have no hash, so the lines are kept as text.
     kept = tuple((run.name, run.epsilon, run.delta, json.dumps(list(run.entries)), run.folder) for run in runs)
-    return _found(kept, epsilon, delta, false_positives)
+    return _found(kept, epsilon, delta)
 
 
 @lru_cache(maxsize=16)
-def _found(kept: tuple[tuple[Any, ...], ...], epsilon: float, delta: float, false_positives: float) -> Attacker:
+def _found(kept: tuple[tuple[Any, ...], ...], epsilon: float, delta: float) -> Attacker:
     """Kept: a page, its card and an export ask for the same."""
     found = curve([Published(n, known, at, json.loads(lines), where) for n, known, at, lines, where in kept])
     # Nothing is known of the law but one pair (ε, δ), which still bounds every attacker.
     if found is None:
-        return Attacker(positives_at(epsilon, delta, false_positives), false_positives, None, 0.0, STATED)
+        return Attacker(positives_at(epsilon, delta, FALSE_POSITIVES), FALSE_POSITIVES, None, 0.0, STATED)
     if found.mu is not None:
-        return Attacker(gaussian_positives(found.mu, false_positives), false_positives, found.mu, 0.0, GAUSSIAN)
+        return Attacker(gaussian_positives(found.mu, FALSE_POSITIVES), FALSE_POSITIVES, found.mu, 0.0, GAUSSIAN)
     mu = gaussian_mu(found.epsilon_of, delta)
-    at = true_positives(found.epsilon_of, false_positives)
-    return Attacker(at, false_positives, mu if math.isfinite(mu) else None, delta, PROVEN)
+    at = true_positives(found.epsilon_of, FALSE_POSITIVES)
+    return Attacker(at, FALSE_POSITIVES, mu if math.isfinite(mu) else None, delta, PROVEN)
 
 
 def gaussian_positives(mu: float, false_positives: float) -> float:

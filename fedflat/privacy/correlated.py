@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedflat.core.checks import wrong
+from fedflat.core.checks import require, wrong
 from fedflat.core.cohorts import CyclicPoisson, MinSeparation, Scheduled
 from fedflat.core.factors import Factor
 from fedflat.core.types import Sampler
@@ -159,8 +159,7 @@ def scheduled_plan(
     """
     scheduled = isinstance(sampler, (MinSeparation, CyclicPoisson))
     if kind == "independent" and not scheduled:
-        if bands is not None:
-            raise wrong("privacy.noise.bands", bands, "nothing with kind: independent")
+        require(bands is None, "privacy.noise.bands", bands, "nothing with kind: independent")
         return None
     if not isinstance(sampler, Scheduled):
         hint = "Its proof needs rounds of one client that are known to lie apart."

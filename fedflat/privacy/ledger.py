@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedflat.core.checks import InputError, RunError, whole, wrong
-from fedflat.core.durable import flush
+from fedflat.core.durable import append, flush
 
 HEADER = b"fedflat privacy ledger, version 1"
 CHAIN = ("line", "previous", "checksum")
@@ -180,10 +180,6 @@ def _write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _nowhere(line: bytes) -> None:
-    """No second copy is kept."""
-
-
 def _lock(path: Path) -> int:
     """Take the one-writer lock on a side file that names the holder; released by the system if the holder dies."""
     import fcntl  # POSIX only; imported here so that reading a ledger works anywhere
@@ -218,7 +214,7 @@ class Ledger:
         self._tip = found.tip
         self._size = 0
         self._run: Entry | None = None
-        self._copy: Callable[[bytes], None] = _nowhere
+        self._copy: Callable[[bytes], None] = lambda line: None
         self.use_key(key_id)
 
     @property
@@ -279,12 +275,7 @@ class Ledger:
         file = self._writable()
         if found.torn:
             aside = self.path.with_suffix(".torn")
-            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                _write_all(descriptor, found.torn.rstrip(b"\n") + b"\n")
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            append(aside, found.torn.rstrip(b"\n") + b"\n", mode=0o644)
             os.ftruncate(file, len(data) - len(found.torn))
             self.notes.append(
                 f"line {len(self.entries)} of {self.path.name} was torn by a crash ({len(found.torn)} bytes, moved to "

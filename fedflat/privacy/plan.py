@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.core.checks import in_range, one_of, require, whole, wrong
 from fedflat.core.cohorts import Fixed, Poisson, Truncated
 from fedflat.core.rounding import MOST
 from fedflat.core.types import Sampler
@@ -394,8 +394,7 @@ def _check_scheduled(
     if trust != "central":
         hint = "Noise of one round would have to be known to others, or to be another's in the next."
         raise wrong("privacy.trust", trust, f"central with {what}", hint=hint)
-    if noise_cohort is not None:
-        raise wrong("privacy.noise_cohort", noise_cohort, f"nothing with {what}")
+    require(noise_cohort is None, "privacy.noise_cohort", noise_cohort, f"nothing with {what}")
     if adaptive and scheduled.kind != "independent":
         hint = "The one Gaussian that the run is needs one clip."
         raise wrong("privacy.clip", "adaptive", f"one constant clip with {what}", hint=hint)
@@ -424,13 +423,11 @@ def _check_start(plan: Plan, adaptive: bool) -> None:
     """Refuse what round 0's own noise has no proven account for."""
     if plan.mechanism is not None:
         raise wrong("start", f"{plan.mechanism.name} noise", "independent Gaussian noise, whose rounds may differ")
-    if plan.trust != "central":
-        raise wrong("privacy.trust", plan.trust, "central with start")
+    require(plan.trust == "central", "privacy.trust", plan.trust, "central with start")
     for where, found in (("privacy.noise_cohort", plan.noise_cohort), ("privacy.selection", plan.selection)):
         if found is not None:
             raise wrong(where, "a value", "nothing with start", hint="Its account takes all rounds to be alike.")
-    if adaptive:
-        raise wrong("privacy.clip", "adaptive", "one constant clip with start")
+    require(not adaptive, "privacy.clip", "adaptive", "one constant clip with start")
 
 
 def begun(entries: Iterable[Mapping[str, Any]]) -> int:
@@ -451,8 +448,7 @@ def _summable(sampler: Sampler) -> None:
 
 
 def _calibrated(plan: Plan, target: float) -> float:
-    if plan.rounds == 0:
-        raise wrong("rounds", 0, "at least 1 when privacy.epsilon is given")
+    require(plan.rounds > 0, "rounds", 0, "at least 1 when privacy.epsilon is given")
     measured = plan.simulated() or plan
     start = guess(measured.params, target)
     return calibrate(lambda sigma: replace(measured, noise_multiplier=sigma).epsilon(), target, start)
@@ -460,8 +456,7 @@ def _calibrated(plan: Plan, target: float) -> float:
 
 def _with_count_noise(plan: Plan, adaptive: bool, count_noise: float | None) -> Plan:
     if not adaptive:
-        if count_noise is not None:
-            raise wrong("privacy.clip.count_noise", count_noise, "nothing unless the clip is adaptive")
+        require(count_noise is None, "privacy.clip.count_noise", count_noise, "nothing unless the clip is adaptive")
         return plan
     if plan.trust == "local":
         raise wrong("privacy.clip", "adaptive", "a constant clip with privacy.trust: local",

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedflat.core.checks import in_range, nearest, wrong
+from fedflat.core.checks import in_range, nearest, require, wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.privacy.accounting.curves import quiet, renyi, renyi_epsilon
 from fedflat.privacy.trust import Guarantee
@@ -228,8 +228,7 @@ def check(plan: Any) -> None:
     if plan.first != 1:
         hint = "The proof takes a trial's rounds to be alike."
         raise wrong("start", "class-statistics", "nothing where settings are chosen with privacy", hint=hint)
-    if plan.noise_cohort is not None:
-        raise wrong("privacy.selection", "privacy.noise_cohort", "the noise of the system that runs")
+    require(plan.noise_cohort is None, "privacy.selection", "privacy.noise_cohort", "the noise of the system that runs")
 
 
 def guarantee(plan: Any, rounds: int) -> Guarantee:

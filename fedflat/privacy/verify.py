@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedflat.core.checks import InputError, wrong
+from fedflat.core.checks import InputError, require, wrong
 from fedflat.privacy import tuning
 from fedflat.privacy.accounting.gaussian import LITTLE
 from fedflat.privacy.ledger import LedgerError, read
@@ -70,17 +70,16 @@ def multiplier(entry: Mapping[str, Any]) -> float:
     return (found**-2 + count**-2) ** -0.5 if count > 0 else 0.0
 
 
-def recompute(entries: Entries, *, delta: float | None = None, accountant: str | None = None) -> Recomputed:
+def recompute(entries: Entries, *, delta: float | None = None) -> Recomputed:
     """ε at ``delta`` (default: the ledger's smallest) of all events of a ledger.
 
-    accountant: the one to check, never used to check itself (default: as the ledger says).
+    The accountant that the ledger names is never used to check itself.
     Raises ``InputError`` for lines that name no known mechanism, or mix cohort laws or trust models.
     """
     if not entries:
         return Recomputed(0.0, 0.0, "no event in the ledger")
     laws = {(e.get("mechanism"), e.get("sampling"), e.get("trust")) for e in entries}
-    if len(laws) > 1:
-        raise wrong("ledger", f"{len(laws)} mechanisms, cohort laws or trust models", "one per run")
+    require(len(laws) == 1, "ledger", f"{len(laws)} mechanisms, cohort laws or trust models", "one per run")
     ((mechanism, sampling, trust),) = laws
     spent = min(float(e["delta"]) for e in entries) if delta is None else delta
     if any(e.get("selection") is not None for e in entries):
@@ -101,7 +100,7 @@ def recompute(entries: Entries, *, delta: float | None = None, accountant: str |
     if sampling == "truncated":
         return _truncated(entries, spent)
     steps = Counter((float(e["q"]), _digits(multiplier(e))) for e in entries)
-    named = str(accountant or entries[0].get("accountant"))
+    named = str(entries[0].get("accountant"))
     return _not_shortened(poisson(steps, spent, accountant=named), _events(steps), spent, named)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.core.durable import flush
 
 METRICS, PRIVATE, LEDGER = "metrics.jsonl", "private/private.jsonl", "ledger.jsonl"
@@ -182,8 +182,7 @@ def _sealed(path: Path) -> dict[int, str]:
 
 def check_unsealed(path: Path) -> None:
     """Raise InputError where ``path`` is an exported folder, to whose files nothing is added and none is changed."""
-    if (path / SEALED).exists():
-        raise wrong("--out", f"{path}, whose files are sealed", "another folder")
+    require(not (path / SEALED).exists(), "--out", f"{path}, whose files are sealed", "another folder")
 
 
 def check_new(path: Path) -> None:

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.core.rng import KEY_BYTES, fresh_key
 from fedflat.privacy.ledger import Entry, LedgerError, scan
 
@@ -26,8 +26,7 @@ def folder() -> Path:
 
 def path_of(run: str) -> Path:
     """Return the key file of a run's public name."""
-    if not run.isalnum():
-        raise wrong("versions.run", run, "the name that fedflat wrote into recipe.yaml")
+    require(run.isalnum(), "versions.run", run, "the name that fedflat wrote into recipe.yaml")
     return folder() / run
 
 

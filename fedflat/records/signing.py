@@ -15,7 +15,6 @@ of the ledger's last line, which chains all lines before it.
 import base64
 import hashlib
 import json
-import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, STATEMENT, metrics_digest, read_lines
 
@@ -109,8 +108,7 @@ class Operator:
             raise wrong("--key", f"{path}, no private key", "a key made by fedflat keys new") from error
         if not isinstance(found, Ed25519PrivateKey):
             raise wrong("--key", f"{path}, a key of another kind", "an Ed25519 key made by fedflat keys new")
-        if mode & 0o077:
-            raise wrong(str(path), f"mode {mode:04o}", "0600: a private key is its owner's only")
+        require(not mode & 0o077, str(path), f"mode {mode:04o}", "0600: a private key is its owner's only")
         return cls(found)
 
     @classmethod
@@ -127,8 +125,7 @@ class Operator:
 
 def check_outside(path: Path, folder: Path) -> None:
     """Raise InputError where a private key lies in a run's folder, which may be handed over."""
-    if path.resolve().is_relative_to(folder.resolve()):
-        raise wrong("--key", str(path), f"a private key outside {folder}")
+    require(not path.resolve().is_relative_to(folder.resolve()), "--key", str(path), f"a private key outside {folder}")
 
 
 def pem(public: Ed25519PublicKey) -> bytes:
@@ -252,12 +249,8 @@ def note_tip(folder: Path, run: str, round: int, ledger: Mapping[str, Any], seal
     line: dict[str, Any] = {"round": round, "events": ledger["events"], "tip": ledger["tip"], "checkpoint": seal}
     if key is not None:
         line["signed"] = key.sign(tip_statement(run, round, ledger["events"], ledger["tip"], seal))
-    descriptor = os.open(folder / TIPS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    with open(descriptor, "ab") as file:
-        file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())  # before its checkpoint: one that no line names is refused
-    durable.flush(folder)
+    # On disk before its checkpoint: one that no line names is refused.
+    durable.append(folder / TIPS, json.dumps(line, separators=(",", ":")).encode() + b"\n", mode=0o644)
 
 
 def tips_of(path: Path) -> dict[int, dict[str, Any]]:

@@ -248,7 +248,7 @@ def test_the_situation_knows_model_method_and_shapes() -> None:
 def test_streams_and_plans_of_a_block_are_those_of_its_clients() -> None:
     draws = Streams(5, "batches", 2)
     for index in range(50):
-        ours, theirs = draws.at(index, 1), stream(5, "batches", 2, index, 1)
+        ours, theirs = next(draws.each([(index, 1)])), stream(5, "batches", 2, index, 1)
         assert (ours.permutation(9) == theirs.permutation(9)).all() and ours.random() == theirs.random()
     present = [pair for pair in clients() if len(pair[0])]
     data = from_pairs(present)

@@ -252,8 +252,8 @@ def test_a_resumed_run_is_the_run_and_features_are_not_in_its_name(
     monkeypatch.setattr("fedflat.assembly.jobs.with_features", lambda data, *_: data)
     without = prepare(fedflat.Recipe.of(recipe()), Body(), pairs, texts(30, 99))
     assert with_them.data.inputs.shape[1:] == (6,) and without.data.inputs.shape[1:] == (8,)
-    assert with_them.fingerprint == without.fingerprint and with_them.key == without.key
-    assert other.fingerprint != with_them.fingerprint  # a model's code is part of what a run is
+    assert with_them.identity.fingerprint == without.identity.fingerprint and with_them.key == without.key
+    assert other.identity.fingerprint != with_them.identity.fingerprint  # a model's code is part of what a run is
 
 
 def test_features_that_draw_are_refused() -> None:

@@ -77,15 +77,11 @@ def _budget_row(setting: Row, trust: str, sampling: str, accountant: str) -> Row
         return row | {"reason": str(error)}
     found = {name: getattr(worst, name) for name in ("adversary", "relation", "epsilon", "delta")}
     if approximation:
-        reason = f"approximation (μ = {mu_of(setting):.4g}), not a bound"
+        mu = gdp_mu(setting["cohort"] / setting["clients"], setting["noise_multiplier"], setting["rounds"])
+        reason = f"approximation (μ = {mu:.4g}), not a bound"
         return row | found | {"epsilon": approximate_epsilon(**_approximated(setting)), "reason": reason}
     how = "" if worst.accountant == accountant else worst.accountant
     return row | found | {"proven": math.isfinite(worst.epsilon), "reason": how}
-
-
-def mu_of(setting: Row) -> float:
-    """μ of the central-limit approximation for ``clients, cohort, rounds, noise_multiplier``; inf without noise."""
-    return gdp_mu(setting["cohort"] / setting["clients"], setting["noise_multiplier"], setting["rounds"])
 
 
 def _approximated(setting: Row) -> Row:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fedflat.core.checks import one_of, whole, wrong
+from fedflat.core.checks import one_of, require, whole, wrong
 from fedflat.core.factors import MOST_ROUNDS, Factor, cut, identity, on_grid, tree
 
 Floats = NDArray[np.float64]
@@ -56,8 +56,7 @@ def factor_for(
     one_of("privacy.noise.kind", kind, KINDS)
     if bands is not None and kind in ("independent", "tree"):
         raise wrong("privacy.noise.bands", bands, f"nothing with kind: {kind}")
-    if rounds > MOST_ROUNDS:
-        raise wrong("rounds", rounds, f"at most {MOST_ROUNDS} with a schedule or correlated noise")
+    require(rounds <= MOST_ROUNDS, "rounds", rounds, f"at most {MOST_ROUNDS} with a schedule or correlated noise")
     if kind == "independent" or rounds == 0:
         return identity(rounds)
     if kind == "tree":
@@ -68,8 +67,7 @@ def factor_for(
     widest = min(MOST_BANDS, rounds, separation if once or kind == "banded" else rounds)
     if bands is not None:
         found = f"at most {widest} with {rounds} rounds of separation {separation}"
-        if whole("privacy.noise.bands", bands, 1) > widest:
-            raise wrong("privacy.noise.bands", bands, found)
+        require(whole("privacy.noise.bands", bands, 1) <= widest, "privacy.noise.bands", bands, found)
         return _made(kind, rounds, separation, bands, momentum)
     if separation <= widest or once or kind == "banded":  # wider bands contain the narrower ones
         most = min(separation, widest)
