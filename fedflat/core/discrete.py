@@ -11,6 +11,7 @@ timing is not protected.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
@@ -46,6 +47,44 @@ def inflated_bound(clip: float, granularity: float, padded: int, beta: float) ->
         return worst
     spread = math.sqrt(2 * math.log(1 / beta)) * granularity * (clip + granularity * root / 2)
     return min(math.sqrt(clip**2 + granularity**2 * padded / 4 + spread), worst)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareNumbers:
+    """What every party of the distributed discrete Gaussian agrees on: its mechanism and its account are made of it.
+
+    dimension: d of the update. clip: C > 0, in L2 units of the update. noise_multiplier: σ: min_cohort shares have
+    total std σC in the update's units (before the inflation of Δ₂, which accounting sees). min_cohort: honest shares
+    that every released sum holds. granularity: γ, the size of one grid step. beta: of the conditional rounding.
+    bits: modulus 2^bits. Raises InputError on impossible values.
+    """
+
+    dimension: int
+    clip: float
+    noise_multiplier: float
+    min_cohort: int
+    granularity: float
+    beta: float = math.exp(-0.5)
+    bits: int = 16
+
+    def __post_init__(self) -> None:
+        whole("dimension", self.dimension, 1)
+        in_range("clip", self.clip, 0, open_low=True)
+        in_range("noise_multiplier", self.noise_multiplier, 0)
+        whole("cohort.min", self.min_cohort, 1)
+        whole("bits", self.bits, 2, 48)
+        in_range("beta", self.beta, 0, 1, open_high=True)
+        in_range("granularity", self.granularity, 0, open_low=True)
+
+    @property
+    def padded(self) -> int:
+        """d': d padded to a power of two; the length of a message."""
+        return 1 << (self.dimension - 1).bit_length()
+
+    @property
+    def bound(self) -> float:
+        """Δ₂: the largest norm of an encoded update before noise, in the update's units."""
+        return inflated_bound(self.clip, self.granularity, self.padded, self.beta)
 
 
 DEVIATIONS = 4.0

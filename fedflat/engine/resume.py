@@ -5,15 +5,13 @@ same run (``opening``), the same software, the same clients' answers, and a key 
 release more: a fresh key, and one more charge.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +19,7 @@ from fedflat.core.checks import wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import RoundState
+from fedflat.engine.job import Job
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import Entry, Ledger, run_of
 from fedflat.privacy.statement import is_whole
@@ -28,9 +27,6 @@ from fedflat.records import checkpoint, keys
 from fedflat.records.folder import METRICS, OPENING, STATEMENT, set_aside
 from fedflat.records.opening import Opening, software
 from fedflat.records.signing import TIPS, keep_tips, tips_of
-
-if TYPE_CHECKING:
-    from fedflat.engine.job import Job
 
 Record = dict[str, Any]
 GONE = "the noise key is gone"

@@ -21,11 +21,10 @@ from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.discrete import (
     MIN_SHARE_STD,
     SecureBits,
+    ShareNumbers,
     Source,
-    default_granularity,
     discrete_gaussian,
     exact_square,
-    inflated_bound,
     random_words,
 )
 from fedflat.core.rng import stream
@@ -52,67 +51,31 @@ def hadamard(vector: Floats) -> Floats:
     return x
 
 
-@dataclass(frozen=True)
-class DistributedDiscreteGaussian:
-    """The mechanism's public numbers; every party holds the same value.
-
-    dimension: d of the update. clip: C > 0, in L2 units of the update. noise_multiplier: σ: min_cohort shares have
-    total std σC in the update's units (before the inflation of Δ₂, which accounting sees). min_cohort: honest shares
-    that must be in every released sum. messages: the most that are expected in one sum (default min_cohort; give
-    `n_max` if noise is topped up). bits: modulus 2^bits. granularity: γ, default `default_granularity`.
-    beta: of the conditional rounding. Raises InputError, also where a share is too fine for the grid (std < γ/2).
+@dataclass(frozen=True, kw_only=True)
+class DistributedDiscreteGaussian(ShareNumbers):
+    """The mechanism; every party holds the same value. Raises InputError where a share is too fine for the grid, too
+    (std < γ/2).
     """
 
-    dimension: int
-    clip: float
-    noise_multiplier: float
-    min_cohort: int
-    messages: int | None = None
-    bits: int = 16
-    granularity: float | None = None
-    beta: float = math.exp(-0.5)
-
     def __post_init__(self) -> None:
-        whole("dimension", self.dimension, 1)
-        in_range("clip", self.clip, 0, open_low=True)
-        in_range("noise_multiplier", self.noise_multiplier, 0)
-        whole("cohort.min", self.min_cohort, 1)
-        whole("bits", self.bits, 2, 48)
-        in_range("beta", self.beta, 0, 1, open_high=True)
-        if self.messages is not None:
-            whole("messages", self.messages, self.min_cohort)
-        if self.granularity is not None:
-            in_range("granularity", self.granularity, 0, open_low=True)
-        in_range("clip/granularity", self.clip / self.pitch, 2.0**-20, 2.0**48)
+        super().__post_init__()
+        in_range("clip/granularity", self.clip / self.granularity, 2.0**-20, 2.0**48)
         share = math.sqrt(self.share_variance)
         if self.noise_multiplier > 0 and share < MIN_SHARE_STD:
             need = f"{MIN_SHARE_STD} are needed: use more bits or a finer one."
             hint = f"One share has std {share:.2g} grid steps, {need}"
-            raise wrong("granularity", self.pitch, "a pitch of at most twice a share's std", hint=hint)
-
-    @property
-    def padded(self) -> int:
-        """d': d padded to a power of two; the length of a message."""
-        return 1 << (self.dimension - 1).bit_length()
-
-    @property
-    def pitch(self) -> float:
-        """γ, the size of one grid step in the update's units."""
-        if self.granularity is not None:
-            return self.granularity
-        count = self.messages or self.min_cohort
-        return default_granularity(self.clip, self.noise_multiplier, self.dimension, self.min_cohort, count, self.bits)
+            raise wrong("granularity", self.granularity, "a pitch of at most twice a share's std", hint=hint)
 
     @property
     def norm_limit(self) -> int:
         """⌊(Δ₂/γ)²⌋: the largest squared norm, in grid steps, of an encoded update before noise."""
-        bound = inflated_bound(self.clip, self.pitch, self.padded, self.beta)
-        return math.floor((Fraction(bound) / Fraction(self.pitch)) ** 2)
+        return math.floor((Fraction(self.bound) / Fraction(self.granularity)) ** 2)
 
     @property
     def share_variance(self) -> Fraction:
         """Parameter σ² of one client's discrete Gaussian, in grid steps: (σC/γ)²/min_cohort."""
-        return (Fraction(self.noise_multiplier) * Fraction(self.clip) / Fraction(self.pitch)) ** 2 / self.min_cohort
+        std = Fraction(self.noise_multiplier) * Fraction(self.clip) / Fraction(self.granularity)
+        return std**2 / self.min_cohort
 
     def signs(self, public: np.random.Generator) -> Floats:
         """`(d',)` random signs ±1 of the round's rotation; every party draws them from the same public stream."""
@@ -134,7 +97,7 @@ class DistributedDiscreteGaussian:
             flat = flat if norm <= self.clip else (flat / largest) * (self.clip / (norm / largest))
         padded = np.zeros(self.padded)
         padded[: self.dimension] = flat
-        return self._round(hadamard(padded * signs) / self.pitch, rounding)
+        return self._round(hadamard(padded * signs) / self.granularity, rounding)
 
     def _round(self, scaled: Floats, rounding: Source) -> Integers:
         """Unbiased random rounding, repeated until the norm is within the limit (exact whole-number comparison)."""
@@ -185,7 +148,7 @@ class DistributedDiscreteGaussian:
         """Server: sum modulo 2^bits `(d',)` -> float32 `(d,)`, the noisy sum of clipped updates in their units."""
         half = 1 << (self.bits - 1)
         centred = (self.wrap(total) ^ half) - half  # [0, 2^b) -> [−2^(b−1), 2^(b−1))
-        values = hadamard(centred.astype(np.float64)) * signs * self.pitch
+        values = hadamard(centred.astype(np.float64)) * signs * self.granularity
         return torch.from_numpy(values[: self.dimension].astype(np.float32))
 
 
@@ -235,7 +198,7 @@ class SharedDiscreteNoise(Mechanism):
 
     def longest(self, bound: float) -> float:
         """Norm that no encoded message exceeds before its noise: rounding may lengthen one beyond C."""
-        return math.sqrt(self.mechanism.norm_limit) * self.mechanism.pitch
+        return math.sqrt(self.mechanism.norm_limit) * self.mechanism.granularity
 
     def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> ModularSum:
         """Return what adds up a round's clipped messages."""

@@ -9,7 +9,7 @@ bits.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
-from fedflat.core.discrete import SecureBits, rounded_gaussian
+from fedflat.core.discrete import SecureBits, ShareNumbers, rounded_gaussian
 from fedflat.core.factors import PLACES, Factor, identity
 from fedflat.core.rng import stream
 from fedflat.core.types import Algorithm, Broadcast, Mechanism
@@ -214,8 +214,8 @@ def mixed_by(plan: Plan) -> str:
 
 def _discrete(plan: Plan, account: DDGaussPlan, recipe: Recipe) -> SharedDiscreteNoise:
     numbers = account.account(plan)
-    sizes = (numbers.dimension, numbers.clip, numbers.noise_multiplier, numbers.min_cohort, account.n_max(plan))
-    mechanism = DistributedDiscreteGaussian(*sizes, numbers.bits, numbers.granularity, numbers.beta)
+    shared = {each.name: getattr(numbers, each.name) for each in fields(ShareNumbers)}
+    mechanism = DistributedDiscreteGaussian(**shared)
     return SharedDiscreteNoise(mechanism, recipe.seed, numbers.n_max, recipe.privacy.secure_rng)
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedflat.core.checks import wrong
 from fedflat.core.discrete import default_granularity
 from fedflat.core.rounding import ROUNDING
 from fedflat.privacy.accounting.discrete import DDGaussAccount
+from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import TEXTS
 from fedflat.privacy.trust import Accounted, AccountingParams, Guarantee, guarantees
-
-if TYPE_CHECKING:
-    from fedflat.privacy.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -107,8 +105,8 @@ class DDGaussPlan(Accounted):
     """The account of the distributed discrete Gaussian, under trust: distributed.
 
     dimension: d. clip: C. bits, granularity (None: by `default_granularity` from the plan), beta: of the mechanism.
-    top_up: the server fills every sum up to n_max shares, without which recipients get no amplification; n_max is the
-    count that a cohort exceeds in any round with chance at most δ/100 (such a round is aborted, and charged to δ).
+    The server fills every sum up to n_max shares, without which recipients get no amplification; n_max is the count
+    that a cohort exceeds in any round with chance at most δ/100 (such a round is aborted, and charged to δ).
     most: n_max once it is settled (`settled`), so that a question at another δ is about the mechanism that runs.
     """
 
@@ -117,7 +115,6 @@ class DDGaussPlan(Accounted):
     bits: int = 16
     granularity: float | None = None
     beta: float = math.exp(-0.5)
-    top_up: bool = True
     most: int | None = None
     name: str = "ddgauss"
     relation: str = "add-remove"
@@ -126,8 +123,7 @@ class DDGaussPlan(Accounted):
 
     def settled(self, plan: Plan) -> DDGaussPlan:
         """Return the same with n_max and γ as numbers: what runs must not follow the δ that ε is asked for."""
-        fixed = replace(self, granularity=self.pitch(plan))
-        return replace(fixed, most=self.n_max(plan)) if self.top_up else fixed
+        return replace(self, granularity=self.pitch(plan), most=self.n_max(plan))
 
     def n_max(self, plan: Plan) -> int:
         """Return the shares in every topped-up sum; also the number of messages that the default γ makes room for."""
@@ -148,9 +144,8 @@ class DDGaussPlan(Accounted):
         """Return the account of this mechanism in this plan; InputError unless it has Poisson cohorts and a
         min_cohort."""
         return DDGaussAccount(
-            plan.sampler.clients, plan.sampler.size, plan.event_multiplier, self.clip, self.pitch(plan), self.dimension,
-            self._min_cohort(plan), plan.delta, self.beta, self.bits, self.n_max(plan) if self.top_up else None,
-            plan.colluders,
+            **self.record(plan), clients=plan.sampler.clients, cohort=plan.sampler.size, delta=plan.delta,
+            noise_multiplier=plan.event_multiplier, min_cohort=self._min_cohort(plan), colluders=plan.colluders,
         )  # fmt: skip
 
     def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
@@ -169,7 +164,7 @@ class DDGaussPlan(Accounted):
         """All that `DDGaussAccount` needs beside the plan's own fields (the minimum cohort is one of these)."""
         return {
             "dimension": self.dimension, "clip": self.clip, "bits": self.bits, "granularity": self.pitch(plan),
-            "beta": self.beta, "n_max": self.n_max(plan) if self.top_up else None,
+            "beta": self.beta, "n_max": self.n_max(plan),
         }  # fmt: skip
 
     def _min_cohort(self, plan: Plan) -> int:

@@ -348,10 +348,10 @@ def _ddgauss(entries: Entries, delta: float) -> Recomputed:
 
     e = entries[0]
     try:
-        account = DDGaussAccount(
-            e["clients"], e["cohort"], min(x["noise_multiplier"] for x in entries), e["clip"], e["granularity"],
-            e["dimension"], e["cohort_min"], delta, e["beta"], e["bits"], e.get("n_max"), e.get("colluders") or 0,
-        )  # fmt: skip
+        numbers = {name: e[name] for name in ("clients", "cohort", "clip", "granularity", "dimension", "beta", "bits")}
+        least = min(x["noise_multiplier"] for x in entries)
+        own = {"n_max": e.get("n_max"), "colluders": e.get("colluders") or 0, "min_cohort": e["cohort_min"]}
+        account = DDGaussAccount(**numbers, **own, noise_multiplier=least, delta=delta)
     except KeyError as error:
         raise wrong("ledger line 0", f"no {error.args[0]}", "every parameter of ddgauss") from error
     found = max(account.epsilon(len(entries), "recipients"), account.epsilon(len(entries), "server"))

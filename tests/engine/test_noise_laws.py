@@ -153,7 +153,7 @@ def test_ddgauss_noise_alone_is_what_a_release_adds():
     broadcast, aggregate = held(made, updates(25))
     alone = made.parts.mechanism.noise(KEY, 0, broadcast, aggregate, 0.5)
     error = noisy_sum(made.parts, broadcast, aggregate, KEY) - aggregate.total - alone
-    assert float(error.abs().max()) < 5 * made.parts.mechanism.mechanism.pitch * math.sqrt(25)
+    assert float(error.abs().max()) < 5 * made.parts.mechanism.mechanism.granularity * math.sqrt(25)
     assert float(alone.std()) > 20 * float(error.std())
 
 

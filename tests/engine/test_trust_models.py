@@ -141,10 +141,9 @@ def test_ddgauss_runs_from_a_recipe_the_same_on_every_back_end(tmp_path):
     assert recipients["epsilon"] < server["epsilon"] == one.privacy["epsilon"] == one.history[-1]["epsilon"]
     entry = read(tmp_path / "one" / "ledger.jsonl")[0]
     assert entry["mechanism"] == "ddgauss" and entry["bits"] == 18
-    account = DDGaussAccount(
-        30, 15, entry["noise_multiplier"], entry["clip"], entry["granularity"], entry["dimension"], entry["cohort_min"],
-        0.003, entry["beta"], entry["bits"], entry["n_max"],
-    )  # fmt: skip
+    names = ("noise_multiplier", "clip", "granularity", "dimension", "beta", "bits", "n_max")
+    numbers = {name: entry[name] for name in names} | {"min_cohort": entry["cohort_min"]}
+    account = DDGaussAccount(clients=30, cohort=15, delta=0.003, **numbers)
     assert account.epsilon(6, "server") == pytest.approx(server["epsilon"]) and entry["dimension"] == 650
     assert verify_run(tmp_path / "one").ok
     resumed = simulation.run(Recipe.load(tmp_path / "one"), out=tmp_path / "one", resume=True)

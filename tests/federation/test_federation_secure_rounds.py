@@ -68,7 +68,7 @@ def test_the_sum_is_that_of_the_simulation_up_to_its_noise(tmp_path: Path) -> No
     found, wanted = final_shared(tmp_path / "fed" / "run") - first, final_shared(tmp_path / "sim") - first
     mechanism = clients[0].job.parts.mechanism.mechanism
     n_max = clients[0].job.parts.mechanism.shares
-    std = mechanism.pitch * math.sqrt(float(mechanism.share_variance) * n_max + 4 / 4) / 4
+    std = mechanism.granularity * math.sqrt(float(mechanism.share_variance) * n_max + 4 / 4) / 4
     assert float((found - wanted).std()) < 3 * std < float(wanted.norm())
     assert (
         simulated.privacy["epsilon"] == json.loads((tmp_path / "fed" / "run" / "privacy.json").read_text())["epsilon"]
@@ -86,7 +86,7 @@ def test_the_noise_in_a_sum_is_n_max_shares(tmp_path: Path) -> None:
         _, clients, _ = run(tmp_path / name, recipe, gone)
         moved = final_shared(tmp_path / name / "run") - clients[0].job.initial_weights
         mechanism, n_max = clients[0].job.parts.mechanism.mechanism, clients[0].job.parts.mechanism.shares
-        std = mechanism.pitch * math.sqrt(float(mechanism.share_variance) * n_max) / 4
+        std = mechanism.granularity * math.sqrt(float(mechanism.share_variance) * n_max) / 4
         assert float(moved.std()) == pytest.approx(std, rel=0.08)
 
 
@@ -102,7 +102,7 @@ def test_a_client_that_drops_out_at_any_step(stage: str, tmp_path: Path) -> None
     wanted = torch.stack([fresh[c].update(Broadcast(0, first, 0.1, 1.0))[0] for c in there]).sum(0)
     mechanism, n_max = clients[0].job.parts.mechanism.mechanism, clients[0].job.parts.mechanism.shares
     variance = float(mechanism.share_variance) * n_max + len(there) / 6  # of rounding: f(1 − f) on average
-    noise = mechanism.pitch * math.sqrt(variance * first.numel())
+    noise = mechanism.granularity * math.sqrt(variance * first.numel())
     assert float((moved - wanted).norm()) == pytest.approx(noise, rel=0.15)  # one client more or less is 0.1 away
     assert noise < 0.15
     operator = next((keys.folder().parent / "operator").iterdir())

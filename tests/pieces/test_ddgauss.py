@@ -16,8 +16,12 @@ torch.set_num_threads(1)
 
 
 def mechanism(**changes) -> DistributedDiscreteGaussian:
-    numbers = {"dimension": 100, "clip": 1.0, "noise_multiplier": 1.0, "min_cohort": 8, "messages": 10}
-    return DistributedDiscreteGaussian(**{**numbers, **changes})
+    numbers = {"dimension": 100, "clip": 1.0, "noise_multiplier": 1.0, "min_cohort": 8, "bits": 16} | changes
+    messages = numbers.pop("messages", 10)
+    if numbers.get("granularity") is None:
+        names = ("clip", "noise_multiplier", "dimension", "min_cohort")
+        numbers["granularity"] = default_granularity(*map(numbers.get, names), messages, numbers["bits"])
+    return DistributedDiscreteGaussian(**numbers)
 
 
 def updates(n: int, d: int, norm: float = 1.0) -> torch.Tensor:
@@ -48,7 +52,7 @@ def test_without_noise_the_sum_comes_back_up_to_rounding(dimension):
     mech = mechanism(dimension=dimension, noise_multiplier=0.0)
     rows = updates(10, dimension, 0.7)
     error = run(mech, rows) - rows.sum(0)
-    assert error.abs().max() < 5 * mech.pitch * math.sqrt(10 / 4) + 1e-6
+    assert error.abs().max() < 5 * mech.granularity * math.sqrt(10 / 4) + 1e-6
 
 
 def test_rounding_is_unbiased():
@@ -56,7 +60,7 @@ def test_rounding_is_unbiased():
     row = updates(1, 16, 0.5)[0]
     signs = mech.signs(stream(0, "rotation"))
     grids = np.stack([mech.round_to_grid(row, signs, stream(0, "rounding", i)) for i in range(4000)])
-    exact = hadamard(row.numpy().astype(np.float64) * signs) / mech.pitch
+    exact = hadamard(row.numpy().astype(np.float64) * signs) / mech.granularity
     assert np.abs(grids.mean(0) - exact).max() < 5 * 0.5 / math.sqrt(4000)
 
 
@@ -85,7 +89,7 @@ def test_no_update_exceeds_the_accounted_norm(name, granularity):
 
 def test_broken_twin_unconditional_rounding_exceeds_the_accounted_norm():
     mech = mechanism(dimension=128, granularity=0.05, beta=0.9)
-    x = hadamard(np.full(128, 1 / math.sqrt(128)) * mech.signs(stream(0, "rotation"))) / mech.pitch
+    x = hadamard(np.full(128, 1 / math.sqrt(128)) * mech.signs(stream(0, "rotation"))) / mech.granularity
     norms = []
     for i in range(200):
         norms.append(exact_square(np.floor(x + stream(0, "twin", i).random(128)).astype(np.int64)))
@@ -138,13 +142,13 @@ def test_default_granularity_leaves_four_standard_deviations():
     for bits in (10, 16):
         mech = mechanism(dimension=d, min_cohort=20, messages=n, bits=bits)
         error = (run(mech, one.repeat(n, 1)) - n * one).numpy()
-        expected = math.sqrt(n / 20 + n * mech.pitch**2 / 4)
+        expected = math.sqrt(n / 20 + n * mech.granularity**2 / 4)
         assert error.std() == pytest.approx(expected, rel=0.15)
     signal, noise = (n * 1.0) ** 2 / d, n / 20
-    deviations = 2**15 * mech.pitch / math.sqrt(signal + noise + n * mech.pitch**2 / 4)
+    deviations = 2**15 * mech.granularity / math.sqrt(signal + noise + n * mech.granularity**2 / 4)
     assert deviations == pytest.approx(4.0)
     silent = mechanism(dimension=d, min_cohort=20, messages=n, noise_multiplier=0.0)
-    tight = mechanism(dimension=d, min_cohort=20, messages=n, noise_multiplier=0.0, granularity=silent.pitch / 8)
+    tight = mechanism(dimension=d, min_cohort=20, messages=n, noise_multiplier=0.0, granularity=silent.granularity / 8)
     fits, wraps = ((run(mech, one.repeat(n, 1)) - n * one).std() for mech in (silent, tight))
     assert wraps > 100 * fits
 
@@ -159,8 +163,7 @@ def test_the_rotation_is_public_and_shared():
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        ({"bits": 1}, "bits: found 1; allowed: a whole number ≥ 2"),
-        ({"messages": 4}, "messages: found 4; allowed: a whole number ≥ 8"),
+        ({"bits": 1, "granularity": 0.05}, "bits: found 1; allowed: a whole number ≥ 2"),
         ({"clip": 0.0}, "clip: found 0.0"),
         ({"beta": 1.0}, "beta: found 1.0"),
         ({"granularity": 1.0}, "One share has std 0.35 grid steps"),
@@ -193,7 +196,3 @@ def test_the_norm_limit_holds_even_if_rounding_gives_up(monkeypatch):
     for update in (torch.full((100,), 0.1), torch.full((100,), 3e38)):
         steps = mech.round_to_grid(update, signs, stream(0, "rounding"))
         assert steps.any() and exact_square(steps) <= mech.norm_limit
-
-
-def test_messages_default_to_the_minimum():
-    assert mechanism(messages=None).pitch == mechanism(messages=8).pitch

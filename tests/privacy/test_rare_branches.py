@@ -160,7 +160,9 @@ def test_ddgauss_towards_a_server_that_draws_a_client_always() -> None:
 
 
 def test_a_rounded_message_is_hardly_longer_than_the_clip() -> None:
-    mechanism = DistributedDiscreteGaussian(dimension=100, clip=1.0, noise_multiplier=1.0, min_cohort=8, messages=10)
+    mechanism = DistributedDiscreteGaussian(
+        dimension=100, clip=1.0, noise_multiplier=1.0, min_cohort=8, granularity=0.001
+    )
     assert 1.0 <= SharedDiscreteNoise(mechanism, seed=0).longest(1.0) <= 1.5
 
 

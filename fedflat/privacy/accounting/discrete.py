@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, one_of, whole
-from fedflat.core.discrete import MIN_SHARE_STD, inflated_bound
+from fedflat.core.discrete import MIN_SHARE_STD, ShareNumbers
 from fedflat.privacy.trust import Guarantee
 
 Floats = NDArray[np.float64]
@@ -124,48 +124,34 @@ def _smallest(enough: Callable[[float], bool], high: float) -> float:
     return high
 
 
-@dataclass(frozen=True)
-class DDGaussAccount:
+@dataclass(frozen=True, kw_only=True)
+class DDGaussAccount(ShareNumbers):
     """The privacy of `rounds` rounds of the distributed discrete Gaussian mechanism.
 
-    clients, cohort: M and the expected cohort m (Poisson, q = m/M). noise_multiplier: σ = std of min_cohort shares / C
-    in the update's units, before Δ₂ is inflated by rounding. clip: C. granularity: γ. dimension: d (padded here to d').
-    min_cohort: honest shares every released sum is known to hold (a smaller one is aborted and stays charged).
+    clients, cohort: M and the expected cohort m (Poisson, q = m/M). A sum of fewer than min_cohort honest shares is
+    aborted and stays charged; the sum mod 2^bits is post-processing. delta: δ of the whole run.
     n_max: if given, the server tops every sum up to n_max shares and aborts a larger one, so that the released noise
     does not depend on the cohort. Only then are recipients granted amplification by sampling. Otherwise the energy of
     the noise over d coordinates gives the cohort's size away, the two mixtures have different parts without the client,
     and what joint convexity proves for recipients is exactly the server's figure.
     colluders: clients whose shares do not count; subtracted from n_max, and added to min_cohort in the abort rule.
-    delta, beta, bits: δ of the whole run, β of the rounding, modulus 2^bits (the sum mod 2^bits is post-processing).
     "Remove" means that the slot sends a zero update, still noised (zero-out).
     Raises InputError on impossible values.
     """
 
     clients: int
     cohort: float
-    noise_multiplier: float
-    clip: float
-    granularity: float
-    dimension: int
-    min_cohort: int
     delta: float
-    beta: float = math.exp(-0.5)
-    bits: int = 16
     n_max: int | None = None
     colluders: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         whole("clients", self.clients, 1)
         in_range("cohort.size", self.cohort, 0, self.clients, open_low=True)
-        in_range("noise_multiplier", self.noise_multiplier, 0)
-        in_range("clip", self.clip, 0, open_low=True)
-        in_range("granularity", self.granularity, 0, open_low=True)
-        whole("dimension", self.dimension, 1)
         whole("colluders", self.colluders, 0)
         whole("cohort.min", self.min_cohort, 1, self.clients)
         in_range("delta", self.delta, 0, 1, open_low=True, open_high=True)
-        in_range("beta", self.beta, 0, 1, open_high=True)
-        whole("bits", self.bits, 2, 48)
         if self.n_max is not None:
             whole("cohort.max", self.n_max, self.min_cohort + self.colluders)
 
@@ -174,26 +160,20 @@ class DDGaussAccount:
         return self.cohort / self.clients
 
     @property
-    def padded(self) -> int:
-        return 1 << (self.dimension - 1).bit_length()
-
-    @property
     def share_variance(self) -> float:
         """s² of one client's share on the grid: (σC/γ)²/min_cohort."""
         return (self.noise_multiplier * self.clip / self.granularity) ** 2 / self.min_cohort
 
     def curve(self, shares: int) -> Curve:
         """The unsampled Rényi curve of one round whose sum holds that many honest shares."""
-        bound = inflated_bound(self.clip, self.granularity, self.padded, self.beta) / self.granularity
-        return sum_curve(bound, shares, self.share_variance, self.padded)
+        return sum_curve(self.bound / self.granularity, shares, self.share_variance, self.padded)
 
     def amplified(self, shares: int) -> Floats:
         """Rényi values at `WHOLE_ORDERS` of one Poisson-sampled round, every sum topped up to that many shares."""
         if self.share_variance < MIN_SHARE_STD**2:
             return np.full(WHOLE_ORDERS.shape, math.inf)
-        bound = inflated_bound(self.clip, self.granularity, self.padded, self.beta) / self.granularity
         # The theorem is about one noise law; what real sums differ from it is added as `distance`.
-        ideal = sum_curve(bound, 1, shares * self.share_variance, self.padded)
+        ideal = sum_curve(self.bound / self.granularity, 1, shares * self.share_variance, self.padded)
         distance = 1.5 * sum_gap(shares, self.share_variance) * self.padded
         return poisson_curve(ideal, self.rate)(WHOLE_ORDERS) + distance
 
