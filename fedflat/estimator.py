@@ -11,8 +11,6 @@ fitted before it, in a pipeline, reads the rows without noise: name public ``ran
 shows what it cost.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -168,7 +166,7 @@ class PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
 
     classes: Sequence[Any] | None = None
 
-    def fit(self, X: Any, y: Any, users: Any = None) -> PrivateClassifier:
+    def fit(self, X: Any, y: Any, users: Any = None) -> "PrivateClassifier":
         """Train on rows X ``(n, columns)``, or images where there is a body, y ``(n,)`` and users ``(n,)``."""
         inputs, labels = self._inputs(X, y, reset=True)
         check_classification_targets(labels)
@@ -210,7 +208,7 @@ class PrivateRegressor(RegressorMixin, _Private):  # type: ignore[misc]
     lr: float = 0.1
     target_range: Sequence[float] | None = None
 
-    def fit(self, X: Any, y: Any, users: Any = None) -> PrivateRegressor:
+    def fit(self, X: Any, y: Any, users: Any = None) -> "PrivateRegressor":
         """Train on rows X ``(n, columns)``, or images where there is a body, y ``(n,)`` and users ``(n,)``."""
         inputs, values = self._inputs(X, y, reset=True, y_numeric=True)
         low, high = self.target_range or (-1.0, 1.0)

@@ -5,8 +5,6 @@ vectors are added in float64, noise is added once, and the public constant m div
 server path (``engine.round.finish_round``) with an optimiser that takes the mean as it is.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Mapping
@@ -170,7 +168,7 @@ class Guard:
         """Give the ledger back; nothing can be released afterwards."""
         self._ledger.close()
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> "Guard":
         return self
 
     def __exit__(

@@ -12,8 +12,6 @@ without a hostile client. ``audit_noise`` compares the noise of real rounds with
 ``audit_all`` run one round through the real server path many times and bound ε from below.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

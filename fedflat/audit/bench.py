@@ -9,8 +9,6 @@ real steps). That is checked against single calls, exactly and in law; where it 
 is used instead.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -120,7 +118,7 @@ class Bench:
     personal: Tensor
     seed: int = 0
 
-    def changed(self, **parts: Any) -> Bench:
+    def changed(self, **parts: Any) -> "Bench":
         """Return the same with other parts: how a defect is planted."""
         return replace(self, parts=replace(self.parts, **parts))
 

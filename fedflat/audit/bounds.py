@@ -1,7 +1,5 @@
 """Turn counts into lower bounds on ε, and name an audit's result."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field

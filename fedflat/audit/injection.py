@@ -1,7 +1,5 @@
 """Bound ε from below with canary clients in a real training run (Andrew et al. 2023, Steinke et al. 2023)."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A canary is a pair of neighbours. Contract 2b is held against each of them exact
 bound ε from below.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping

@@ -3,8 +3,6 @@
 Noise of a run is read off it: the released mean with noise, less the one without, through ``simulation.run``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ are compared with what the ledger says. Missing noise on some coordinates, one n
 too small and cohorts that anyone can compute are found in seconds.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

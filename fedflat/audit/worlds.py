@@ -6,8 +6,6 @@ bound, in the shape and classes of the recipe's examples. The released mean may 
 the noise is made for, in the arithmetic that ran.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence

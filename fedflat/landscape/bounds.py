@@ -12,8 +12,6 @@ gradient is. Theorem 1 of Zhang et al. 2024 is lost in its text: three terms as 
 that goes with η = 𝒪(1/√T), and one of the noise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Measure how flat finished runs' models are, global and local ones, with statistics over seeds."""
 
-from __future__ import annotations
-
 import math
 import resource
 import sys

@@ -7,8 +7,6 @@ Only layers that oneDNN has (convolution, pooling, ReLU, linear) run on such ten
 the same numbers, is tried before it is used.
 """
 
-from __future__ import annotations
-
 import copy
 import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Evaluate what the papers prove or state for one setting (``fedflat bounds``), and what a round costs a client."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Measure the loss around a point: random directions (Li et al. 2018), Hessian eigenvalues and trace, sharpness."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

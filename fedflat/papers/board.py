@@ -1,7 +1,5 @@
 """Show the leaderboard of ``leaderboard.json`` as Markdown, as a page and as curves; nothing is trained here."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence

@@ -7,8 +7,6 @@ best one (the smaller of equals) is then trained on all of them with the seeds t
 body's features are computed once for a data set and shared by all of its cells.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable, Mapping

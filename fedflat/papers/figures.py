@@ -1,7 +1,5 @@
 """Say which runs each of the papers' figures is drawn from (``figures.yaml``), train those runs and draw them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,7 +109,7 @@ class PaperFigure:
     notes: tuple[str, ...]
     panels: tuple[Panel, ...]
 
-    def only(self, panels: Sequence[str]) -> PaperFigure:
+    def only(self, panels: Sequence[str]) -> "PaperFigure":
         """Return the panels that the texts name, as ``Table.only`` has it. Raises InputError for a text that names
         none.
         """

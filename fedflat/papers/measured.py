@@ -3,8 +3,6 @@
 A file holds records, each of one command: what ran, on which machine (in words), from which commit, and its numbers.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

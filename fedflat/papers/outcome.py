@@ -6,8 +6,6 @@ and the published one from its printed sd and the paper's trials; a number print
 here by the paired t test over the seeds that both methods ran, two-sided at 5 %: either may turn out the better.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Turn a table's cells into rows: planned only, or trained through the same experiment as ``fedflat compare``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

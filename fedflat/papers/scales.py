@@ -8,8 +8,6 @@ accuracy on the examples of the others. Test data are not looked at. What the cl
 ε: this is for comparing methods, not for a release (``fedflat tune`` is).
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Read what the papers published, and the recipe that each number is held against."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -119,7 +117,7 @@ class Table:
         """Return the notes that hold under a protocol and are about what the table's cells show."""
         return [note.text for note in self.notes if note.holds(protocol, self.cells)]
 
-    def only(self, columns: Iterable[str] = (), methods: Iterable[str] = ()) -> Table:
+    def only(self, columns: Iterable[str] = (), methods: Iterable[str] = ()) -> "Table":
         """Return the cells of these columns and these methods (exact names).
 
         A text that is a column's whole name means that one; any other those that contain it, numbers being whole: with
