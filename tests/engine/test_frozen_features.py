@@ -80,7 +80,7 @@ def same_noise(job: Any) -> None:
     job.key = KEY
 
 
-def run(module: nn.Module, on_start: Any = same_noise, **changes: Any) -> fedflat.simulation.run.Result:
+def run(module: nn.Module, on_start: Any = same_noise, **changes: Any) -> fedflat.Result:
     pairs = [texts(17 + i, i) for i in range(5)]
     return fedflat.run(recipe(**changes), model=module, clients=pairs, test=texts(30, 99), on_start=on_start)
 
