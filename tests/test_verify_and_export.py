@@ -893,3 +893,54 @@ def test_a_ledger_line_that_contradicts_the_recipe_is_wrong(run, field, value):
     records.__dict__["_scanned"] = (records.ledger._replace(entries=[changed, *rest]), "")
     faults = list(ledger_faults(records))
     assert [fault.split(" says ")[0] for fault in faults] == ([f"line 0: {field}"] if field else [])
+
+
+def of_entries(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> list[str]:
+    """Return what is said of a ledger whose lines were changed, as if chained again."""
+    records = Records(folder)
+    entries = [dict(entry) for entry in records.entries]
+    change(entries)
+    records.__dict__["_scanned"] = (records.ledger._replace(entries=entries), "")
+    return list(ledger_faults(records))
+
+
+def test_a_ledger_line_too_many_too_few_or_with_more_in_it_is_named(run: Path) -> None:
+    for change, said in (
+        (lambda lines: None, []),  # the twin
+        (lambda lines: lines.pop(1), ["no line for round 1"]),
+        (lambda lines: lines[1].update(note="ε = 0.1"), ["line 1: note, which no line of this run has"]),
+        (lambda lines: lines[0]["run"].pop("terms"), ["line 0: no terms"]),
+    ):
+        found = of_entries(run, change)
+        assert len(found) == len(said) and all(map(str.startswith, found, said)), found
+    without = of_entries(run, lambda lines: (lines[0]["run"].pop("terms"), lines[2].update(epsilon=0.1, q=0.1)))
+    assert [each.split(" says ")[0] for each in without][1:3] == [
+        "line 2: q",
+        "line 2: epsilon",
+    ]  # compared all the same
+
+
+def test_where_an_account_takes_long_no_line_of_the_ledger_states_too_little_or_too_much(tmp_path: Path) -> None:
+    fixed = {"algorithm": "dp-fedavg", "rounds": 10, "cohort": {"size": 10, "sampling": "fixed"}}
+    simulation.run({**RECIPE, **fixed, "privacy": {"clip": 0.5, "noise_multiplier": 3.0}}, out=tmp_path)
+    assert not of_entries(tmp_path, lambda lines: None)  # the twin
+    for place, epsilon in ((8, 0.1), (8, 99.0), (9, 99.0), (4, 0.1)):
+        found = of_entries(tmp_path, lambda lines, new=(place, epsilon): lines[new[0]].update(epsilon=new[1]))
+        assert found and "epsilon" in found[0], (place, epsilon)
+
+
+def test_lines_that_come_twice_and_times_in_an_export_are_seen(exports: Path) -> None:
+    folder = exports / "unsigned"
+    sound = (folder / "metrics.jsonl").read_text()
+    first = sound.splitlines(keepends=True)[0]
+    for changed in (
+        sound + sound.splitlines(keepends=True)[-1],
+        sound.replace('"test_accuracy":', '"test_accuracy": 0.999, "test_accuracy":', 1),
+        sound.replace(first, first.replace("{", '{"seconds": 1.5, ', 1)),
+    ):
+        (folder / "metrics.jsonl").write_text(changed)
+        resealed(folder)
+        assert "metrics.jsonl" in wrong(folder), changed[:80]
+    (folder / "metrics.jsonl").write_text(sound)
+    resealed(folder)
+    assert "metrics.jsonl" not in wrong(folder)  # the twin

@@ -271,26 +271,29 @@ def single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def metrics_digest(folder: Path) -> str:
     """Return the SHA-256 of the released records but for their times; "" where there are none, or not only records."""
-    try:
-        text = (folder / METRICS).read_text(encoding="utf-8")
-        lines = [json.loads(line, object_pairs_hook=single_keys) for line in text.splitlines()]
-        kept = [
-            {name: value for name, value in line.items() if name not in TIMES or not isinstance(value, float | int)}
-            for line in lines
-        ]
-    except (OSError, ValueError, AttributeError, RecursionError):
+    lines = whole_lines(folder / METRICS)
+    if not lines:
         return ""
+    kept = [
+        {name: value for name, value in line.items() if name not in TIMES or not isinstance(value, float | int)}
+        for line in lines
+    ]
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSON-lines file; a torn last line is left out."""
+    """Return the records of a JSON-lines file up to the first line that is none, torn or with a key twice."""
     records: list[dict[str, Any]] = []
-    if not path.exists():
-        return records
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            records.append(json.loads(line))
-        except (ValueError, RecursionError):
-            break
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    with contextlib.suppress(ValueError, RecursionError):
+        for line in text.splitlines():
+            records.append(json.loads(line, object_pairs_hook=single_keys))
     return records
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]] | None:
+    """Return the records of rounds in a JSON-lines file; None where a line is torn, comes twice, or is no record."""
+    records, text = read_lines(path), path.read_bytes() if path.exists() else b""
+    rounds = [record.get("round") if isinstance(record, dict) else None for record in records]
+    ordered = all(isinstance(each, int) for each in rounds) and rounds == sorted({*rounds})  # type: ignore[type-var]
+    return records if ordered and text[-1:] in (b"", b"\n") and text.count(b"\n") == len(records) else None

@@ -36,32 +36,18 @@ from fedflat.records.folder import (
     PRIVATE,
     RECIPE,
     STATEMENT,
+    TIMES,
     RunFolder,
     check_kinds,
     metrics_digest,
     seals_of,
+    whole_lines,
 )  # fmt: skip
 from fedflat.records.folder import SEALED as SUMS
 from fedflat.records.opening import Opening
 from fedflat.records.signing import MADE_FOR, SIGNATURE, TIPS
-from fedflat.simulation.recomputed import (
-    CARDS,
-    MODEL,
-    PREPARATION,
-    REPORT,
-    UNREADABLE,
-    Check,
-    Records,
-    Verdict,
-    check_card,
-    check_page,
-    ledger_faults,
-    made_for,
-    metadata_faults,
-    metrics_faults,
-    released_digest,
-    remade,
-)  # fmt: skip
+from fedflat.simulation import recomputed
+from fedflat.simulation.recomputed import CARDS, MODEL, PREPARATION, REPORT, UNREADABLE, Check, Records, Verdict
 from fedflat.simulation.settings import CHARGE, WINNER, faults
 
 
@@ -248,9 +234,9 @@ def check_fields(run: Records) -> Iterator[Check]:
         return
     shown = bool(run.metrics and run.entries)
     try:
-        different, unchecked = remade(run)
-        faults_shown = list(metrics_faults(run)) if shown and run.terms else []
-        contrary = list(ledger_faults(run)) if run.entries and run.terms else []
+        different, unchecked = recomputed.remade(run)
+        faults_shown = list(recomputed.metrics_faults(run)) if shown else []
+        contrary = list(recomputed.ledger_faults(run)) if run.entries else []
     except UNREADABLE as error:
         about = f"cannot be made again from {RECIPE} and {LEDGER} ({' '.join(str(error).split())})"
         yield Check(FIELDS, "wrong" if run.terms else "unchecked", about)
@@ -258,10 +244,8 @@ def check_fields(run: Records) -> Iterator[Check]:
     yield from (Check(LEDGER, "wrong", each) for each in contrary[:5])
     yield from (Check(FIELDS, "unchecked", each) for each in unchecked)
     yield from _outcome(FIELDS, different, "as recipe, ledger, metrics and this code give it")
-    if shown and run.terms:
+    if shown:
         yield from _outcome(SHOWN, faults_shown, "as recipe, ledger and this code give them")
-    elif shown:
-        yield Check(SHOWN, "unchecked", "of a run of fedflat 0.2, which that version compares")
     yield from _check_weights(run, run.statement or {})
 
 
@@ -270,7 +254,7 @@ FIELDS, SHOWN = f"{STATEMENT}, every field", f"{METRICS}, ε and clip"
 
 def _check_weights(run: Records, stated: Mapping[str, Any]) -> Iterator[Check]:
     """Check the weights that the statement is about."""
-    found = released_digest(run.folder, int(stated["rounds"]))
+    found = recomputed.released_digest(run.folder, int(stated["rounds"]))
     if found is not None and "weights" in stated:
         good = stated["weights"] == found
         about = "those of the statement" if good else "of another run or round"
@@ -365,10 +349,8 @@ def check_tips(run: Records) -> Iterator[Check]:
     path = run.folder / TIPS
     if not run.terms and not path.exists():
         return
-    text = path.read_bytes() if path.exists() else b""
     found = [f"no line for round {number}" for number in range(1, run.finished_rounds + 1) if number not in run.tips]
-    if text and (not text.endswith(b"\n") or text.count(b"\n") != len(run.tips)):
-        found.append("a line that is torn, comes twice or is none")
+    found += [IRREGULAR] if whole_lines(path) is None else []
     for number, line in run.tips.items():
         if line.get("tip") != run.tip_at(line.get("events")):
             found.append(f"round {number} was finished with other events in the ledger")
@@ -411,6 +393,13 @@ def check_sums(run: Records) -> Iterator[Check]:
         file = path / name
         good = file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == known
         yield _same(name, good, "as it was exported")
+    if whole_lines(path / METRICS) is None:
+        yield Check(METRICS, "wrong", IRREGULAR)
+    if run.terms and any(key in row for row in run.metrics for key in TIMES):
+        yield Check(METRICS, "wrong", "names the seconds of a round, which no export holds")
+
+
+IRREGULAR = "a line that is torn, comes twice or is none, or has a key twice"
 
 
 def check_metadata(run: Records) -> Iterator[Check]:
@@ -418,7 +407,7 @@ def check_metadata(run: Records) -> Iterator[Check]:
     if not (run.folder / MODEL).is_file():
         return
     try:
-        found = list(metadata_faults(run))
+        found = list(recomputed.metadata_faults(run))
     except UNREADABLE as error:
         found = [f"not what an export writes ({' '.join(str(error).split())})"]
     yield from _outcome(f"{MODEL}, metadata", found, f"as {STATEMENT}, {PREPARATION} and {RECIPE} have it")
@@ -426,8 +415,8 @@ def check_metadata(run: Records) -> Iterator[Check]:
 
 UNSIGNED = (
     "unsigned: nothing here is covered against somebody who rewrites it all. Checksums and chains can be redone, of "
-    "the ledger's lines (std, clip, q, how many) with recipe, statement and weights as of the metrics: what was "
-    "checked is that they agree. fedflat keys new makes a key that signs every further run"
+    "the ledger's lines (std, clip, q, how many, key_id, software) with recipe, statement and weights as of the "
+    "metrics: what was checked is that they agree. fedflat keys new makes a key that signs every further run"
 )
 
 
@@ -478,9 +467,9 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
     ours = {
         f"another {LEDGER}": (LEDGER, _sha256(path / LEDGER)),
         f"another {STATEMENT}": (STATEMENT, _sha256(path / STATEMENT)),
-        "another model": ("weights", released_digest(path, run.finished_rounds)),
+        "another model": ("weights", recomputed.released_digest(path, run.finished_rounds)),
         "other metrics": ("metrics", metrics_digest(path) if "metrics" in subjects else None),
-        "other inputs or classes": (MADE_FOR, _made_for_signed(run) if MADE_FOR in subjects else None),
+        "other inputs or classes": (MADE_FOR, recomputed.made_for_digest(run) if MADE_FOR in subjects else None),
     }
     others = [f"it is about {name}" for name, (key, digest) in ours.items() if digest not in (None, subjects.get(key))]
     if said.get("run") != run.id or (run.entries and said.get("tip") != run.ledger.tip):
@@ -498,13 +487,6 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
     else:
         covered = ", ".join(["run", "ledger", "statement", "weights", *(name for name in NEWER if name in subjects)])
         yield Check(SIGNATURE, "ok", f"{covered} signed by the key {signing.keyid(public)[:16]}")
-
-
-def _made_for_signed(run: Records) -> str | None:
-    """Return the digest of what the weights were made for; None of a run without weights here."""
-    found = made_for(run.folder, run.finished_rounds)
-    weightless = found is None and not (run.folder / MODEL).is_file()
-    return None if weightless else checkpoint.made_for_digest(found)
 
 
 def _tip_fits(run: Records, line: Mapping[str, Any], public: Ed25519PublicKey | None) -> bool:
@@ -545,7 +527,7 @@ def check_pages(run: Records) -> Iterator[Check]:
         if not (run.folder / name).is_file() or run.going:
             continue
         try:
-            yield Check(name, *(check_page(run) if name == REPORT else check_card(run, name)))
+            yield Check(name, *(recomputed.check_page(run) if name == REPORT else recomputed.check_card(run, name)))
         except InputError as error:
             yield Check(name, "unchecked", str(error))
 

@@ -9,7 +9,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,7 +25,7 @@ from fedflat.core.durable import digest_of
 from fedflat.data.encoding import clean
 from fedflat.engine.job import SEEN
 from fedflat.privacy.correlated import ScheduledPlan
-from fedflat.privacy.ledger import Entry, Scan, run_of, scan
+from fedflat.privacy.ledger import CHAIN, REASONS, RUN, Entry, Scan, run_of, scan
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import headline
 from fedflat.records import checkpoint
@@ -44,6 +44,7 @@ from fedflat.records.folder import SEALED as SUMS
 from fedflat.records.opening import Opening, versions
 from fedflat.records.signing import tips_of
 
+HERE = versions(("fedflat",))["fedflat"]
 PREPARATION = "preparation.json"
 MODEL, REPORT, CARDS = "model.safetensors", "report.html", ("card.html", "card.md")
 UNREADABLE = (
@@ -208,6 +209,16 @@ class Records:
         return Recipe.load(self.folder / RECIPE)
 
     @cached_property
+    def plan(self) -> Plan:
+        """The plan of recipe and terms; InputError where none follows."""
+        return plan_again(self.parsed, self.all_terms)
+
+    @property
+    def ours(self) -> bool:
+        """Whether this version of fedflat began the run."""
+        return self.terms.get("fedflat") == HERE
+
+    @cached_property
     def all_terms(self) -> Terms:
         """The terms; of a run of 0.2 as far as its own statement tells them (one of ``UNREADABLE`` else)."""
         return Terms.read(self.parsed, self.terms or _terms_stated(self.statement or {}))
@@ -303,18 +314,22 @@ def remade(run: Records) -> tuple[list[Difference], list[str]]:
             unchecked.append(f"what it costs together with {recipe.after}, which is not here")
             found["warnings"] = stated["warnings"]
     different = list(differences(stated, found))
-    here = versions(("fedflat",))["fedflat"]
-    older = terms.fedflat != here
-    words = [each for each in different if older and (each.worded or (not run.terms and each.unsaid))]
+    words = [each for each in different if not run.ours and (each.worded or (not run.terms and each.unsaid))]
     if words:
         made = f"fedflat {terms.fedflat}" if terms.fedflat else "fedflat 0.2"
         named = ", ".join(dict.fromkeys(each.field.partition("[")[0] for each in words))
-        unchecked.append(f"the wording of {named}: {made} wrote it, and this is {here}; that version compares it")
+        unchecked.append(f"the wording of {named}: {made} wrote it, and this is {HERE}; that version compares it")
     return [each for each in different if each not in words], unchecked
 
 
 SLOWLY = 8
-"""Rounds whose ε is computed again where that takes seconds each; the others are held against their ledger lines."""
+"""Lines whose ε is computed again where that takes seconds each; those between them must not fall."""
+
+
+def _every(plan: Plan, lines: Sequence[object]) -> int:
+    """Return of how many lines one has its ε computed again, counted from the last."""
+    fast = plan.accountant == "pld" and plan.mechanism is None and plan.sampler.name != "fixed"
+    return 1 if fast else -(-len(lines) // SLOWLY)
 
 
 def metrics_faults(run: Records) -> Iterator[str]:
@@ -323,51 +338,71 @@ def metrics_faults(run: Records) -> Iterator[str]:
     Raises:
         InputError: the recipe is none from which a plan follows.
     """
-    plan = plan_again(run.parsed, run.all_terms)
-    fast = plan.accountant == "pld" and plan.mechanism is None and plan.sampler.name != "fixed"
-    every = 1 if fast else -(-len(run.metrics) // SLOWLY)
+    plan = run.plan
+    every = _every(plan, run.metrics)
     for place, row in enumerate(reversed(run.metrics)):
         number = row["round"]
-        before = _entries_then(run, number)
+        before, now, more = _standing(plan, run, number)
         expected: dict[str, Any] = {"epsilon": None}
-        if plan.private:
-            expected["epsilon"] = _epsilon_shown(plan, before, number, computed=place % every == 0)
+        if place % every == 0 or more or not before:
+            expected["epsilon"] = _finite(now.epsilon(number + 1 + more)) if plan.private else None
+            expected["claimed_epsilon"] = now.account.claimed(now, number + 1 + more)
+        elif plan.private:
+            expected["epsilon"] = before[-1].get("epsilon")
         if before:
             expected["clip"] = before[-1].get("clip")
             row = {"clip": row.get("clip"), **row, **plan.account.record(plan)}  # a procedure may name another clip
-        for name, value in expected.items():
-            if not _same(row.get(name), value):
-                yield f"round {number}: {Difference(name, row.get(name), value)}"
+        yield from _contrary(f"round {number}", row, expected)
 
 
 def ledger_faults(run: Records) -> Iterator[str]:
     """Yield where a ledger line says something else of its round than the plan that recipe and terms give.
 
-    Its ε is compared where the account is fast and no round was charged again; what round and key choose is not.
+    A line that was charged again, as after a restore, may have the ε of the one that it repeats.
 
     Raises:
         InputError: the recipe is none from which a plan follows.
     """
-    plan = plan_again(run.parsed, run.all_terms)
-    own, entries = plan.mechanism, run.entries
+    plan, entries, before = run.plan, run.entries, 0.0
+    own, rounds = plan.mechanism, {entry["round"] for entry in entries}
     if not plan.private or (isinstance(own, ScheduledPlan) and entries[0].get("factor") != own.factor.digest):
         return  # another machine's factorisation: ``remade`` says so
-    fast = plan.accountant == "pld" and own is None and plan.sampler.name != "fixed"
-    once = [entry["round"] for entry in entries] == list(range(len(entries)))
-    for entry in entries:
+    yield from (f"no line for round {number}" for number in sorted(set(range(max(rounds))) - rounds))
+    if not run.terms and (run.tips or "weights" in (run.statement or {})):
+        yield "line 0: no terms, which every run with tips or weights in its statement began with"
+    for place, entry in enumerate(entries):
         # Round 0 may have a plan of its own; all later ones are alike but for the clip.
         clip = math.inf if entry.get("clip") is None else float(entry["clip"])
-        planned = plan.record(entry["round"] if fast and once else min(entry["round"], 1), clip)
-        for name in LINE if not (fast and once) else (*LINE, "epsilon"):
-            if not _same(entry.get(name), planned.get(name)):
-                yield f"line {entry['line']}: {Difference(name, entry.get(name), planned.get(name))}"
+        planned = plan.record(min(entry["round"], 1), clip)
+        shown = {name: planned.get(name) for name in (LINE if run.terms else LINE[:-3])}
+        said, first = float(math.inf if entry.get("epsilon") is None else entry["epsilon"]), "reason" not in entry
+        if (len(entries) - 1 - place) % _every(plan, entries) == 0 and (first or plan.standing(entries) is plan):
+            shown["epsilon"] = _finite(plan.standing(entries[: place + 1]).epsilon(entry["round"] + 1))
+        yield from _contrary(f"line {entry['line']}", entry, shown)
+        if first and said < before * (1 - CLOSE):
+            yield f"line {entry['line']}: epsilon falls from {before:.6g} to {said:.6g}"
+        before = said if first else before
+        if run.ours and (strange := entry.keys() - planned.keys() - BESIDE):
+            yield f"line {entry['line']}: {', '.join(sorted(strange))}, which no line of this run has"
+
+
+def _contrary(where: str, record: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in expected.items():
+        if not _same(record.get(name), value):
+            yield f"{where}: {Difference(name, record.get(name), value)}"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 LINE = (
-    "mechanism", "sampling", "relation", "trust", "clients", "cohort", "q", "sensitivity", "std", "noise_multiplier",
-    "delta", "accountant", "max_participations", "colluders", "rounding", "count_std", "separation",
+    "mechanism", "sampling", "relation", "trust", "clients", "cohort", "q", "noise_multiplier", "delta", "accountant",
+    "max_participations", "colluders", "count_std", "separation", "sensitivity", "std", "rounding",
 )  # fmt: skip
-"""Fields of a ledger line that follow from recipe, terms and the line's clip."""
+"""Fields of a ledger line that follow from recipe, terms and the line's clip; fedflat 0.2 left the last three open."""
+BESIDE = {*CHAIN, *REASONS, RUN, "key_id", "draw", "column", "row_norm"}
+"""Fields of a line beside those that every round of its run has."""
 
 
 def _entries_then(run: Records, round: int) -> list[Entry]:
@@ -382,20 +417,16 @@ def _entries_then(run: Records, round: int) -> list[Entry]:
     return run.entries[: places[-1] + 1] if places else []
 
 
-def _epsilon_shown(plan: Plan, before: list[Entry], round: int, *, computed: bool) -> float | None:
-    """Return the ε that a run shows after a round, whose event is the last of those ``before``; None for inf.
+def _standing(plan: Plan, run: Records, round: int) -> tuple[list[Entry], Plan, int]:
+    """Return the ledger's lines up to a round's event, the plan as it stood then, and what counted beyond it.
 
-    Rounds that another key drew before it, and that are yet to be drawn again, are counted twice already. computed:
-    whether to compute it again where the line says it, which is so if nothing was charged twice.
+    Rounds that another key drew before it, and that are yet to be drawn again, are counted twice already.
     """
+    before = _entries_then(run, round)
     now = plan.standing(before)
     latest = {entry["round"]: entry.get("key_id") for entry in before}
     later = sum(number > round and name != latest.get(round) for number, name in latest.items())
-    more = now.again(before) + (0 if isinstance(now.mechanism, ScheduledPlan) else later)
-    if before and not computed and not more:
-        return before[-1].get("epsilon")
-    found = now.epsilon(round + 1 + more)
-    return found if math.isfinite(found) else None
+    return before, now, now.again(before) + (0 if isinstance(now.mechanism, ScheduledPlan) else later)
 
 
 def _terms_stated(stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -442,6 +473,13 @@ def made_for(path: Path, rounds: int) -> Any:
         return None
     file = checkpoint.path_of(path / "checkpoints", rounds)
     return checkpoint.facts_of(file).get("made_for") or {} if file.is_file() else None
+
+
+def made_for_digest(run: Records) -> str | None:
+    """Return the digest of what the weights were made for; None of a run without weights here."""
+    found = made_for(run.folder, run.finished_rounds)
+    weightless = found is None and not (run.folder / MODEL).is_file()
+    return None if weightless else checkpoint.made_for_digest(found)
 
 
 def metadata_faults(run: Records) -> Iterator[str]:
