@@ -25,9 +25,11 @@ import numpy as np
 from fedflat.config.recipe import Recipe
 from fedflat.federation import wire
 from fedflat.federation.local import Federation
+from fedflat.federation.processes import ask_again
 from fedflat.federation.project import client_folder, write_project
+from fedflat.records.folder import METRICS, read_lines
 
-ROUNDS, POLL, IDLE = 1, 3.0, 20.0
+ROUNDS, POLL, IDLE = 2, 3.0, 20.0
 INPUTS, CLASSES = 64, 10
 
 
@@ -56,7 +58,7 @@ def client(number: int, folder: Path, address: str, certificates: str, dimension
     private: Any = load_ssh_private_key((client_folder(folder, number) / "auth.key").read_bytes(), None)
     keys = (private, private.public_key())
     update = np.linspace(-1, 1, dimension, dtype=np.float32) * (1 + number)  # like ones would be stored once
-    with suppress(Exception), http_request_response(address, False, certificates, keys) as connection:
+    with suppress(Exception, SystemExit), http_request_response(address, False, certificates, keys) as connection:
         while not done.wait(POLL):
             with suppress(Exception):
                 while answered(connection, update):
@@ -99,6 +101,7 @@ def crowd(clients: range, folder: Path, address: str, certificates: str, dimensi
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    ask_again()
     done = threading.Event()
     for number in clients:
         words = (number, folder, address, certificates, dimension, done)
@@ -146,11 +149,17 @@ def measure(clients: int, dimension: int, place: Path) -> None:
         share = (idle[0] - before[0]) / (time.monotonic() - start)
         began = time.monotonic()
         run = federation.run(config=f"answer-seconds=300.0 wait-for-nodes={clients}")
-        status = federation.wait(run, 900)
+        ends: list[float] = []
+
+        def look() -> None:
+            done = len(read_lines(folder / "run" / METRICS))
+            ends.extend([time.monotonic() - began] * (done - len(ends)))
+
+        status = federation.wait(run, 900, look)
         wall, paid = time.monotonic() - began, usage(link)
         stop.set()
         others.join(20)
-    report(folder, clients, real, share, idle, paid, wall, status)
+    report(clients, real, share, idle, paid, [*ends, wall], status)
 
 
 def dimension_of(federation: Federation) -> int:
@@ -161,15 +170,15 @@ def dimension_of(federation: Federation) -> int:
 
 
 def report(
-    folder: Path, clients: int, dimension: int, share: float, idle: tuple[float, float], paid: tuple[float, float],
-    wall: float, status: str,
+    clients: int, dimension: int, share: float, idle: tuple[float, float], paid: tuple[float, float],
+    ends: list[float], status: str,
 ) -> None:  # fmt: skip
-    """One paragraph."""
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    asked = clients * ROUNDS
-    print(f"{clients} clients, d = {dimension:,} ({dimension * 4 / 2**20:.2f} MiB an update), {ROUNDS} round: {status}")
-    seconds = ", ".join(f"{row['seconds']:.1f} s" for row in rows)
-    print(f"rounds: {seconds}; run {wall:.0f} s")
+    """One paragraph. ends: seconds since the start at which rounds ended, and the run."""
+    asked, wall = clients * ROUNDS, ends[-1]
+    load = f"load {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores"
+    print(f"{clients} clients, d = {dimension:,} ({dimension * 4 / 2**20:.2f} MiB an update): {status}; {load}")
+    rounds = ", ".join(f"{after - before:.0f} s" for before, after in zip([0.0, *ends], ends[:-1], strict=False))
+    print(f"rounds, the first with its start: {rounds}; run {wall:.0f} s")
     print(f"SuperLink, no run: {100 * share:.0f} % of a core for SuperNodes that ask every {POLL:g} s for work")
     work = paid[0] - idle[0]
     print(f"SuperLink: {work:.1f} s of CPU in the run, {1000 * (work - share * wall) / asked:.0f} ms for each answer")

@@ -14,6 +14,7 @@ import random
 import resource
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -108,6 +109,24 @@ def check_private(key: Path, option: str = "") -> None:
         raise wrong(f"{option}{key}", "no such file", "a private key, 0600")
     if key.stat().st_mode & 0o077:
         raise wrong(f"{option}{key}", f"mode {key.stat().st_mode & 0o777:04o}", "a private key, 0600")
+
+
+def check_authority(path: Path) -> None:
+    """Raise InputError unless a file holds an authority's certificate."""
+    try:
+        ssl.create_default_context(cafile=path)
+    except OSError as error:  # which an SSLError is
+        raise wrong(f"--root-certificates {path}", error.strerror, "the authority's certificate (ca.crt)") from error
+
+
+def check_pair(folder: Path) -> None:
+    """Raise InputError unless server.crt in a folder is a certificate, and server.key its private key, 0600."""
+    certificate, key = folder / "server.crt", folder / "server.key"
+    check_private(key)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except OSError as error:
+        raise wrong(f"{certificate} and server.key", error.strerror, "a certificate in PEM and its key") from error
 
 
 def raise_descriptor_limit() -> int:

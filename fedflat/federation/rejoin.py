@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedflat.core.checks import RunError, wrong
-from fedflat.federation.processes import node_options, status_of
+from fedflat.core.checks import RunError
+from fedflat.federation.processes import check_authority, node_options, status_of
 from fedflat.federation.store import Store
 
 
@@ -32,8 +32,7 @@ def sign_off(address: str, certificates: Path, key: Path, node: int) -> bool:
 
     from fedflat.federation.secagg.client import signing_key
 
-    if not certificates.is_file():
-        raise wrong(f"--root-certificates {certificates}", "no such file", "the authority's certificate (ca.crt)")
+    check_authority(certificates)
     private = signing_key(key)
     signer = NodeAuthHttpInterceptor(private, private.public_key())
     try:

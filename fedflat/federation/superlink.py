@@ -65,7 +65,7 @@ def serve(project: Path) -> int:
     processes.check_flower()
     addresses, token_hash = lock.Addresses.read(project), lock.read_lock(project / "server" / lock.LOCK)
     task = Task.read(project / "app" / PACKAGE)
-    processes.check_private(project / "certificates" / "server.key")
+    processes.check_pair(project / "certificates")
     for door, address in (("listen", addresses.listen), ("control", addresses.control)):
         processes.must_be_free(f"{project / lock.ADDRESSES_FILE}: {door}", *address)
     descriptors = processes.begin()

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import InputError, RunError
 from fedflat.federation import processes
 from fedflat.federation.bounds import Limit, limit_answers, pulled, unpacked
 from fedflat.federation.events import log_to_stderr
@@ -45,8 +45,7 @@ def serve(given: argparse.Namespace) -> int:
     app, key, authority = given.app.absolute(), given.auth_supernode_private_key.absolute(), given.root_certificates
     processes.check_flower()
     task = Task.read(app)
-    if not authority.is_file():
-        raise wrong(f"--root-certificates {authority}", "no such file", "the authority's certificate (ca.crt)")
+    processes.check_authority(authority)
     processes.check_private(key, "--auth-supernode-private-key ")
     private = signing_key(key)
     processes.begin()

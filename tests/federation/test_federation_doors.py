@@ -248,6 +248,13 @@ def test_a_wrong_address_or_lock_is_refused_before_the_start(
     assert "found no lock" in said()
     assert superlink.main([]) == 2 and lock.main([]) == 2 and lock.main([str(tmp_path)]) == 2
     addresses.write_text(good)
+    pair = fed / "certificates" / "server.crt"
+    for damage in (b"", bytes(range(256)), (fed / "certificates" / "ca.crt").read_bytes()):  # the last has another key
+        pair.write_bytes(damage)
+        secret.touch(0o600)
+        assert lock.main([str(fed)]) == 0
+        capsys.readouterr()
+        assert "server.crt and server.key: found" in said()
     assert lock.main([str(fed)]) == 0 and len(lock.read_lock(secret)) == 32  # a new token mends it
     assert "127.0.0.1:8444.oidc-access-token" in (fed / "flower" / "credentials.yaml").read_text()
 
@@ -312,6 +319,7 @@ def test_a_node_looks_at_its_files_before_the_start(tmp_path: Path, capsys: pyte
 
     assert "found no roster" in said("--app", str(tmp_path))
     assert "--root-certificates" in said("--root-certificates", str(tmp_path / "none"))
+    assert "ca.crt" in said("--root-certificates", str(fed / "README.md"))  # no certificate: not Flower's traceback
     key.chmod(0o644)
     assert "found mode 0644" in said()
     assert "no such file" in said("--auth-supernode-private-key", str(tmp_path / "none"))

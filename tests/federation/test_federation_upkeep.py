@@ -33,7 +33,14 @@ from fedflat.federation import task as tasks
 from fedflat.federation.client import Client, client_of
 from fedflat.federation.lock import write_authority_and_server, write_client_keys
 from fedflat.federation.processes import check_flower
-from fedflat.federation.project import PACKAGE, client_folder, rejoin_command, superlink_command, supernode_command
+from fedflat.federation.project import (
+    PACKAGE,
+    STATUS,
+    client_folder,
+    rejoin_command,
+    superlink_command,
+    supernode_command,
+)
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
 
@@ -194,12 +201,12 @@ def test_a_superlink_notes_its_nodes_runs_and_memory_for_its_operator(tmp_path: 
     )
     status = superlink.status_of(state)
     assert status == {"SuperNodes online": "3 of 4", "run 0": "running", "run 1": "finished:x"}
-    path = tmp_path / superlink.STATUS
+    path = tmp_path / STATUS
     superlink._write_status(path, status)
     found = json.loads(path.read_text())
     assert found.items() > status.items() and path.stat().st_mode & 0o077 == 0
     assert all(float(found[name].removesuffix(" MiB")) > 0 for name in found.keys() - status.keys())
-    superlink._write_status(tmp_path / "none" / superlink.STATUS, status)
+    superlink._write_status(tmp_path / "none" / STATUS, status)
 
 
 SUPERLINK = """
