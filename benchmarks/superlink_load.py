@@ -25,8 +25,8 @@ import numpy as np
 from fedflat.config.recipe import Recipe
 from fedflat.federation import wire
 from fedflat.federation.local import Federation
-from fedflat.federation.processes import ask_again
 from fedflat.federation.project import client_folder, write_project
+from fedflat.federation.supernode import ask_again
 from fedflat.records.folder import METRICS, read_lines
 
 ROUNDS, POLL, IDLE = 2, 3.0, 20.0

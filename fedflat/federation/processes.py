@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import metadata, resources
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.imports import missing
@@ -35,8 +35,6 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 """Linux's numbers, of prctl.h."""
 LOOK = 0.02
 """Seconds between looks at children that were asked to end: nobody notices them, and they cost nothing."""
-CUT = ("EOF occurred", "timed out", "reset by peer")
-"""Words of Python's ssl module for a handshake that another attempt may finish."""
 _LIBC = ctypes.CDLL(None)
 """Loaded here and not between fork and exec."""
 
@@ -293,27 +291,3 @@ def draw_apart() -> None:
     # Each of them has the module `random` as a name of its own, and calls its functions through that name.
     for module in (heartbeat, inflatable_utils, retry_invoker):
         module.random = random.SystemRandom()
-
-
-def ask_again() -> None:
-    """Let a SuperNode ask again after a TLS handshake that was cut or took too long, as under a flood.
-
-    Flower asks again after any other fault of the network, but gives up on each whose words have "ssl" in them.
-    """
-    from flwr.supernode import fleet_http_connection as connection
-    from httpx import TransportError
-
-    made = connection.make_simple_http_retry_invoker
-
-    def patient() -> Any:
-        invoker = made()
-        gives_up = invoker.should_giveup
-
-        def is_final(error: Exception) -> bool:
-            cut = isinstance(error, TransportError) and any(words in str(error) for words in CUT)
-            return not cut and (gives_up is None or gives_up(error))
-
-        invoker.should_giveup = is_final
-        return invoker
-
-    connection.make_simple_http_retry_invoker = patient

@@ -34,6 +34,8 @@ log = logging.getLogger("fedflat.supernode")
 PAUSE = 3.0
 """Seconds between looks for a message, as Flower's own."""
 UNAUTHORIZED = 401
+CUT = ("EOF occurred", "timed out", "reset by peer")
+"""Words of Python's ssl module for a handshake that another attempt may finish."""
 
 
 def serve(given: argparse.Namespace) -> int:
@@ -60,12 +62,36 @@ def serve(given: argparse.Namespace) -> int:
     from flwr.supernode.fleet_http_connection import http_request_response
 
     limit_answers(task.limits.ask)
-    processes.ask_again()
+    ask_again()
     with http_request_response(given.superlink, False, str(authority), (private, private.public_key())) as connection:
         log.info("connected to %s", given.superlink)
         _take_messages(connection, task.limits.ask, app, ours)
     # Flower closes a connection whose node the SuperLink does not know any more.
     raise RunError(f"{given.superlink} no longer knows this SuperNode (was it started again?); start this one again")
+
+
+def ask_again() -> None:
+    """Let a SuperNode ask again after a TLS handshake that was cut or took too long, as under a flood.
+
+    Flower asks again after any other fault of the network, but gives up on each whose words have "ssl" in them.
+    """
+    from flwr.supernode import fleet_http_connection as connection
+    from httpx import TransportError
+
+    made = connection.make_simple_http_retry_invoker
+
+    def patient() -> Any:
+        invoker = made()
+        gives_up = invoker.should_giveup
+
+        def is_final(error: Exception) -> bool:
+            cut = isinstance(error, TransportError) and any(words in str(error) for words in CUT)
+            return not cut and (gives_up is None or gives_up(error))
+
+        invoker.should_giveup = is_final
+        return invoker
+
+    connection.make_simple_http_retry_invoker = patient
 
 
 def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection) -> None:

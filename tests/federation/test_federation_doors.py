@@ -337,7 +337,7 @@ def test_a_handshake_that_was_cut_is_tried_again(patient: bool, monkeypatch: pyt
 
     monkeypatch.setattr(connection, "make_simple_http_retry_invoker", connection.make_simple_http_retry_invoker)
     if patient:
-        processes.ask_again()
+        supernode.ask_again()
     invoker = connection.make_simple_http_retry_invoker()
     invoker.wait_function = lambda seconds: None
     left = [
