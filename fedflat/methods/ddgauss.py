@@ -4,8 +4,6 @@ Kairouz et al. 2021, algorithms 1 and 2. A client calls `encode`; anybody may ad
 aggregation does); the server calls `decode`. The ε is in `fedflat.privacy.accounting.discrete`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable

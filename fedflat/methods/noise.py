@@ -6,8 +6,6 @@ of d numbers in round t, while clients train, and nothing to keep, so that a run
 bits.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field, fields, replace
 from typing import Any

@@ -6,8 +6,6 @@ does not cover it. What is proven composes each client's own messages: whatever 
 was added is post-processing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

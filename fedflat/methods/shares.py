@@ -6,8 +6,6 @@ on its noise too. Cheng et al. 2022 divide by the realised cohort. These are mec
 path; no training loop knows of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

@@ -4,8 +4,6 @@ It is the same round as any other: cohort, messages, clip, sum, noise, ledger, s
 Q·V one-hot votes (Q labels of one cohort draw, V classes), and a round may hold several draws (``plan.draws``).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import OrderedDict

@@ -10,8 +10,6 @@ Example::
 ``image_encoder`` put a head on a frozen body. ``state`` checks that nothing leaves a client unclipped.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -5,8 +5,6 @@ adds to the network, its projection, is made of public numbers alone: the networ
 synthetic images. A run keeps that part, and the digest of the network.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence

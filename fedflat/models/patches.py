@@ -12,8 +12,6 @@ Scattering takes the filters of kymatio (Andreux et al. 2020). Its own transform
 images; here it is one image and all angles at once, so that no image's bits follow from another's.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math

@@ -4,8 +4,6 @@ Dropout is set to 0 in the configuration: a client's update is then a function o
 Needs the extra ``fedflat[language]``; the first use of the published weights downloads them.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

@@ -4,8 +4,6 @@ The guarantee covers the flat vector of trainable parameters. Anything else that
 averaged or sent, first of all batch norm's running statistics, would be a release of data nobody accounts for.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ The recurrent models are written out cell by cell: torch's own LSTM and GRU have
 ``torch.func.vmap``, with which the vectorised engine trains several clients at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import cast

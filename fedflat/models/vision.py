@@ -5,8 +5,6 @@ under ``torch.func.functional_call`` and ``torch.func.vmap``; it gives the same 
 ``channels_last`` inputs, because ``flatten(1)`` follows the logical, not the stored, order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Experiments: several recipes or values over several seeds, in parallel, kept in one folder and gone on with."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -5,8 +5,6 @@ program that runs without this package. An attested one has the statement, the l
 that needs nothing of fedflat.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -8,8 +8,6 @@ signal-to-noise ratio of a round is at most m/(σ√d), whatever the data. If al
 whole run would be √T times as large.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

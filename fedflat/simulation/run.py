@@ -1,7 +1,5 @@
 """Run a recipe on this machine: train, write the files, hand back the result."""
 
-from __future__ import annotations
-
 import secrets
 import sys
 import warnings

@@ -5,8 +5,6 @@ key by itself, uniformly from a list or from a range; what is public of it, its 
 too. Nothing of it may depend on anybody's data, and the charge is written before the first trial starts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

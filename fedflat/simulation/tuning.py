@@ -6,8 +6,6 @@ folder. ``private/`` holds the draw (number of trials, settings, scores) and the
 folders and keys are deleted at the end. The files outside ``private/`` get the time at which the selection was charged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
