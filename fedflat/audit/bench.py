@@ -16,14 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
+from fedflat.audit.bounds import Floats
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import ClientContext, Layout
 from fedflat.core.rng import digest, stream
@@ -116,7 +115,6 @@ class Bench:
     parts: RoundParts
     state: RoundState
     personal: Tensor
-    seed: int = 0
 
     def changed(self, **parts: Any) -> "Bench":
         """Return the same with other parts: how a defect is planted."""
@@ -124,7 +122,7 @@ class Bench:
 
     def random(self, purpose: str) -> Tensor:
         """Return a standard normal vector ``(d,)`` of a named public stream."""
-        draw = stream(self.seed, "audit: " + purpose).standard_normal(self.state.shared.numel())
+        draw = stream(0, "audit: " + purpose).standard_normal(self.state.shared.numel())
         return torch.from_numpy(draw).float()
 
 
@@ -213,7 +211,7 @@ def world_of(bench: Bench, others: Client, canary: Client | None, key: bytes) ->
         # A removed client still sends its share of the noise; NaN counts as a message of zeros.
         canary = Client(torch.full_like(bench.state.shared, math.nan))
     cohort = select_cohort(parts, key, bench.state.round)
-    broadcast = broadcast_of(parts, bench.state, bench.seed)
+    broadcast = broadcast_of(parts, bench.state, 0)
     accumulator = accumulator_of(parts, broadcast, key)
     for client in cohort.tolist():
         chosen = canary if client == CLIENTS - 1 else others
@@ -344,15 +342,12 @@ def _law_differs(neighbours: Neighbours, present: bool, world: World) -> bool:
     return False
 
 
-def coupled_difference(neighbours: Neighbours, number: int = 0) -> Tensor:
+def coupled_difference(neighbours: Neighbours) -> Tensor:
     """Return the world 1 minus world 0 under the same noise key ``(width,)``: noise cancels where it does not see the
     data.
     """
-    key = run_key(number, "coupled", 0)
-    one, zero = single(neighbours, True, key), single(neighbours, False, key)
-    if one.shape != zero.shape:
-        return torch.zeros_like(one)
-    return one - zero
+    one, zero = (single(neighbours, present, run_key(0, "coupled", 0)) for present in (True, False))
+    return one - zero if one.shape == zero.shape else torch.zeros_like(one)
 
 
 def _ignore(entry: Mapping[str, Any]) -> None:
@@ -386,15 +381,12 @@ def _each(function: Callable[..., Stepped], copies: int, *given: Any) -> Stepped
     return found
 
 
-Floats = NDArray[np.float64]
-
-
 def vote_releases(bench: Bench, present: bool, runs: int) -> Floats:
     """Return the noisy votes ``(runs, draws·Q·V)``: others vote for the last class, the canary, if ``present``, for the
     first.
     """
     parts, state = bench.parts, bench.state
-    broadcast, size = broadcast_of(parts, state, bench.seed), parts.mechanism.size  # type: ignore[attr-defined]
+    broadcast, size = broadcast_of(parts, state, 0), parts.mechanism.size  # type: ignore[attr-defined]
     votes = torch.zeros(CLIENTS, size)
     votes[:-1, -1] = votes[-1, 0] = 1.0
     released = []

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedflat.audit.bench import linear_message
-from fedflat.audit.bounds import AuditResult, assumptions, gaussian_pair_epsilon, one_run_bound
+from fedflat.audit.bounds import AuditResult, Floats, assumptions, gaussian_pair_epsilon, one_run_bound
 from fedflat.core.checks import wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.core.params import PersonalState
@@ -23,8 +23,6 @@ from fedflat.engine.reduce import Backend, Clipped, Part, Trained
 from fedflat.engine.round import RoundParts
 from fedflat.engine.train import train
 from fedflat.privacy.plan import Plan
-
-Floats = NDArray[np.float64]
 
 LOUD = 10.0
 """Norm of a canary's update before the clip, in units of C."""

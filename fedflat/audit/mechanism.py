@@ -12,15 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedflat.algorithms import ALGORITHMS
 from fedflat.audit import bench as room
 from fedflat.audit.bench import DELTA, Bench, Client, Neighbours, World
-from fedflat.audit.bounds import AuditResult, assumptions, choose_event, event_bound
+from fedflat.audit.bounds import AuditResult, Floats, assumptions, choose_event, event_bound
 from fedflat.audit.worlds import Recorder
 from fedflat.core.checks import in_range, one_of, whole
 from fedflat.engine.job import Job
@@ -187,7 +185,7 @@ def _same_noise(bench: Bench, zero: World, one: World) -> bool:
 def _hostile_messages(bench: Bench) -> list[tuple[str, str]]:
     """Return the messages that no honest client sends, straight into the accumulator beside an ordinary one."""
     key, width = room.run_key(0, "hostile", 0), bench.parts.message_length
-    broadcast = broadcast_of(bench.parts, bench.state, bench.seed)
+    broadcast = broadcast_of(bench.parts, bench.state, 0)
     ordinary = bench.random("ordinary").repeat(bench.parts.algorithm.vectors)[None]
     limit, found = _allowed(bench, broadcast.clip), []
     if not bench.parts.plan.private:
@@ -227,8 +225,6 @@ def outside_faults(make: Callable[[Tensor | None], Job]) -> list[str]:
         if name not in shared and not (name in before and torch.equal(value, before[name]))
     ]
 
-
-Floats = NDArray[np.float64]
 
 AT_ONCE = 2
 """Methods audited at a time: NumPy and torch share the other cores."""

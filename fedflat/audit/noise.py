@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
-from fedflat.audit.bounds import AuditResult, assumptions
+from fedflat.audit.bounds import AuditResult, Floats, assumptions
 from fedflat.audit.worlds import CLIENTS, Case, Engine, Maker, Recorder, recorded_run, world_recipe
 from fedflat.config.recipe import Recipe
 from fedflat.core.process import using_threads
@@ -31,8 +31,6 @@ from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job
 from fedflat.engine.round import RoundParts, broadcast_of
 from fedflat.engine.train import train
-
-Floats = NDArray[np.float64]
 
 ROUNDS = 3
 ENTRIES = 60_000

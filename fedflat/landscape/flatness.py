@@ -225,9 +225,8 @@ def of_model(
     loss, accuracy = objective.value(weights)
     if not math.isfinite(loss):
         raise InputError(f"landscape: found a model whose loss is {loss}; allowed: a run that has not diverged.")
-    found: Numbers = {
-        "model": model.name, "client": model.client, "private": model.client is not None or settings.on == "train",
-    }  # fmt: skip
+    private = model.client is not None or settings.on == "train"
+    found: Numbers = {"model": model.name, "client": model.client, "private": private}
     found["examples"], found["curvature_examples"] = len(model.inputs), len(fewer[0])
     pair = surfaces.directions(weights, layout, settings.seed, settings.directions)
     steps = surfaces.steps_of(settings.points, settings.span)

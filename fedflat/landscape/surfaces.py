@@ -100,8 +100,7 @@ def surface(
 
 def _precision(objective: Objective, points: Points, asked: str) -> tuple[torch.dtype, float | None]:
     """Return the precision to use, and how far it is from float32."""
-    possible = asked == "bfloat16" or (asked == "auto" and _pays(objective, len(points)) and has_fast_bfloat16())
-    if not possible:
+    if asked != "bfloat16" and not (asked == "auto" and _pays(objective, len(points)) and has_fast_bfloat16()):
         return torch.float32, None
     # Corners, middles of the edges and the centre show how far bfloat16 is off.
     side = round(len(points) ** 0.5)

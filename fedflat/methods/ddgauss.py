@@ -6,7 +6,7 @@ aggregation does); the server calls `decode`. The ε is in `fedflat.privacy.acco
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -128,15 +128,6 @@ class DistributedDiscreteGaussian(ShareNumbers):
     def wrap(self, values: Integers) -> Integers:
         """Return the whole numbers modulo 2^bits, in [0, 2^bits)."""
         return values & ((1 << self.bits) - 1)
-
-    def aggregate(self, messages: Iterable[Integers]) -> Integers:
-        """Sum of messages modulo 2^bits, `(d',)` in [0, 2^bits); zero for no message."""
-        total = np.zeros(self.padded, dtype=np.int64)
-        for message in messages:
-            if message.shape != (self.padded,):
-                raise wrong("shape of a message", list(message.shape), f"[{self.padded}]")
-            total = self.wrap(total + self.wrap(message))
-        return total
 
     def top_up(self, total: Integers, shares: int, noise: Source) -> Integers:
         """Server: add `shares` further noise shares, so that every release carries n_max of them (see the account)."""

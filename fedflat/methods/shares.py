@@ -185,16 +185,10 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
     if cohort.sampling not in ("poisson", "fixed") or (paper == "004" and cohort.sampling != "poisson"):
         allowed = "poisson" if paper == "004" else "fixed (drawn from the round number)"
         raise wrong("cohort.sampling", cohort.sampling, f"{allowed} in the procedure of {CITED[paper]}")
+    spent = privacy.model_dump(include={"noise_multiplier", "epsilon", "delta"})
+    clip, epochs = None if paper == "002" else threshold_of(recipe), recipe.local.epochs is not None
     plan = published_plan(
-        paper,
-        clients=clients,
-        cohort=cohort.size,
-        rounds=recipe.rounds,
-        noise_multiplier=privacy.noise_multiplier,
-        epsilon=privacy.epsilon,
-        delta=privacy.delta,
-        clip=None if paper == "002" else threshold_of(recipe),
-        epochs=recipe.local.epochs is not None,
+        paper, clients=clients, cohort=cohort.size, rounds=recipe.rounds, clip=clip, epochs=epochs, **spent
     )
     return plan if privacy.budget is None else replace(plan, budget=privacy.budget)
 

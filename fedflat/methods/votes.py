@@ -99,14 +99,12 @@ class VoteNoise(Mechanism):
 
     draws: round -> its draws. size: Q·V. std: messages in a draw -> std of everything added to each count.
     releases: whether a sum of so many messages may leave secure aggregation; another one is cancelled, unreleased.
-    sample: (size, std, generator) -> noise ``(size,)``.
     """
 
     draws: Callable[[int], range]
     size: int
     std: Callable[[int], float]
     releases: Callable[[int], bool]
-    sample: Callable[[int, float, np.random.Generator], Tensor]
 
     def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: object, key: bytes) -> VoteAccumulator:
         """Return what adds up a round's votes."""
@@ -118,7 +116,7 @@ class VoteNoise(Mechanism):
         pieces = []
         for place, (draw, count) in enumerate(zip(self.draws(round), counts)):
             if self.releases(count):
-                pieces.append(self.sample(self.size, self.std(count), stream(key, "noise", draw)).double())
+                pieces.append(gaussian(self.size, self.std(count), stream(key, "noise", draw)).double())
             else:
                 # The release is then exactly zero, which is no vote and no label.
                 pieces.append(-aggregate.total[place * self.size : (place + 1) * self.size])
@@ -322,7 +320,7 @@ def with_votes(job: Job, queries: Tensor) -> Job:
     student = Student(job.problem, parts.local, queries, first, classes, epochs, job.seed)
     added = GaussianNoise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor))
     std = functools.partial(added.total_std, threshold)
-    noise = VoteNoise(plan.draws, labels * classes, std, plan.releases, gaussian)
+    noise = VoteNoise(plan.draws, labels * classes, std, plan.releases)
     method, clip = replace(parts.algorithm, server=(student,)), VoteClip(labels)
     voting = replace(parts, algorithm=method, clip=clip, mechanism=noise, optimizer=lambda view: take)
     voters = Voters(job.problem, parts.local, data, job.seed, first, queries, labels, classes)

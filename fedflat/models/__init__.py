@@ -54,6 +54,7 @@ NAMES: dict[str, str] = yaml.safe_load(_LISTED)
 
 
 SIZES = ("input_shape", "classes")
+NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def build(name: str, input_shape: tuple[int, ...], classes: int, seed: int, **options: Any) -> nn.Module:
@@ -71,8 +72,7 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, seed: int, **op
     factory = imported(f"model {name}", name) if ":" in name else _named(name)
     given = {"input_shape": shape, "classes": classes}
     if ":" in name:
-        accepted = inspect.signature(factory).parameters
-        anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+        accepted, anything = _taken(factory)
         given = {key: value for key, value in given.items() if anything or key in accepted}
     _check_options(name, factory, options, given)
     with seeded_torch(seed, "initial weights"), PortableDraws(seed, "initial weights"):
@@ -92,10 +92,16 @@ def is_sized(name: str) -> bool:
     """Return whether a model by name or import path is built for a number of classes; False for unknown names."""
     factory = imported(f"model {name}", name) if ":" in name else BUILDERS.get(name)
     try:
-        found = inspect.signature(factory).parameters if factory is not None else {}
+        accepted, anything = ([], False) if factory is None else _taken(factory)
     except ValueError:  # a class of C
         return False
-    return "classes" in found or any(p.kind is p.VAR_KEYWORD for p in found.values())
+    return "classes" in accepted or anything
+
+
+def _taken(factory: Callable[..., nn.Module]) -> tuple[list[str], bool]:
+    """Return the names that a callable takes, and whether it takes any other as well."""
+    found = inspect.signature(factory).parameters.items()
+    return [key for key, p in found if p.kind in NAMED], any(p.kind is p.VAR_KEYWORD for _, p in found)
 
 
 def _named(name: str) -> Callable[..., nn.Module]:
@@ -107,20 +113,16 @@ def _named(name: str) -> Callable[..., nn.Module]:
 
 def _check_options(name: str, factory: Callable[..., nn.Module], options: dict[str, Any], given: Iterable[str]) -> None:
     """Raise InputError for an option that a model has not, and for one that it needs and that nobody gave."""
-    signature = inspect.signature(factory)
-    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    allowed = [key for key, p in signature.parameters.items() if p.kind in named and key not in SIZES]
-    anything = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    accepted, anything = _taken(factory)
+    allowed = [key for key in accepted if key not in SIZES]
     for key in options:
         if key in SIZES or (key not in allowed and not anything):
             raise wrong(f"model {name}: option", key, ", ".join(allowed) or "none", hint=nearest(key, allowed))
     try:
-        signature.bind(**dict.fromkeys((*given, *options)))
+        inspect.signature(factory).bind(**dict.fromkeys((*given, *options)))
     except TypeError as error:
-        allowed_form = "input_shape, classes and the options given"
-        raise wrong(
-            f"model {name}", f"a callable {str(error).replace('missing', 'that misses')}", allowed_form
-        ) from None
+        found = f"a callable {str(error).replace('missing', 'that misses')}"
+        raise wrong(f"model {name}", found, "input_shape, classes and the options given") from None
 
 
 __all__ = [

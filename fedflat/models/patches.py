@@ -15,7 +15,7 @@ images; here it is one image and all angles at once, so that no image's bits fol
 import functools
 import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +39,9 @@ def dead_leaves(count: int, shape: tuple[int, int, int], seed: int) -> Tensor:
 
     shape: channels (1 or 3; others get independent colours), height, width. seed: the process's own.
     """
-    images = torch.cat(list(_chunks(count, shape, seed)))
+    chunks = (_chunk(shape, stream(seed, "dead leaves", number)) for number in range(math.ceil(count / CHUNK)))
+    images = torch.cat(list(chunks))[:count]
     return (images - images.mean()) / images.std()
-
-
-def _chunks(count: int, shape: tuple[int, int, int], seed: int) -> Iterator[Tensor]:
-    for number, start in enumerate(range(0, count, CHUNK)):
-        yield _chunk(shape, stream(seed, "dead leaves", number))[: count - start]
 
 
 def _chunk(shape: tuple[int, int, int], draw: np.random.Generator) -> Tensor:
@@ -232,7 +228,7 @@ class Scattering(nn.Module):
         padded = [(side // step + 2) * step for side in sides]
         self.around = [more for side, to in zip(sides, padded) for more in ((to - side) // 2, (to - side + 1) // 2)]
         self.around = self.around[2:] + self.around[:2]
-        bank = _bank(padded, options)
+        bank = importlib.import_module(BANK).filter_bank(*padded, options.scales, options.angles)
         for at, level in enumerate(bank["phi"]["levels"]):
             self.register_buffer(f"mean{at}", _filters([level], options.scales - at))
         for j in range(options.scales):
@@ -282,7 +278,3 @@ def _filters(levels: Sequence[Any], thinned: int) -> Tensor:
     """Return the filters in Fourier space (n, rows, columns), after which every 2^thinned-th pixel is kept."""
     found: Tensor = torch.stack([torch.from_numpy(level) for level in levels]).float() / 4**thinned
     return found
-
-
-def _bank(padded: list[int], options: ScatteringOptions) -> Any:
-    return importlib.import_module(BANK).filter_bank(*padded, options.scales, options.angles)

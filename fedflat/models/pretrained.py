@@ -51,9 +51,6 @@ class ImageTransformer(Headed):
             images = F.interpolate(images, size=(self.side, self.side), mode="bilinear", align_corners=False)
         return cast(Tensor, self.body.vit(pixel_values=images).last_hidden_state[:, 0])  # type: ignore[operator, union-attr]
 
-    def head(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self.body.classifier(features))  # type: ignore[operator]
-
 
 def _hidden_states(
     encoder: nn.Module, ids: Tensor, part: Tensor, padding: int, first: int, kinds: int = 1, apart: bool = False
@@ -266,8 +263,7 @@ def roberta_base(
 
 def _check_ids(found: Any, source: str | None, vocabulary: int | None, padding: int | None) -> None:
     """Raise InputError unless the data's ids are the model's: none beyond its table, and the same one for padding."""
-    fits = (vocabulary is None or vocabulary <= found.vocab_size) and padding in (None, found.pad_token_id)
-    if fits:
+    if (vocabulary is None or vocabulary <= found.vocab_size) and padding in (None, found.pad_token_id):
         return
     ids = f"{vocabulary} ids with padding {padding}"
     own = f"at most {found.vocab_size} ids with padding {found.pad_token_id}"
@@ -320,9 +316,6 @@ class TextEncoder(Headed):
         if self.pooling == "distance":
             return torch.log((u - v).square().mean(-1, keepdim=True) / 2 + NEAR)
         return torch.cat([(u - v).abs(), u * v], dim=-1)
-
-    def head(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self.classifier(features))
 
 
 def _part(ids: Tensor, keep: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class Headed(nn.Module):
 
     def head(self, features: Tensor) -> Tensor:
         """Features (b, n) -> logits (b, classes)."""
-        raise NotImplementedError
+        return cast(Tensor, self.get_submodule(self.trained.rstrip("."))(features))
 
     def forward(self, inputs: Tensor) -> Tensor:
         known = inputs.is_floating_point() and inputs.dim() == 2
@@ -356,9 +356,6 @@ class Representation(Headed):
 
     def features(self, inputs: Tensor) -> Tensor:
         return cast(Tensor, self.body(inputs))
-
-    def head(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self.classifier(features))
 
     def linear_layers(self) -> list[nn.Module]:
         """Return the head as plain layers, for back ends that write the arithmetic out: they see features only."""

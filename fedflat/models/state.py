@@ -75,9 +75,7 @@ def freeze_batch_norm(module: nn.Module) -> nn.Module:
     """
 
     def make(name: str, child: nn.Module) -> nn.Module | None:
-        if not isinstance(child, _NormBase) or child.running_mean is None:
-            return None
-        return FixedNorm(child)
+        return FixedNorm(child) if isinstance(child, _NormBase) and child.running_mean is not None else None
 
     return _replaced(module, make)
 
@@ -226,6 +224,3 @@ def refuse_unclipped_state(module: nn.Module, example: Tensor, *, known: bool = 
             "Remedy: nothing kept between passes, and no randomness but torch's own generator."
         )
     return draws
-
-
-__all__ = ["FixedNorm", "freeze_batch_norm", "group_norm_instead", "refuse_unclipped_state"]

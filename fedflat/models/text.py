@@ -29,12 +29,14 @@ class Recurrence(nn.Module):
     Gates are stacked as in torch, (i, f, g, o) for the LSTM and (r, z, n) for the GRU.
     """
 
-    def __init__(self, inputs: int, hidden: int, gates: int) -> None:
+    gates: int
+
+    def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
         self.hidden = hidden
-        self.weight_ih = nn.Parameter(torch.empty(gates * hidden, inputs))
-        self.weight_hh = nn.Parameter(torch.empty(gates * hidden, hidden))
-        self.bias = nn.Parameter(torch.empty(gates * hidden))
+        self.weight_ih = nn.Parameter(torch.empty(self.gates * hidden, inputs))
+        self.weight_hh = nn.Parameter(torch.empty(self.gates * hidden, hidden))
+        self.bias = nn.Parameter(torch.empty(self.gates * hidden))
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
 
@@ -55,8 +57,7 @@ class Recurrence(nn.Module):
 class LSTM(Recurrence):
     """Hochreiter and Schmidhuber 1997; torch.nn.LSTM with ``bias_hh = 0``."""
 
-    def __init__(self, inputs: int, hidden: int) -> None:
-        super().__init__(inputs, hidden, 4)
+    gates = 4
 
     def step(self, now: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         i, f, g, o = (now + F.linear(state, self.weight_hh)).chunk(4, -1)
@@ -67,8 +68,7 @@ class LSTM(Recurrence):
 class GRU(Recurrence):
     """Cho et al. 2014; torch.nn.GRU with ``bias_hh = 0``."""
 
-    def __init__(self, inputs: int, hidden: int) -> None:
-        super().__init__(inputs, hidden, 3)
+    gates = 3
 
     def step(self, now: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         r, z, n = now.chunk(3, -1)
@@ -81,7 +81,7 @@ class GRU(Recurrence):
 class CharacterModel(nn.Module):
     """Next-character prediction: ids (b, T) int64 -> logits (b, T, vocabulary), one prediction per position."""
 
-    def __init__(self, cell: type[LSTM] | type[GRU], vocabulary: int, embedding: int, hidden: int, layers: int) -> None:
+    def __init__(self, cell: type[Recurrence], vocabulary: int, embedding: int, hidden: int, layers: int) -> None:
         super().__init__()
         whole("model.embedding", embedding, 1)
         whole("model.hidden", hidden, 1)
@@ -177,9 +177,6 @@ class WordCounts(Headed):
         counts = word.new_zeros(inputs.shape[0], self.vocabulary).scatter_add(1, inputs, word)
         return counts / word.sum(1, keepdim=True).clamp(min=1.0).sqrt()
 
-    def head(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self.classifier(features))
-
 
 LONGEST_PAIR = 2048
 """Ids of two sentences that :class:`WordOverlap` compares: a gigabyte for 64 pairs."""
@@ -207,9 +204,6 @@ class WordOverlap(Headed):
         alone = word & ~(same & word[:, None, :]).any(2)
         share = alone.sum(1, keepdim=True) / word.sum(1, keepdim=True).clamp(min=1)
         return (2 * share - 1).to(self.classifier.weight.dtype)
-
-    def head(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self.classifier(features))
 
 
 def bow(

@@ -20,6 +20,7 @@ from fedflat.report.wording import text
 
 FILE = Path(__file__).with_name("leaderboard.json")
 EPSILONS = (1, 2, 4, 8, 10)
+AT_EPSILON = [f"ε = {epsilon}" for epsilon in EPSILONS]
 PATCHES, NATURAL = "random process", "public natural data"
 FOLDER = "FOLDER"
 """What commands call the folder with public weights."""
@@ -221,7 +222,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     # On the page of the docs a row has no seeds, ε of the mechanism and audits.
     brief = [[*texts[:5], *texts[8:]] for texts in (HEADS, *map(cells, rows))]
     return text(
-        "leaderboard.md", about=found["about"], plainly=PLAINLY, at=at, heads=_heads(), best=summary(found),
+        "leaderboard.md", about=found["about"], plainly=PLAINLY, at=at, heads=AT_EPSILON, best=summary(found),
         methods=methods(found, at), note=PAIRED, paired=paired(found, at), rows=brief, commands=map(command, rows),
     ) + "\n"  # fmt: skip
 
@@ -230,7 +231,7 @@ def html(found: Mapping[str, Any], version: str) -> str:
     """Return the page: curves, then the tables."""
     caption, at = "Test accuracy in per cent, mean ± sd over seeds that tuning never saw.", MEASURED_AT
     tables = {
-        "best": ("The best at each ε", Table(caption, ["", *_heads(), "ceiling"], summary(found))),
+        "best": ("The best at each ε", Table(caption, ["", *AT_EPSILON, "ceiling"], summary(found))),
         "methods": (f"All methods at ε = {at}", Table(caption, *methods(found, at))),
         "paired": (f"What an idea adds, at ε = {at}", Table(PAIRED, *paired(found, at))),
         "rows": ("All rows", Table(caption, HEADS, [cells(row) for row in ordered(found["rows"])])),
@@ -238,10 +239,6 @@ def html(found: Mapping[str, Any], version: str) -> str:
     curves = Section("curves", "Accuracy against ε", "cards", cards(figures(found)))
     sections = [curves, *(Section(key, heading, "table", shown) for key, (heading, shown) in tables.items())]
     return page("Leaderboard", " ".join(found["about"][:1]), sections, version)
-
-
-def _heads() -> list[str]:
-    return [f"ε = {epsilon}" for epsilon in EPSILONS]
 
 
 def figures(found: Mapping[str, Any]) -> list[Figure]:

@@ -140,8 +140,12 @@ def find_figure(paper: str, name: str) -> PaperFigure:
     digits = re.fullmatch(r"fig(?:ure)?[\s._-]*(\d+)[a-z]?", name.strip().lower())
     number, asked = asked_for(paper, name, f"figure-{digits[1]}" if digits else name.strip().lower(), figure_names())
     entry = _entries()[f"{number} {asked}"]
-    panels = tuple(_panel(number, each) for each in entry["panels"])
-    return PaperFigure(number, asked, entry["about"], tuple(entry.get("notes", ())), panels)
+    panels = []
+    for each in entry["panels"]:
+        table = load(f"{number}-{each['of'][0]}")
+        given = {key: each[key] for key in ("title", "draw", "x", "shows", "pairs", "clients") if key in each}
+        panels.append(Panel(table=table, lines=tuple(_lines(table, each)), **given))
+    return PaperFigure(number, asked, entry["about"], tuple(entry.get("notes", ())), tuple(panels))
 
 
 @lru_cache(maxsize=1)
@@ -150,12 +154,6 @@ def _entries() -> dict[str, dict[str, Any]]:
 
     found: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return found
-
-
-def _panel(paper: str, entry: Mapping[str, Any]) -> Panel:
-    table = load(f"{paper}-{entry['of'][0]}")
-    own = {key: entry[key] for key in ("title", "draw", "x", "shows", "pairs", "clients") if key in entry}
-    return Panel(table=table, lines=tuple(_lines(table, entry)), **own)
 
 
 def _lines(table: Table, entry: Mapping[str, Any]) -> Iterable[Line]:

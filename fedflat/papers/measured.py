@@ -171,7 +171,8 @@ def _nothing(of: str, asked: str, have: Iterable[str]) -> InputError:
     """Return what was measured instead of what was asked for: other columns, or other tables and figures."""
     if columns := "; ".join(have):
         return wrong("--measured", f"no results of {of}, {asked}", columns)
-    return wrong("--measured", f"no results of {of}", _known())
+    others = ", ".join(sorted(path.stem.replace("-", " ", 1) for path in FOLDER.glob("*.json")))
+    return wrong("--measured", f"no results of {of}", others or "none yet: run it without --measured")
 
 
 def drawings(figure: PaperFigure) -> list[tuple[Source, Drawn]]:
@@ -194,11 +195,6 @@ def drawings(figure: PaperFigure) -> list[tuple[Source, Drawn]]:
 
 def _source(record: Record) -> Source:
     return Source(**{key: record[key] for key in Source.__dataclass_fields__})
-
-
-def _known() -> str:
-    names = sorted(path.stem.replace("-", " ", 1) for path in FOLDER.glob("*.json"))
-    return ", ".join(names) or "none yet: run it without --measured"
 
 
 def _read(path: Path) -> list[Record]:

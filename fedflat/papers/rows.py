@@ -1,7 +1,7 @@
 """Turn a table's cells into rows: planned only, or trained through the same experiment as ``fedflat compare``."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
 from pathlib import Path
@@ -22,8 +22,6 @@ from fedflat.report.metrics import Run, fate
 from fedflat.report.progress import RunEvent
 from fedflat.simulation.experiment import compare
 from fedflat.simulation.settings import expand
-
-Account = tuple[float, float, float | None]
 
 
 def dry(table: Table, scale: str = "full", protocol: str = "sound", overrides: Sequence[str] = ()) -> Outcome:
@@ -94,7 +92,7 @@ def claimed_epsilon(table: Table, cell: Cell) -> float | None:
     return formula(Poisson(clients, cohort.size), privacy.noise_multiplier or 0.0, delta, cell.recipe.rounds)
 
 
-def _proven(recipe: Recipe, shape: tuple[int, ...], classes: int) -> Account:
+def _proven(recipe: Recipe, shape: tuple[int, ...], classes: int) -> tuple[float, float, float | None]:
     """Return what the recipe's plan proves: ε (inf where nothing finite is) at δ, and ε of the larger system it
     simulates. The many cells that share a plan share its account."""
     blank = recipe.model_copy(update={"name": "", "seed": 0, "evaluation": Recipe.model_fields["evaluation"].default})
@@ -109,7 +107,7 @@ def _proven(recipe: Recipe, shape: tuple[int, ...], classes: int) -> Account:
 
 # Hundreds of cells share a few dozen plans, and an account takes seconds.
 @lru_cache(maxsize=512)
-def _account(text: str, shape: tuple[int, ...], classes: int) -> Account:
+def _account(text: str, shape: tuple[int, ...], classes: int) -> tuple[float, float, float | None]:
     from fedflat.models import build
 
     recipe = Recipe.model_validate_json(text)
@@ -141,20 +139,19 @@ def train(
     absent = lacking([row.recipe for row in plan.rows if row.recipe is not None])
     count = seeds or SCALES[scale].seeds or table.seeds
     if tuned:
-        plan = _tuned(plan, set(absent), folder, count, processes, update)
+        plan = _tuned(plan, absent, folder, count, processes, update)
     chosen = [row for row in plan.rows if row.recipe is not None and row.recipe.data.dataset not in absent]
     recipes = {row.cell.run: row.recipe for row in chosen if row.recipe is not None}
     found, missing = trained(list(recipes.values()), count, folder, processes, update)
     runs = dict(zip(recipes, found))
-    missing = [*absent.values(), *missing]
     rows = tuple(_measured(row, runs, table.first) for row in plan.rows)
     spent = sum(metrics.summary(run)["seconds"] for found in runs.values() for run in found.values())
     spent += sum(one.seconds for one in plan.chosen.values())
-    return replace(plan, rows=rows, missing=tuple(missing), folder=folder, seconds=spent)
+    return replace(plan, rows=rows, missing=(*absent.values(), *missing), folder=folder, seconds=spent)
 
 
 def _tuned(
-    plan: Outcome, absent: set[str], folder: Path, seeds: int, processes: int | None,
+    plan: Outcome, absent: Container[str], folder: Path, seeds: int, processes: int | None,
     update: Callable[[RunEvent], None] | None,
 ) -> Outcome:  # fmt: skip
     """Return the plan with each method at the strength that trials chose; personal ones stay as they are printed."""

@@ -250,6 +250,4 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower().replace("ε", "eps")).strip("-")
 
 
-@lru_cache(maxsize=32)
-def _packaged(name: str) -> Recipe:
-    return Recipe.load(name)
+_packaged = lru_cache(maxsize=32)(Recipe.load)

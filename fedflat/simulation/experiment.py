@@ -415,6 +415,3 @@ def _epsilon_note(group: Group) -> list[str]:
     ordered = sorted(found, key=lambda value: math.inf if value is None else value)
     low, high = ordered[0], ordered[-1]
     return [f"{group.label}: ε differs between seeds, {metrics.epsilon_text(low)} to {metrics.epsilon_text(high)}."]
-
-
-__all__ = ["Comparison", "compare"]

@@ -113,9 +113,8 @@ def _full(plan: Plan, coordinates: int) -> Changed | None:
         return None
     everybody = float(sampler.clients)
     whole = replace(sampler, size=everybody) if isinstance(sampler, Fixed) else Poisson(sampler.clients, everybody)
-    return Changed(
-        _with(plan, whole), coordinates, f"{1 / sampler.q:.3g} times the training and the traffic of a round"
-    )
+    cost = f"{1 / sampler.q:.3g} times the training and the traffic of a round"
+    return Changed(_with(plan, whole), coordinates, cost)
 
 
 def _larger_cohort(plan: Plan, coordinates: int) -> Changed | None:
@@ -123,6 +122,14 @@ def _larger_cohort(plan: Plan, coordinates: int) -> Changed | None:
     if plan.sampler.q >= 0.5:
         return None
     return Changed(_with(plan, _times(plan.sampler, cohort=2)), coordinates, "twice the training of a round")
+
+
+def _twice_all(plan: Plan, coordinates: int) -> Changed:
+    return Changed(_with(plan, _times(plan.sampler, 2, 2)), coordinates, "δ stays; 0.1/M would be half of it")
+
+
+def _fewer_parameters(plan: Plan, coordinates: int) -> Changed:
+    return Changed(plan, max(1, coordinates // 10), "for example a linear head on a public representation")
 
 
 def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
@@ -150,14 +157,8 @@ Maker = Callable[[Plan, int], Changed | None]
 ALTERNATIVES: tuple[tuple[str, Maker], ...] = (
     ("full participation", _full),
     ("twice the cohort", _larger_cohort),
-    (
-        "twice the clients, twice the cohort",
-        lambda plan, n: Changed(_with(plan, _times(plan.sampler, 2, 2)), n, "δ stays; 0.1/M would be half of it"),
-    ),
-    (
-        "a tenth of the parameters",
-        lambda plan, n: Changed(plan, max(1, n // 10), "for example a linear head on a public representation"),
-    ),
+    ("twice the clients, twice the cohort", _twice_all),
+    ("a tenth of the parameters", _fewer_parameters),
     ("half the rounds", _fewer_rounds),
     ("correlated noise, clients in turns", _bands),
 )
@@ -429,7 +430,7 @@ def _noise_seconds(job: Job) -> float:
     empty = torch.zeros(0, dtype=torch.float64)
     state = parts.first_state(job.initial_weights[: parts.layout.dimension], job.threshold)
     aggregate = Aggregate(nothing, 1, 0.0, empty, empty, {})
-    broadcast = replace(broadcast_of(replace(parts, algorithm=replace(parts.algorithm, mask=None)), state, job.seed))
+    broadcast = broadcast_of(replace(parts, algorithm=replace(parts.algorithm, mask=None)), state, job.seed)
     began = time.perf_counter()
     parts.mechanism.noise(b"\0" * 32, 0, broadcast, aggregate, parts.clip.bound(job.threshold))
     return time.perf_counter() - began

@@ -147,11 +147,8 @@ class Result:
     def __repr__(self) -> str:
         rows = summary_rows(self)
         facts = dict(rows)
-        texts = [
-            self.recipe.algorithm.name,
-            f"{facts['rounds']} rounds",
-            f"{rows[2][0]} {rows[2][1].partition(';')[0]}",
-        ]
+        score, value = rows[2][:2]
+        texts = [self.recipe.algorithm.name, f"{facts['rounds']} rounds", f"{score} {value.partition(';')[0]}"]
         texts += [f"{n} {facts[n].partition(':')[0]}" for n in ("proven ε", "ε of the mechanism") if n in facts]
         texts.append(f"{len(self.warnings)} warning{'' if len(self.warnings) == 1 else 's'}")
         return f"<fedflat run: {', '.join(texts)}>"

@@ -159,14 +159,11 @@ def _asked(setting: Setting) -> dict[str, Any]:
     return dump
 
 
-def unused_folder(settings: Sequence[Setting], first: Path = Path("runs/compare")) -> Path:
-    """Return ``first``, or the next of ``first-2``, ``first-3`` … that holds no setting of another comparison."""
-    own = {setting.slug for setting in settings}
-    folder, number = first, 1
-    while {place.parent.name for place in folder.glob(f"*/{REQUESTED}")} - own:
-        number += 1
-        folder = first.with_name(f"{first.name}-{number}")
-    return folder
+def unused_folder(settings: Sequence[Setting]) -> Path:
+    """Return ``runs/compare``, or the next of ``runs/compare-2`` … that holds no setting of another comparison."""
+    slugs = {setting.slug for setting in settings}
+    folders = (Path(f"runs/compare-{number}" if number > 1 else "runs/compare") for number in itertools.count(1))
+    return next(folder for folder in folders if not {p.parent.name for p in folder.glob(f"*/{REQUESTED}")} - slugs)
 
 
 def check_folders(folder: Path, settings: Sequence[Setting]) -> None:
@@ -460,7 +457,6 @@ def costs_of(recipe: Recipe, varied: Sequence[str], count: int, clients: int) ->
 
 
 def _needed(plan: Plan, target: float) -> float | None:
-    try:
+    with contextlib.suppress(InputError):
         return calibrate(lambda sigma: plan.at(sigma).epsilon(), target, 2 * plan.event_multiplier)
-    except InputError:
-        return None
+    return None

@@ -90,7 +90,7 @@ class Selected:
 
     folder: Path
     asked: Asked
-    winner: Path | None
+    winner: Path | None = None
     settings: Settings = field(default_factory=dict)
     score: float | None = None
     left: int = 0
@@ -178,7 +178,7 @@ def tune(asked: Asked, folder: str | Path, processes: int | None = None, update:
     for trial in drawn["trials"]:
         if trial["name"] == drawn["winner"]:
             return Selected(place, asked, place / WINNER, trial["settings"], trial["score"])
-    return Selected(place, asked, None)
+    return Selected(place, asked)
 
 
 def _claim(place: Path, asked: Asked) -> None:
@@ -215,14 +215,9 @@ def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
         raise wrong(str(path), "no such file", "the draw of the selection that was charged", hint=hint)
     key = noise_key(fresh_key(), "private selection", public)  # that nobody knows how many there are is in the proof
     count = asked.trials.draw(stream(key, "number of trials"))
-    every = [
-        {
-            "name": digest(key, "name of a trial", i).hex()[:16],
-            "settings": space.draw(asked.axes, stream(key, "settings", i)),
-        }
-        for i in range(count)
-    ]
-    return _keep(place, {"of": public, "trials": every})
+    drawn = (space.draw(asked.axes, stream(key, "settings", i)) for i in range(count))
+    names = (digest(key, "name of a trial", i).hex()[:16] for i in range(count))
+    return _keep(place, {"of": public, "trials": [{"name": n, "settings": found} for n, found in zip(names, drawn)]})
 
 
 def _keep(place: Path, drawn: dict[str, Any]) -> dict[str, Any]:
@@ -259,7 +254,7 @@ def _work(
         (place / TRIALS).mkdir(mode=0o700, exist_ok=True)
         found = compare(recipes, (), 1, place / TRIALS, processes, update)
         if not found.complete:
-            return Selected(place, asked, None, left=found.left, failed=found.failed)
+            return Selected(place, asked, left=found.left, failed=found.failed)
     for trial, recipe in zip(drawn["trials"], recipes):
         trial["score"] = score(_folder(place, recipe), recipe, *public)
     best = max(drawn["trials"], key=lambda trial: (trial["score"], trial["name"]), default=None)
