@@ -11,6 +11,8 @@ import yaml
 from numpy.typing import NDArray
 from scipy.stats import beta, binom
 
+from fedflat.records.folder import plain
+
 Floats = NDArray[np.float64]
 Counts = NDArray[np.integer[Any]]
 
@@ -205,12 +207,4 @@ class AuditResult:
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values for JSON; an infinite number becomes None."""
         facts = asdict(self) | {"exceeds_proven": self.exceeds_proven, "exceeds_claimed": self.exceeds_claimed}
-        return {name: _plain(value) for name, value in facts.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {name: plain(value) for name, value in facts.items()}

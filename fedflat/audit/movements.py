@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.audit import worlds as room
-from fedflat.audit.bounds import AuditResult, assumptions
+from fedflat.audit.bounds import AuditResult, Floats, assumptions
+from fedflat.audit.noise import cosine
 from fedflat.audit.worlds import SLACK, Case, Engine, Maker, Movement, Scenario, Worlds, recorded_run, world_recipe
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
@@ -181,24 +183,20 @@ def shared_noise(stage: Scenario) -> tuple[str, ...]:
     Raises InputError where the recipe cannot run, RunError where it stops.
     """
 
-    def noise(*changes: str, data: str = "ordinary") -> Tensor:
+    def noise(*changes: str, data: str = "ordinary") -> Floats:
         return _mean(stage, changes, data, True) - _mean(stage, changes, data, False)
 
     first = noise()
-    if _cosine(first, noise()) < ALIKE:
+    if cosine(first, noise()) < ALIKE:
         return ("nothing at all (the same run twice has other noise)",)
     # Votes have no server rate.
     kept = [text for text in OTHER if stage.method.kind != "votes" or not text.startswith("server.lr")]
     found = {text.partition("=")[0]: noise(text) for text in kept} | {"data": noise(data="duplicated")}
-    return tuple(name for name, other in found.items() if _cosine(first, other) >= ALIKE)
+    return tuple(name for name, other in found.items() if cosine(first, other) >= ALIKE)
 
 
-def _mean(stage: Scenario, changes: tuple[str, ...], kind: str, noise: bool) -> Tensor:
+def _mean(stage: Scenario, changes: tuple[str, ...], kind: str, noise: bool) -> Floats:
     case, everybody = Case(kind, noise=noise), Maker(stage.template).everybody(kind, stage.clients)
     recipe = Recipe.of(world_recipe(stage.recipe, stage.clients, Engine("sequential"), 1, case), changes)
     found = recorded_run(recipe, stage.module, stage, algorithm=stage.algorithm, data=everybody).mean
-    return torch.zeros(1) if found is None else found
-
-
-def _cosine(a: Tensor, b: Tensor) -> float:
-    return float(torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0))
+    return np.zeros(1) if found is None else found.double().numpy()

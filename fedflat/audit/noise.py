@@ -117,7 +117,7 @@ def measure(recipe: Recipe, module: nn.Module, data: FederatedData) -> Measured:
     noise = np.stack([run[:, :width] for run in runs]) / scales[:, None]
     line = lines[0]
     return Measured(
-        noise, planned, _cosine(*starts) > ALIKE, line["std"],
+        noise, planned, cosine(*starts) > ALIKE, line["std"],
         line["noise_multiplier"] * line["sensitivity"] if line["trust"] == "central" else 0.0, outside,
     )  # fmt: skip
 
@@ -204,11 +204,11 @@ def _correlation_faults(found: Measured) -> list[str]:
     limit = _limit(noise[:, 0].size)
     for s in range(noise.shape[1]):
         for t in range(s):
-            seen = _cosine(noise[:, s], noise[:, t])
+            seen = cosine(noise[:, s], noise[:, t])
             if abs(seen - found.planned[s, t]) > limit:
                 said.append(f"rounds {t} and {s}: correlation {seen:.2f} where {found.planned[s, t]:.2f} is planned")
     one, other = noise[:-1], noise[1:]
-    if one.size and abs(_cosine(one, other)) > _limit(one.size):
+    if one.size and abs(cosine(one, other)) > _limit(one.size):
         said.append("runs under different keys share their noise")
     lag, worst = _largest_lag(noise)
     if abs(worst) > _limit(noise.size, lags=noise.shape[2]):
@@ -221,7 +221,8 @@ def _limit(count: int, lags: int = 1) -> float:
     return min(0.99, float(stats.norm.isf(FAILURE / 2 / lags)) / math.sqrt(count))
 
 
-def _cosine(a: Floats, b: Floats) -> float:
+def cosine(a: Floats, b: Floats) -> float:
+    """Return the cosine of two vectors, 0 where one is zero."""
     return float((a * b).sum() / math.sqrt(float(np.square(a).sum() * np.square(b).sum()) or 1.0))
 
 

@@ -204,20 +204,17 @@ def formula(sampler: Sampler, multiplier: float, delta: float, rounds: int, acco
     return compose_epsilon(event, rounds, delta, accountant)
 
 
-def number_of(paper: str) -> str:
-    """Return ``000`` for ``000``, for ``0`` and for ``Shi et al. 2023a`` in any case and spacing; else what was given.
+def reproduced_paper(paper: str, have: Iterable[str]) -> str:
+    """Return the number of a paper that is among ``have``; else raise InputError, with how those are cited.
 
-    >>> number_of("shi et al. 2023b"), number_of("4")
+    paper: its number, or how it is cited, in any case and spacing.
+
+    >>> reproduced_paper("shi et al. 2023b", ["003", "004"]), reproduced_paper("4", ["003", "004"])
     ('003', '004')
     """
-    plain = "".join(paper.lower().split())
+    plain, names = "".join(paper.lower().split()), {one: CITED.get(one, one) for one in have}
     cited = {"".join(name.lower().split()): number for number, name in CITED.items()}
-    return cited.get(plain, plain.zfill(3) if plain.isdigit() else paper)
-
-
-def reproduced_paper(paper: str, have: Iterable[str]) -> str:
-    """Return the ``number_of`` a paper that is among ``have``; else InputError, with how those are cited."""
-    number, names = number_of(paper), {one: CITED.get(one, one) for one in have}
+    number = cited.get(plain, plain.zfill(3) if plain.isdigit() else paper)
     if number not in names:
         allowed = ", ".join(f"{one} ({name})" for one, name in names.items())
         raise wrong("reproduce PAPER", paper, allowed, hint=nearest(paper, names.values()))

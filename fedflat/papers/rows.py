@@ -12,7 +12,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.cohorts import Poisson
 from fedflat.core.params import layout_of
-from fedflat.methods.published import CITED, PAPERS, Published, formula, with_tensors
+from fedflat.methods.published import CITED, PAPERS, formula, with_tensors
 from fedflat.papers.outcome import Outcome, Row
 from fedflat.papers.scales import SCALES, at, choose, differences, scaled
 from fedflat.papers.tables import COUNTED, RELATIVE, Cell, Table, find
@@ -119,7 +119,7 @@ def _account(text: str, shape: tuple[int, ...], classes: int) -> tuple[float, fl
         module = build(recipe.model.name, shape, classes, 0, **recipe.model.options)
         layout = layout_of(module, method.head)
     plan = plan_of(recipe, method, clients, None if layout is None else layout.dimension)
-    if isinstance(plan.mechanism, Published) and layout is not None:
+    if layout is not None:
         plan = with_tensors(plan, layout.shared)
     return plan.epsilon() if plan.private else math.inf, plan.delta, plan.simulated_epsilon()
 
