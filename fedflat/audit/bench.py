@@ -200,30 +200,6 @@ def examples_of(
     return pairs, (torch.zeros(2, ENTRIES), torch.tensor([0, 1]))
 
 
-def world_of(bench: Bench, others: Client, canary: Client | None, key: bytes) -> World:
-    """Return the broadcast, local training, clip and sum of a round; ``canary`` None: world 0, the client removed.
-
-    The cohort comes from the real sampler: at q = 1 everybody. The last client is the canary. Where clients bring the
-    noise (trust distributed, local), a removed client's slot still sends its share of it, and a zero update.
-    """
-    parts = bench.parts
-    if canary is None and parts.plan.trust != "central":
-        # A removed client still sends its share of the noise; NaN counts as a message of zeros.
-        canary = Client(torch.full_like(bench.state.shared, math.nan))
-    cohort = select_cohort(parts, key, bench.state.round)
-    broadcast = broadcast_of(parts, bench.state, 0)
-    accumulator = accumulator_of(parts, broadcast, key)
-    for client in cohort.tolist():
-        chosen = canary if client == CLIENTS - 1 else others
-        if chosen is None:
-            continue
-        message = linear_message(
-            parts.algorithm, parts.layout, parts.local, broadcast, chosen.update[None], bench.personal
-        )
-        accumulator.add(message, [chosen.size])
-    return World(broadcast, accumulator.result(), accumulator.divisor)
-
-
 Slots = dict[str, Tensor]
 Stepped = tuple[Tensor, Slots]
 CHECKED = 150
@@ -239,8 +215,24 @@ class Neighbours:
     canary: Client
 
     def world(self, present: bool, key: bytes) -> World:
-        """Return what the server holds before noise."""
-        return world_of(self.bench, self.others, self.canary if present else None, key)
+        """Return what the server holds before noise: after broadcast, local training, clip and sum of a round.
+
+        The cohort comes from the real sampler: at q = 1 everybody. The last client is the canary. Where clients bring
+        the noise (trust distributed, local), a removed client's slot still sends its share of it, and a zero update.
+        """
+        parts, state = self.bench.parts, self.bench.state
+        # NaN counts as a message of zeros.
+        removed = None if parts.plan.trust == "central" else Client(torch.full_like(state.shared, math.nan))
+        canary = self.canary if present else removed
+        broadcast = broadcast_of(parts, state, 0)
+        accumulator = accumulator_of(parts, broadcast, key)
+        for client in select_cohort(parts, key, state.round).tolist():
+            if (chosen := canary if client == CLIENTS - 1 else self.others) is not None:
+                message = linear_message(
+                    parts.algorithm, parts.layout, parts.local, broadcast, chosen.update[None], self.bench.personal
+                )
+                accumulator.add(message, [chosen.size])
+        return World(broadcast, accumulator.result(), accumulator.divisor)
 
 
 def run_key(seed: int, purpose: str, number: int) -> bytes:

@@ -33,86 +33,42 @@ MANY = 1_000_000
 """Examples that a greedy client claims, where the others have one."""
 
 
-@dataclass(frozen=True)
-class Canary:
-    """A pair of neighbours. make: (bench, C) -> (every other client, the canary)."""
+def pairs_of(bench: Bench) -> dict[str, Neighbours]:
+    """Return the pairs of neighbours that a method is audited with, by what the canary does."""
+    clip = bench.state.clip if math.isfinite(bench.state.clip) else 1.0
+    silent, layout = Client(torch.zeros_like(bench.state.shared)), bench.parts.layout.tensors("shared")
 
-    name: str
-    make: Callable[[Bench, float], tuple[Client, Client]]
+    def even(purpose: str) -> Tensor:
+        """Return a random vector with the same norm in every tensor."""
+        vector = bench.random(purpose)
+        for where in layout:
+            vector[where] /= torch.linalg.vector_norm(vector[where])
+        return vector * clip * LOUD
 
-    def neighbours(self, bench: Bench) -> Neighbours:
-        """Return the pair at the bench's own C, 1 where it has none."""
-        clip = bench.state.clip
-        return Neighbours(bench, *self.make(bench, clip if math.isfinite(clip) else 1.0))
+    def along(vector: Tensor) -> Tensor:
+        return vector / torch.linalg.vector_norm(vector) * clip * LOUD
 
-
-def _silence(bench: Bench) -> Client:
-    return Client(torch.zeros_like(bench.state.shared))
-
-
-def _even(bench: Bench, purpose: str) -> Tensor:
-    """Return a random vector with the same norm, 1, in every tensor."""
-    vector = bench.random(purpose)
-    for where in bench.parts.layout.tensors("shared"):
-        vector[where] /= torch.linalg.vector_norm(vector[where])
-    return vector
-
-
-def _direction(bench: Bench, threshold: float) -> tuple[Client, Client]:
-    vector = bench.random("direction")
-    return _silence(bench), Client(vector / torch.linalg.vector_norm(vector) * threshold * LOUD)
-
-
-def _every_tensor(bench: Bench, threshold: float) -> tuple[Client, Client]:
-    return _silence(bench), Client(_even(bench, "every tensor") * threshold * LOUD)
-
-
-def _opposed(bench: Bench, threshold: float) -> tuple[Client, Client]:
-    vector = _even(bench, "opposed") * threshold * LOUD
-    return Client(vector), Client(-vector, MANY)
-
-
-def _apart(bench: Bench, threshold: float) -> tuple[Client, Client]:
-    """Return the others in the first half of every tensor, the canary in the second."""
-    first, second = _even(bench, "apart") * threshold * LOUD, _even(bench, "apart too") * threshold * LOUD
-    for where in bench.parts.layout.tensors("shared"):
+    opposed, first, second = even("opposed"), even("apart"), even("apart too")
+    for where in layout:
         middle = (where.start + where.stop + 1) // 2
         second[where.start : middle] = 0
         first[middle : where.stop] = 0
-    return Client(first), Client(second)
-
-
-def _silent(bench: Bench, threshold: float) -> tuple[Client, Client]:
-    return _silence(bench), _silence(bench)
-
-
-def _sparse(bench: Bench, threshold: float) -> tuple[Client, Client]:
-    """Return one entry of each tensor: a top-k or LUS mask keeps all of it."""
-    vector = torch.zeros_like(bench.state.shared)
-    vector[[where.start for where in bench.parts.layout.tensors("shared")]] = threshold * LOUD
-    return _silence(bench), Client(vector)
-
-
-def _against_direction(bench: Bench, threshold: float) -> tuple[Client, Client]:
-    """Return neighbours through PGN's re-added direction: the canary pulls against the broadcast, the others
-    along it.
-    """
-    vector = bench.state.slots.get("direction", bench.random("direction"))
-    vector = vector / torch.linalg.vector_norm(vector) * threshold * LOUD
-    return Client(vector), Client(-vector)
-
-
-CANARIES = (
-    Canary("random direction at C", _direction), Canary("every tensor at C", _every_tensor),
-    Canary("against the others, far more data", _opposed), Canary("where no other mask is", _apart),
-    Canary("silent client", _silent), Canary("one entry per tensor", _sparse),
-)  # fmt: skip
-AGAINST_DIRECTION = Canary("against the re-added direction", _against_direction)
-
-
-def canaries_for(bench: Bench) -> tuple[Canary, ...]:
-    """Return the canaries of a method: all, and one more against the direction that it broadcasts, if it does."""
-    return (*CANARIES, AGAINST_DIRECTION) if "direction" in bench.state.slots else CANARIES
+    # A top-k or LUS mask keeps all of a message with one entry in each tensor.
+    sparse = torch.zeros_like(bench.state.shared)
+    sparse[[where.start for where in layout]] = clip * LOUD
+    found = {
+        "random direction at C": (silent, Client(along(bench.random("direction")))),
+        "every tensor at C": (silent, Client(even("every tensor"))),
+        "against the others, far more data": (Client(opposed), Client(-opposed, MANY)),
+        "where no other mask is": (Client(first), Client(second)),
+        "silent client": (silent, silent),
+        "one entry per tensor": (silent, Client(sparse)),
+    }
+    if "direction" in bench.state.slots:
+        # PGN's clients add the broadcast direction back: the canary pulls against it, the others along it.
+        pull = along(bench.state.slots["direction"])
+        found["against the re-added direction"] = Client(pull), Client(-pull)
+    return {name: Neighbours(bench, *pair) for name, pair in found.items()}
 
 
 KEYS = 3
@@ -126,7 +82,7 @@ def contract_violations(bench: Bench, name: str = "", options: Mapping[str, Any]
 
     name, options, sections: as for ``bench_of``; with a name the whole released module is checked as well.
     """
-    found = [f"{c.name}: {fault}" for c in canaries_for(bench) for fault in _differences(c.neighbours(bench))]
+    found = [f"{name}: {fault}" for name, pair in pairs_of(bench).items() for fault in _differences(pair)]
     found += [f"{label}: {fault}" for label, fault in _hostile_messages(bench)]
     if name:
         found += outside_faults(lambda inputs: room.prepare_job(name, options, sections, inputs))
@@ -305,9 +261,9 @@ def audit_all(names: Iterable[str] | None = None, *, runs: int = RUNS) -> list[A
         return list(pool.map(lambda n: audit_method(n, runs=runs), list(names or ALGORITHMS)))
 
 
-def audit_bench(bench: Bench, runs: int, confidence: float, canaries: Iterable[Canary] | None = None) -> Finding:
-    """Return the best bound over canaries; the failure probability 1 − confidence is split evenly over them."""
-    pairs = {c.name: c.neighbours(bench) for c in (canaries_for(bench) if canaries is None else canaries)}
+def audit_bench(bench: Bench, runs: int, confidence: float, pairs: Mapping[str, Neighbours] | None = None) -> Finding:
+    """Return the best bound over pairs of neighbours (default: all), which share the failure probability evenly."""
+    pairs = pairs_of(bench) if pairs is None else pairs
     failure, (first, *_) = (1 - confidence) / len(pairs), pairs.values()
     looped = any(room.must_loop(pair, law=pair is first) for pair in pairs.values())
     if looped and room.on_a_grid(first.world(True, room.run_key(0, "grid", 0))):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedflat.audit.bench import DELTA, SIGMA, AuditModel, Bench, bench_of, prepare_job
+from fedflat.audit.bench import DELTA, SIGMA, AuditModel, Bench, Neighbours, bench_of, prepare_job
 from fedflat.audit.bounds import bound_of
-from fedflat.audit.mechanism import CANARIES, CONFIDENCE, audit_bench, contract_violations, outside_faults
+from fedflat.audit.mechanism import CONFIDENCE, audit_bench, contract_violations, outside_faults, pairs_of
 from fedflat.backends.in_process import Sequential
 from fedflat.core.params import flatten, layout_of
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
@@ -190,7 +190,7 @@ DEFECTS: dict[str, tuple[int, ...]] = {
     "realised denominator": (4, 2),
     "unclipped buffer": (),
 }
-"""Each defect and the canaries (of ``CANARIES``) that show it."""
+"""Each defect and the places of the pairs (of ``pairs_of``) that show it."""
 
 METHODS = {"published clip": "dp-fedsam"}
 """The method a defect is planted in; the others in dp-fedavg."""
@@ -206,6 +206,12 @@ class Caught:
     violations: tuple[str, ...]
 
 
+def pairs_at(bench: Bench, *places: int) -> dict[str, Neighbours]:
+    """Some of a method's pairs of neighbours."""
+    every = [*pairs_of(bench).items()]
+    return dict(every[place] for place in places)
+
+
 def caught(name: str, runs: int) -> Caught:
     """Run the mechanism audit on a planted defect; the lower bound should exceed the claimed ε."""
     bench = bench_of(METHODS.get(name, "dp-fedavg"))
@@ -213,7 +219,7 @@ def caught(name: str, runs: int) -> Caught:
         bound, faults = _buffer_bound(runs)
     else:
         bench = plant(name, bench)
-        best = audit_bench(bench, runs, CONFIDENCE, [CANARIES[i] for i in DEFECTS[name]])
+        best = audit_bench(bench, runs, CONFIDENCE, pairs_at(bench, *DEFECTS[name]))
         bound, faults = best.bound, contract_violations(bench)
     tensors = len(bench.parts.layout.tensors("shared"))
     counted = name in ("per-tensor clip", "published clip")

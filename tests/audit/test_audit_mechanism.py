@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from defects import DEFECTS, caught, plant
+from defects import DEFECTS, caught, pairs_at, plant
 
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly import jobs
@@ -21,9 +21,8 @@ from fedflat.audit.bench import (
     run_key,
     side_by_side,
     single,
-    world_of,
 )
-from fedflat.audit.mechanism import CANARIES, audit_bench, audit_votes, canaries_for, contract_violations, epsilons
+from fedflat.audit.mechanism import audit_bench, audit_votes, contract_violations, epsilons, pairs_of
 from fedflat.audit.worlds import Case, Engine, world_recipe
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
@@ -47,8 +46,7 @@ def fewer_checks(monkeypatch):
 
 
 def neighbours_of(name: str, canary: int = 1) -> Neighbours:
-    bench = bench_of(name)
-    return Neighbours(bench, *CANARIES[canary].make(bench, 1.0))
+    return [*pairs_of(bench_of(name)).values()][canary]
 
 
 @pytest.mark.usefixtures("fewer_checks")
@@ -145,7 +143,7 @@ def test_transforms_are_really_run(monkeypatch):
     """A mask that multiplies what it keeps after the clip would be seen; before the clip it is clipped away."""
     loud = dataclasses.replace(ALGORITHMS["dp-fedsam-topk"](), transforms=(lambda update, view: update * 1e6,))
     bench = bench_of("dp-fedsam-topk").changed(algorithm=loud)
-    world = world_of(bench, *CANARIES[1].make(bench, 1.0), run_key(0, "test", 0))
+    world = [*pairs_of(bench).values()][1].world(True, run_key(0, "test", 0))
     assert float(world.aggregate.norms.max()) > 1e6
     assert float(torch.linalg.vector_norm(world.aggregate.total)) <= 1 + 1e-9
 
@@ -209,7 +207,7 @@ def test_published_procedures_exceed_what_they_claim(paper):
     name, canary = PUBLISHED[paper]
     bench = bench_of(name, sections={"privacy": {"protocol": "published", "published": paper}})
     claimed, proven = epsilons(bench.parts.plan)
-    found = audit_bench(bench, 200, 0.999, [CANARIES[canary]])
+    found = audit_bench(bench, 200, 0.999, pairs_at(bench, canary))
     assert claimed < found.bound <= proven
 
 
@@ -217,7 +215,7 @@ def test_distributed_discrete_gaussian_is_audited_run_by_run():
     bench = bench_of("ddgauss")
     claimed, proven = epsilons(bench.parts.plan)
     assert 1.0 < claimed == proven < 3.0
-    found = audit_bench(bench, 100, 0.999, [CANARIES[1]])
+    found = audit_bench(bench, 100, 0.999, pairs_at(bench, 1))
     assert "of its own" in found.way
     assert found.bound <= proven
     assert contract_violations(bench, "ddgauss") == ()
@@ -245,11 +243,10 @@ def test_same_noise_in_both_worlds_and_difference_at_the_sensitivity():
 
 
 def test_memory_gives_one_more_canary():
-    assert len(canaries_for(bench_of("dp-fedpgn"))) == len(CANARIES) + 1
-    bench = bench_of("dp-fedpgn")
-    others, canary = canaries_for(bench)[-1].make(bench, 1.0)
-    assert torch.allclose(others.update, -canary.update)
-    assert float(others.update @ bench.state.slots["direction"]) > 0
+    *usual, one_more = pairs_of(bench_of("dp-fedpgn")).values()
+    assert len(usual) == len(pairs_of(bench_of("dp-fedavg")))
+    assert torch.allclose(one_more.others.update, -one_more.canary.update)
+    assert float(one_more.others.update @ one_more.bench.state.slots["direction"]) > 0
 
 
 def test_planted_benches_differ_from_the_real_one_in_one_part():
