@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -164,12 +164,9 @@ def _larger(plan: Plan, clients: int) -> Plan:
 def observe(job: Job) -> Observed:
     """Train a job made by ``with_canaries`` and score its directions."""
     outcome = train(job)
-    backend = job.backend
-    if not isinstance(backend, CanaryBackend):
-        raise wrong("audit", backend.name, "a job with canary clients")
+    backend = cast(CanaryBackend, job.backend)
     backend.look(outcome.state.shared)
-    start = backend.start if backend.start is not None else outcome.state.shared
-    final = backend.directions.cosines(outcome.state.shared - start)
+    final = backend.directions.cosines(outcome.state.shared - cast(Tensor, backend.start))
     return Observed(final, backend.largest, backend.total, outcome.state.round, backend.drawn)
 
 

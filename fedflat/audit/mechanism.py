@@ -46,7 +46,7 @@ def pairs_of(bench: Bench) -> dict[str, Neighbours]:
         return vector * clip * LOUD
 
     def along(vector: Tensor) -> Tensor:
-        return vector / torch.linalg.vector_norm(vector) * clip * LOUD
+        return vector.div(torch.linalg.vector_norm(vector)) * clip * LOUD
 
     opposed, first, second = even("opposed"), even("apart"), even("apart too")
     for where in layout:

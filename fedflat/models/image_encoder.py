@@ -15,21 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.models import representation
 from fedflat.models.networks import BODIES, INTERPOLATIONS, Loaded, NetworkMaps, Prepare, loaded
 from fedflat.models.pretrained import NATURAL, trainable
-from fedflat.models.representation import (
-    KINDS,
-    BodyOptions,
-    ProjectionOptions,
-    PublicBody,
-    Representation,
-    body_of,
-    given_tensors,
-    head_of,
-    named,
-    options_of,
-    unit,
-)
 from fedflat.models.vision import image_shape
 
 NAME = "image-encoder"
@@ -78,7 +66,7 @@ class NetworkOptions:
         return () if listed == ("last",) else listed
 
 
-class NetworkBody(PublicBody):
+class NetworkBody(representation.PublicBody):
     """Images (b, c, h, w) -> features (b, k) of length 1, of a public network.
 
     A run keeps the projection and the network's digest, not the network: whoever loads it needs the same one.
@@ -107,7 +95,8 @@ class NetworkBody(PublicBody):
             self.projection.turn(classifier, options)
             return
         form = cast(NetworkMaps, self.maps).form
-        projection = ProjectionOptions(options.dimension or form[0] * form[1], options.whitening, options.images)
+        width = options.dimension or form[0] * form[1]
+        projection = representation.ProjectionOptions(width, options.whitening, options.images)
         self.make(self.text, self.shape, projection, options.seed)
 
     def kept(self) -> dict[str, Tensor]:
@@ -147,7 +136,7 @@ class Directions(nn.Module):
         """views: maps of an image, and of its mirror image where features are of both."""
         found = sum(views[1:], views[0])
         rows = (self.weight @ found if self.weight.numel() else found).flatten(1)
-        return unit(rows if self.weight.numel() else rows - rows.mean(1, keepdim=True))
+        return representation.unit(rows if self.weight.numel() else rows - rows.mean(1, keepdim=True))
 
     def turn(self, classifier: Tensor | None, options: NetworkOptions) -> None:
         """Take the directions that a classifier (classes, channels) tells apart best. Raises InputError."""
@@ -163,10 +152,10 @@ class Directions(nn.Module):
         self.weight = weighed[: options.dimension].float().contiguous()
 
 
-class SideBySide(PublicBody):
+class SideBySide(representation.PublicBody):
     """Several bodies: images (b, c, h, w) -> the features of each, one after the other, of length 1 together."""
 
-    def __init__(self, bodies: Sequence[PublicBody]) -> None:
+    def __init__(self, bodies: Sequence[representation.PublicBody]) -> None:
         nn.Module.__init__(self)
         self.bodies = nn.ModuleList(bodies)
         what = [str(getattr(body, "what", body.prior)) for body in bodies]
@@ -193,8 +182,8 @@ class SideBySide(PublicBody):
             parts = ((name.partition("."), value) for name, value in tensors.items())
             body.fill({name: value for (place, _, name), value in parts if place == str(at)})
 
-    def _each(self) -> list[PublicBody]:
-        return [body for body in self.bodies if isinstance(body, PublicBody)]
+    def _each(self) -> list[representation.PublicBody]:
+        return [body for body in self.bodies if isinstance(body, representation.PublicBody)]
 
 
 SHARED = ("size", "interpolation", "layers", "cells", "mirror", "projection", "dimension", "whitening")
@@ -234,23 +223,25 @@ def image_encoder(
     listed = [body] if bodies is None else bodies
     if (body is not None and bodies is not None) or not isinstance(listed, list | tuple) or listed in ([], [None]):
         raise wrong("model.body", bodies if body is None else body, f"one of {', '.join(BODIES)}; or bodies: a list")
-    tensors = given_tensors(path, sha256)
+    tensors = representation.given_tensors(path, sha256)
     made = SideBySide([_one(each, shared, shape, pixels, tensors is None) for each in listed])
     if tensors is not None:
         made.fill(tensors)
     # The pixels' constants are kept too: a client of a deployment has them from nowhere else.
     constants = {} if pixels is None else {"pixels": {key: list(values) for key, values in pixels.items()}}
-    module = Representation(made, head_of(head, made.width, classes), sha256, **constants)
+    module = representation.Representation(made, representation.head_of(head, made.width, classes), sha256, **constants)
     module.batch = TOGETHER
     return trainable(NAME, module, train, rank).train()  # adapters are new: the network's layers stay in their mode
 
 
-def _one(given: Any, shared: Mapping[str, Any], shape: tuple[int, int, int], pixels: Any, new: bool) -> PublicBody:
+def _one(
+    given: Any, shared: Mapping[str, Any], shape: representation.Shape, pixels: Any, new: bool
+) -> representation.PublicBody:
     """Return one body. new: with a projection, or with that of a file that is read later."""
-    options = named("model.body", given)
-    if options.get("kind", "patches") in KINDS:
-        return body_of(BodyOptions.of(options), shape)
-    chosen: NetworkOptions = options_of({**shared, **options}, NetworkOptions)[0]
+    options = representation.named("model.body", given)
+    if options.get("kind", "patches") in representation.KINDS:
+        return representation.body_of(representation.BodyOptions.of(options), shape)
+    chosen: NetworkOptions = representation.options_of({**shared, **options}, NetworkOptions)[0]
     found = loaded(chosen.kind, chosen.size)
     if chosen.sha256 not in (None, found.digest):
         raise wrong("model.body.sha256", f"{chosen.sha256} for {chosen.kind} with {found.digest}", "the body's digest")

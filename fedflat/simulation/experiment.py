@@ -18,6 +18,7 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
+from fedflat import report
 from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
 from fedflat.core import process as stopping
@@ -25,22 +26,10 @@ from fedflat.core.checks import InputError, RunError, one_line, whole
 from fedflat.core.process import leave_to_parent, listening_to_progress, write_errors_to
 from fedflat.data.clients import FederatedData
 from fedflat.records.folder import METRICS, RECIPE, STATEMENT, read_lines
-from fedflat.report import (
-    ASKED,
-    Group,
-    RunEvent,
-    State,
-    figures_of_groups,
-    metrics,
-    styles,
-    tables,
-    waiting_text,
-    write_figure,
-    write_report,
-)
+from fedflat.report import metrics, tables
 from fedflat.simulation.settings import Setting, Task, check_folders, claim, expand, tasks, unused_folder
 
-Update = Callable[[RunEvent], None]
+Update = Callable[[report.RunEvent], None]
 GONE = "its worker process is gone: {}; the same command goes on with it"
 FILES = {"md": "markdown", "csv": "csv", "json": "json", "tex": "latex"}
 
@@ -95,7 +84,7 @@ def _listen(name: str, turn: int) -> AbstractContextManager[None]:
         nonlocal spoke
         if time.monotonic() - spoke >= 0.5:
             spoke = time.monotonic()
-            _SHARED["queue"].put((name, turn, None, waiting_text(what, done, total)))
+            _SHARED["queue"].put((name, turn, None, report.waiting_text(what, done, total)))
 
     return listening_to_progress(hear)
 
@@ -128,7 +117,7 @@ def work_in_worker(task: Task) -> str:
                 task.recipe, out=task.folder, data=_SHARED["data"](task.recipe), on_round=tell, progress=False,
                 resume=(task.folder / RECIPE).is_file(), should_stop=_SHARED["stop"].is_set,
             )  # fmt: skip
-        write_report([task.folder], task.folder / "report.html")
+        report.write_report([task.folder], task.folder / "report.html")
     except (InputError, RunError) as error:
         raise RunError(str(error)) from None
     except Exception as error:
@@ -241,11 +230,11 @@ class _WorkerCrew:
         self.ended: dict[str, str] = {}
         self.failed: dict[str, str] = {}
         self.stopped: list[str] = []
-        self.seen: dict[str, RunEvent] = {}
+        self.seen: dict[str, report.RunEvent] = {}
         self.gone = ""
         for task in self.every:
             done, rounds = finished(task), task.recipe.rounds
-            tell(RunEvent(task.name, "skipped" if done else "waiting", rounds if done else 0, rounds))
+            tell(report.RunEvent(task.name, "skipped" if done else "waiting", rounds if done else 0, rounds))
             self.todo += [] if done else [task]
 
     def work(self, processes: int, threads: int) -> None:
@@ -334,10 +323,10 @@ class _WorkerCrew:
             name, turn, accuracy, note = queue.get()
             before = self.seen.get(name)
             if before is None and note:
-                self.tell(RunEvent(name, "waiting", turn, rounds[name], None, note))
+                self.tell(report.RunEvent(name, "waiting", turn, rounds[name], None, note))
             elif before is None or before.state == "running":
                 last = before.accuracy if before is not None and accuracy is None else accuracy
-                self.seen[name] = RunEvent(name, "running", turn, rounds[name], last, note)
+                self.seen[name] = report.RunEvent(name, "running", turn, rounds[name], last, note)
                 self.tell(self.seen[name])
 
     def _take(self, task: Task, future: Future[str]) -> list[Task]:
@@ -351,16 +340,16 @@ class _WorkerCrew:
         except RunError as error:
             self._end(task, "failed", str(error))
         else:
-            self._end(task, "stopped" if ASKED in why else "done", why)
+            self._end(task, "stopped" if report.ASKED in why else "done", why)
         return []
 
-    def _end(self, task: Task, state: State, why: str) -> None:
+    def _end(self, task: Task, state: report.State, why: str) -> None:
         """Note and tell that a run is over. why: it failed, or ended before its last round."""
         if state == "stopped":
             self.stopped.append(task.name)
         else:
             (self.failed if state == "failed" else self.ended)[task.name] = why
-        last = self.seen.get(task.name) or RunEvent(task.name, "waiting", 0, task.recipe.rounds)
+        last = self.seen.get(task.name) or report.RunEvent(task.name, "waiting", 0, task.recipe.rounds)
         turn = last.rounds if state == "done" else last.round
         self.seen[task.name] = replace(last, state=state, round=turn, note=why if state == "failed" else "")
         self.tell(self.seen[task.name])
@@ -380,7 +369,7 @@ def _collect(crew: _WorkerCrew) -> Comparison:
         mine = [task for task in crew.every if task.folder.parent.name == setting.slug]
         done = [task.folder for task in mine if task.name in crew.ended or finished(task)]
         if done:
-            groups.append(Group(setting.label, tuple(metrics.read_run(path) for path in done)))
+            groups.append(report.Group(setting.label, tuple(metrics.read_run(path) for path in done)))
             paths += done
             notes += _epsilon_note(groups[-1])
         if len(done) < len(mine):
@@ -389,25 +378,25 @@ def _collect(crew: _WorkerCrew) -> Comparison:
     notes += [f"Missing runs: {', '.join(missing)}."] if missing else []
     page = table = None
     if groups:
-        numbers = styles([group.runs[0].algorithm for group in groups])
+        numbers = report.styles([group.runs[0].algorithm for group in groups])
         groups = [replace(group, style=style) for group, style in zip(groups, numbers)]
         table = tables.comparison_table(groups)
         _write_tables(folder, groups, table)
-        page = write_report(paths, folder / "report.html")
+        page = report.write_report(paths, folder / "report.html")
     return Comparison(folder, page, table, tuple(notes), crew.failed, len(crew.stopped), len(crew.every))
 
 
-def _write_tables(folder: Path, groups: list[Group], table: tables.Comparison) -> None:
+def _write_tables(folder: Path, groups: list[report.Group], table: tables.Comparison) -> None:
     """Write the table in every form, every run in one file, and the first figure that there is."""
     files = {f"table.{ending}": tables.RENDERERS[kind](table) for ending, kind in FILES.items()}
     for name, text in (files | {"runs.csv": tables.runs_csv(groups)}).items():
         durable.replace(folder / name, text, mode=0o644)
-    figures = {figure.key: figure for figure in figures_of_groups(groups)}
+    figures = {figure.key: figure for figure in report.figures_of_groups(groups)}
     for key in [key for key in ("by-epsilon", "accuracy", "loss") if key in figures][:1]:
-        write_figure(figures[key], folder, ("pdf",))
+        report.write_figure(figures[key], folder, ("pdf",))
 
 
-def _epsilon_note(group: Group) -> list[str]:
+def _epsilon_note(group: report.Group) -> list[str]:
     """Return a sentence where the seeds of a setting do not share one ε (the table shows the largest)."""
     found = [metrics.proven_epsilon(run) for run in group.runs]
     if len(set(found)) <= 1:
