@@ -82,9 +82,6 @@ def audit_run(
 def write_audit(folder: Path, results: Sequence[AuditResult]) -> Path:
     """Write ``audit.json`` in a run folder, {"audits": […]} with the newest of each kind and method; return it."""
     path = folder / "audit.json"
-    durable.replace(
-        path,
-        json.dumps({"audits": [result.as_dict() for result in results]}, indent=2, ensure_ascii=False) + "\n",
-        mode=0o644,
-    )
+    text = json.dumps({"audits": [result.as_dict() for result in results]}, indent=2, ensure_ascii=False)
+    durable.replace(path, text + "\n", mode=0o644)
     return path

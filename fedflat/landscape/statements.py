@@ -42,11 +42,14 @@ def cost_of(method: Algorithm, dimension: int, steps: int, batches: int = 1) -> 
     as many passes. Pieces are tried on a vector of ones, so those that pass more often on some data count as on that.
     """
     phases = [(count_passes(phase, method), steps if phase.steps is None else phase.steps) for phase in method.phases]
-    full = batches * _transform_gradients(method)
+    gradient, update = _Counter(), torch.ones(_SMALL)
+    view = replace(_view(method), gradient=gradient, examples=lambda: torch.ones(1))
+    for transform in method.transforms:
+        update = transform(update, view)
     sent = len(broadcast_by((*method.server, method.optimizer)))
     return Cost(
         per_step=count_passes(method.shared_phase, method),
-        passes=sum(passes * count for passes, count in phases) + full,
+        passes=sum(passes * count for passes, count in phases) + batches * gradient.asked,
         up=FLOAT * dimension * method.vectors,
         down=FLOAT * dimension * (1 + sent) + (math.ceil(dimension / 8) if method.mask is not None else 0),
     )
@@ -58,15 +61,6 @@ def count_passes(phase: Phase, method: Algorithm) -> int:
         return 1
     gradient = _Counter()
     phase.rule(gradient, _view(method))(torch.ones(_SMALL))
-    return gradient.asked
-
-
-def _transform_gradients(method: Algorithm) -> int:
-    gradient = _Counter()
-    view = replace(_view(method), gradient=gradient, examples=lambda: torch.ones(1))
-    update = torch.ones(_SMALL)
-    for transform in method.transforms:
-        update = transform(update, view)
     return gradient.asked
 
 

@@ -249,13 +249,10 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
         for row in ordered(row for row in found["rows"] if task_of(row) is task):
             lines.setdefault(method_name(row), []).append(row)
         drawn = styles([str(own[0]["method"]["name"]) for own in lines.values()])
-        series = [
-            Series(
-                name, {"round": tuple(float(row["epsilon"]) for row in own)},
-                tuple(_mean(row) / 100 for row in own), style=style,
-            )
-            for (name, own), style in zip(lines.items(), drawn)
-        ]  # fmt: skip
+        series = []
+        for (name, own), style in zip(lines.items(), drawn):
+            x = {"round": tuple(float(row["epsilon"]) for row in own)}
+            series.append(Series(name, x, tuple(_mean(row) / 100 for row in own), style=style))
         ceiling = found["ceilings"].get(task.features)
         level = () if ceiling is None else (("ceiling, no privacy", ceiling / 100),)
         if series:
