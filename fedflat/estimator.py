@@ -14,7 +14,7 @@ shows what it cost.
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
@@ -166,7 +166,7 @@ class PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
 
     classes: Sequence[Any] | None = None
 
-    def fit(self, X: Any, y: Any, users: Any = None) -> "PrivateClassifier":
+    def fit(self, X: Any, y: Any, users: Any = None) -> Self:
         """Train on rows X ``(n, columns)``, or images where there is a body, y ``(n,)`` and users ``(n,)``."""
         inputs, labels = self._inputs(X, y, reset=True)
         check_classification_targets(labels)
@@ -208,7 +208,7 @@ class PrivateRegressor(RegressorMixin, _Private):  # type: ignore[misc]
     lr: float = 0.1
     target_range: Sequence[float] | None = None
 
-    def fit(self, X: Any, y: Any, users: Any = None) -> "PrivateRegressor":
+    def fit(self, X: Any, y: Any, users: Any = None) -> Self:
         """Train on rows X ``(n, columns)``, or images where there is a body, y ``(n,)`` and users ``(n,)``."""
         inputs, values = self._inputs(X, y, reset=True, y_numeric=True)
         low, high = self.target_range or (-1.0, 1.0)

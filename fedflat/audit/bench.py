@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +116,7 @@ class Bench:
     state: RoundState
     personal: Tensor
 
-    def changed(self, **parts: Any) -> "Bench":
+    def changed(self, **parts: Any) -> Self:
         """Return the same with other parts: how a defect is planted."""
         return replace(self, parts=replace(self.parts, **parts))
 

@@ -19,16 +19,13 @@ Counts = NDArray[np.integer[Any]]
 
 def lowest_rate(successes: Floats | Counts | int, trials: int, failure: float) -> Floats:
     """Return a lower Clopper–Pearson limit of the success probability; it is wrong with probability ≤ ``failure``."""
-    k = np.asarray(successes, dtype=np.float64)
-    limit: Floats = np.where(k > 0, beta.ppf(failure, np.maximum(k, 1), trials - k + 1), 0.0)
-    return limit
+    # Without a success the law has no lower limit, which scipy says with NaN.
+    return np.nan_to_num(beta.ppf(failure, successes, trials - successes + 1), nan=0.0)
 
 
 def highest_rate(successes: Floats | Counts | int, trials: int, failure: float) -> Floats:
     """Clopper–Pearson: an upper limit of the success probability that is wrong with probability ≤ ``failure``."""
-    k = np.asarray(successes, dtype=np.float64)
-    limit: Floats = np.where(k < trials, beta.ppf(1 - failure, k + 1, np.maximum(trials - k, 1)), 1.0)
-    return limit
+    return np.nan_to_num(beta.ppf(1 - failure, successes + 1, trials - successes), nan=1.0)
 
 
 def epsilon_from_rates(likely: Floats, unlikely: Floats, delta: float) -> Floats:

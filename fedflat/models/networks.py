@@ -5,8 +5,6 @@ A network comes from a folder of transformers, from timm, from a user's file, or
 digest is pinned here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import inspect
@@ -15,7 +13,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -298,7 +296,7 @@ class NetworkMaps(nn.Module):
         self.form = (sum(flat(answer).shape[1] for answer in answers), self.get_buffer("pool0").shape[1])
         self.eval()
 
-    def train(self, mode: bool = True) -> NetworkMaps:
+    def train(self, mode: bool = True) -> Self:
         return super().train(False)
 
     def forward(self, images: Tensor) -> Tensor:

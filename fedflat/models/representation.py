@@ -5,8 +5,6 @@ algebra differs in last bits from machine to machine, and principal directions b
 (cache, run folder, export), and has a digest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools
@@ -15,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -195,7 +193,7 @@ class BodyOptions:
     projection: ProjectionOptions
 
     @classmethod
-    def of(cls, given: str | Mapping[str, Any]) -> BodyOptions:
+    def of(cls, given: str | Mapping[str, Any]) -> Self:
         """``patches``, or ``{kind: patches, filters: 400, …}``. Raises InputError."""
         found = named("model.body", given)
         kind, seed = one_of("model.body.kind", found.pop("kind", "patches"), KINDS), found.pop("seed", 0)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -109,7 +109,7 @@ class PaperFigure:
     notes: tuple[str, ...]
     panels: tuple[Panel, ...]
 
-    def only(self, panels: Sequence[str]) -> "PaperFigure":
+    def only(self, panels: Sequence[str]) -> Self:
         """Return the panels that the texts name, as ``Table.only`` has it. Raises InputError for a text that names
         none.
         """

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fedflat.algorithms import ALGORITHMS
 from fedflat.config.reading import override
@@ -117,7 +117,7 @@ class Table:
         """Return the notes that hold under a protocol and are about what the table's cells show."""
         return [note.text for note in self.notes if note.holds(protocol, self.cells)]
 
-    def only(self, columns: Iterable[str] = (), methods: Iterable[str] = ()) -> "Table":
+    def only(self, columns: Iterable[str] = (), methods: Iterable[str] = ()) -> Self:
         """Return the cells of these columns and these methods (exact names).
 
         A text that is a column's whole name means that one; any other those that contain it, numbers being whole: with
