@@ -20,12 +20,14 @@ Counts = NDArray[np.integer[Any]]
 def lowest_rate(successes: Floats | Counts | int, trials: int, failure: float) -> Floats:
     """Return a lower Clopper–Pearson limit of the success probability; it is wrong with probability ≤ ``failure``."""
     # Without a success the law has no lower limit, which scipy says with NaN.
-    return np.nan_to_num(beta.ppf(failure, successes, trials - successes + 1), nan=0.0)
+    limit: Floats = np.nan_to_num(beta.ppf(failure, successes, trials - successes + 1), nan=0.0)
+    return limit
 
 
 def highest_rate(successes: Floats | Counts | int, trials: int, failure: float) -> Floats:
     """Clopper–Pearson: an upper limit of the success probability that is wrong with probability ≤ ``failure``."""
-    return np.nan_to_num(beta.ppf(1 - failure, successes + 1, trials - successes), nan=1.0)
+    limit: Floats = np.nan_to_num(beta.ppf(1 - failure, successes + 1, trials - successes), nan=1.0)
+    return limit
 
 
 def epsilon_from_rates(likely: Floats, unlikely: Floats, delta: float) -> Floats:

@@ -271,16 +271,14 @@ def choose(
     runs = {key: metrics.read_run(folder / TRIALS / one.slug / f"seed-{TUNING}") for key, one in zip(tried, settings)}
     accuracy = {key: _accuracy(run) for key, run in runs.items()}
     seconds = {key: metrics.summary(run)["seconds"] for key, run in runs.items()}
-
-    def best(place: int) -> Chosen | None:
-        known = {strength: accuracy[place, strength] for strength in STRENGTHS if (place, strength) in accuracy}
-        if not known:
-            return None
-        strength = max(known, key=lambda strength: known[strength])
-        spent = sum(spent for (of, _), spent in seconds.items() if of == place)
-        return Chosen(options_of(recipes[place], strength), strength, known, spent)
-
-    return [best(place) for place in range(len(recipes))]
+    return [
+        _best(
+            recipe,
+            {strength: accuracy[place, strength] for strength in STRENGTHS if (place, strength) in accuracy},
+            sum(spent for (of, _), spent in seconds.items() if of == place),
+        )
+        for place, recipe in enumerate(recipes)
+    ]
 
 
 def _trial(recipe: Recipe) -> Recipe:
@@ -299,3 +297,10 @@ def _accuracy(run: metrics.Run) -> float:
     if not last or last[0].get("test_accuracy") is None:
         raise RunError(f"--tuned: {run.path} ended before its last round and has no accuracy")
     return round(100 * float(last[0]["test_accuracy"]), 2)
+
+
+def _best(recipe: Recipe, tried: Mapping[float, float], seconds: float = 0.0) -> Chosen | None:
+    if not tried:
+        return None
+    best = max(tried, key=lambda strength: tried[strength])
+    return Chosen(options_of(recipe, best), best, dict(tried), seconds)
