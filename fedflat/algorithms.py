@@ -365,8 +365,9 @@ def ae_dpfl(
     """AE-DPFL: noisy votes of local models on public examples train a student (Zhu et al. 2020).
 
     queries: labels in all, spread over the rounds (default: one cohort draw a round). public: ``held-out`` (default:
-    training examples never given to a client), ``test``, or a data set's name, hub id or path. labels_per_draw: Q,
-    labels that one draw of a cohort votes on. student_epochs: passes of the student over what is labelled.
+    training examples never given to a client; published data sets only), ``test`` (default with data of one's own),
+    or a data set's name, hub id or path. labels_per_draw: Q, labels that one draw of a cohort votes on.
+    student_epochs: passes of the student over what is labelled.
 
     >>> ae_dpfl(labels_per_draw=5).options["labels_per_draw"]
     5

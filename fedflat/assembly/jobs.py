@@ -142,12 +142,7 @@ def _ingredients(
     data, given = data_of(recipe, clients, test) if data is None else data, clients is not None
     records.check(recipe)  # after a data set that is not there has been named
     data = suited(data, recipe.task)
-    queries = public = None
-    if method.kind == "votes":
-        data, queries = votes.split(recipe, method, data, given)
-    if method.kind == "update" and method.options.get("public"):
-        name = None if given else recipe.data.dataset
-        data, public = public_training(data, str(method.options["public"]), recipe.seed, name)
+    data, queries, public = _apart(recipe, method, data, given)
     data = with_public_classes(recipe, data, method.private, named=model is None and is_sized(recipe.model.name))
     module, random, classes = module_of(recipe, model, data, objective)
     data = replace(data, classes=classes)
@@ -163,6 +158,19 @@ def _ingredients(
     check_bias(method, module, layout, data.inputs.new_zeros(2, *data.inputs.shape[1:]))  # a server may hold no rows
     random = random or objective.own is not None
     return _Ingredients(method, data, queries, public, module, layout, precision, random, objective, own)
+
+
+def _apart(
+    recipe: Recipe, method: Algorithm, data: FederatedData, given: bool
+) -> tuple[FederatedData, torch.Tensor | None, FederatedData | None]:
+    """Return the federation without what the method takes for public, the queries of votes, and a mask's examples."""
+    own, source = given or not plans.is_public(recipe.data.dataset), method.options.get("public")
+    if method.kind == "votes":
+        return *votes.split(recipe, method, data, given, own=own), None
+    if method.kind != "update" or not source:
+        return data, None, None
+    data, public = public_training(data, str(source), recipe.seed, None if given else recipe.data.dataset, own=own)
+    return data, None, public
 
 
 def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:

@@ -126,12 +126,12 @@ def prior_of(recipe: Recipe, module: nn.Module | None) -> str:
     return found if str(found).partition(": ")[0] in PRIORS else "unknown"
 
 
-def held_out(method: Algorithm, dataset: str | None, loaded: str) -> bool:
+def held_out(method: Algorithm, dataset: str, loaded: str) -> bool:
     """Return whether the examples a method takes for public were clients' own (``data.public``): held out of their
     data.
     """
     source, given = method.options.get("public"), loaded == PAIRS
-    if source is None and method.kind == "votes" and not given:
+    if source is None and method.kind == "votes" and not given and is_public(dataset):
         source = HELD_OUT
     return source == HELD_OUT or (source is not None and source == dataset and not given)
 

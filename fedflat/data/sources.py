@@ -264,24 +264,25 @@ HELD_OUT, TEST = "held-out", "test"
 
 
 def public_examples(
-    data: FederatedData, source: str, count: int, seed: int, dataset: str | None = None
+    data: FederatedData, source: str, count: int, seed: int, dataset: str | None = None, *, own: bool = False
 ) -> tuple[FederatedData, Tensor]:
     """Return the federation without the public examples, and the inputs ``(count, …)`` of those, in a seeded random
     order.
 
     source: ``held-out`` takes examples of the training set away from the clients that hold them, before anything is
     trained; so does the name of the recipe's own data set (``dataset``). ``test`` takes them from the public test set,
-    which is evaluated without them. Any other name, hub id or path is a data set of its own.
+    which is evaluated without them. Any other name, hub id or path is a data set of its own. own: whether the clients'
+    examples are their own and of no published data set: one more of one client's would change which the others keep.
 
     Raises:
-        InputError: held-out examples of clients that were given in Python (``dataset`` None); fewer examples than
-            ``count``, or examples of another shape.
+        InputError: held-out examples of clients that were given in Python (``dataset`` None) or have data of their
+            own; fewer examples than ``count``, or examples of another shape.
     """
     if source in (dataset, HELD_OUT):
         rows = sum(map(len, data.parts))
-        if dataset is not None and count > rows // 2:
+        if dataset is not None and not own and count > rows // 2:
             raise wrong("algorithm.queries", count, f"at most {rows // 2}, half of the training examples")
-        data, taken = _held_out(data, count, seed, dataset, f"{TEST} or a data set")
+        data, taken = _held_out(data, count, seed, None if own else dataset, f"{TEST} or a data set")
         return data, data.inputs[torch.from_numpy(taken)]
     if source != TEST:
         other = _elsewhere(data, source, seed)
@@ -296,7 +297,7 @@ def public_examples(
 
 
 def public_training(
-    data: FederatedData, source: str, seed: int, dataset: str | None = None
+    data: FederatedData, source: str, seed: int, dataset: str | None = None, *, own: bool = False
 ) -> tuple[FederatedData, FederatedData]:
     """Return the federation without the public examples, and those, labelled, as one client (Fed-SMP's top_k).
 
@@ -306,7 +307,7 @@ def public_training(
     if source not in (dataset, HELD_OUT):
         return data, _elsewhere(data, source, seed)
     count = max(1, sum(map(len, data.parts)) // 20)
-    rest, taken = _held_out(data, count, seed, dataset, "a data set")
+    rest, taken = _held_out(data, count, seed, None if own else dataset, "a data set")
     taken = np.sort(taken)
     alone = dataclasses.replace(data, parts=(taken,), held_back=(taken[:0],), test_inputs=None, test_targets=None)
     return rest, alone

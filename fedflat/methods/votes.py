@@ -295,17 +295,20 @@ def min_cohort(recipe: Recipe, trust: str, clients: int, draws: int) -> int | No
     return default_min_cohort(sampler, draws, delta, cohort.colluders)
 
 
-def split(recipe: Recipe, method: Algorithm, data: FederatedData, given: bool) -> tuple[FederatedData, Tensor]:
+def split(
+    recipe: Recipe, method: Algorithm, data: FederatedData, given: bool, *, own: bool
+) -> tuple[FederatedData, Tensor]:
     """Return the federation without the queries, and the queries ``(N, …)``.
 
-    given: the clients were given in Python, so that their examples may not be made public; ``public`` then is ``test``
-    by default.
+    given: whether the clients were given in Python. own: whether their examples are their own, given or from files, so
+    that none may be made public; ``public`` then is ``test`` by default.
     """
     if data.targets.dim() > 1:
         raise wrong("data.dataset", data.name, "examples with one label each for ae-dpfl")
-    source = method.options["public"] or (TEST if given else HELD_OUT)
+    source = method.options["public"] or (TEST if own else HELD_OUT)
     queries = account_of(recipe, method).queries
-    return public_examples(data, str(source), queries, recipe.seed, None if given else recipe.data.dataset)
+    name = None if given else recipe.data.dataset
+    return public_examples(data, str(source), queries, recipe.seed, name, own=own)
 
 
 def with_votes(job: Job, queries: Tensor) -> Job:

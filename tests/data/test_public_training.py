@@ -1,12 +1,14 @@
 """Labelled public examples for a common top-k mask."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 import fedflat
 from fedflat.data.clients import from_pairs
-from fedflat.data.sources import public_training
+from fedflat.data.sources import public_examples, public_training
 
 
 def _federation() -> object:
@@ -27,6 +29,19 @@ def test_held_out_examples_leave_the_clients() -> None:
 def test_clients_given_in_python_are_never_made_public() -> None:
     with pytest.raises(fedflat.InputError, match="not public"):
         public_training(_federation(), "held-out", 0)
+
+
+@pytest.mark.parametrize("source", ["held-out", "mine.csv"])
+def test_clients_own_rows_are_never_made_public(source: str) -> None:
+    """One row more of one client's would change which rows all others keep; the twin that calls them published does."""
+    with pytest.raises(fedflat.InputError, match="not public"):
+        public_training(_federation(), source, 0, "mine.csv", own=True)
+    with pytest.raises(fedflat.InputError, match="not public"):
+        public_examples(_federation(), source, 5, 0, "mine.csv", own=True)
+    data = _federation()
+    less = dataclasses.replace(data, parts=(data.parts[0][:-1], *data.parts[1:]))
+    kept = [public_training(world, source, 0, "mine.csv")[0].parts for world in (data, less)]
+    assert any(list(a) != list(b) for a, b in zip(kept[0][1:], kept[1][1:]))
 
 
 def test_another_shape_is_refused() -> None:
