@@ -545,15 +545,19 @@ def test_a_reviewer_checks_an_attested_folder_alone(tmp_path: Path, reviewer: An
 
     assert status() == 0
     whole = {
-        name: (tmp_path / "out" / name).read_bytes() for name in ("privacy.json", "ledger.jsonl", "signature.json")
+        name: (tmp_path / "out" / name).read_bytes()
+        for name in ("privacy.json", "ledger.jsonl", "signature.json", "tips.jsonl")
     }
     restate(tmp_path / "out", epsilon=1.0, proven_epsilon=1.0)
     assert status() == 1
     (tmp_path / "out/privacy.json").write_bytes(whole["privacy.json"])
     for name, changed in (("ledger.jsonl", b"\n".join(whole["ledger.jsonl"].split(b"\n")[:2]) + b"\n"),
-                          ("signature.json", whole["signature.json"].replace(b'"sig": "', b'"sig": "AA'))):  # fmt: skip
+                          ("signature.json", whole["signature.json"].replace(b'"sig": "', b'"sig": "AA')),
+                          ("tips.jsonl", whole["tips.jsonl"].replace(b'"sig":"', b'"sig":"AA')),
+                          ("tips.jsonl", whole["tips.jsonl"].replace(b'"events":2', b'"events":1')),
+                          ("tips.jsonl", whole["tips.jsonl"].split(b"\n")[0] + b"\n")):  # fmt: skip
         (tmp_path / "out" / name).write_bytes(changed)
-        assert status() == 1
+        assert status() == 1, name
         (tmp_path / "out" / name).write_bytes(whole[name])
     assert status() == 0
 
@@ -564,7 +568,11 @@ def test_less_noise_in_an_unsigned_folder_is_noticed_and_nothing_else_is_said(tm
     less: tuple[tuple[str, ...], ...] = (("std",), ("std", "noise_multiplier"))
     whole = (tmp_path / "out/ledger.jsonl").read_bytes()
     rewrite(tmp_path / "out", lambda line: line)  # the twin: a chain that was redone is sound
+    (tmp_path / "out/tips.jsonl").unlink()  # whose tips are those of the lines before
     assert reviewer(tmp_path / "out/check.py").returncode == 0
+    rewrite(tmp_path / "out", lambda line: {**line, "sampling": "full"})
+    assert "q is not 1" in reviewer(tmp_path / "out/check.py").stderr
+    (tmp_path / "out/ledger.jsonl").write_bytes(whole)
     for odd in ({"separation": 1000}, {"trust": "local"}, {"run": None}):
         rewrite(tmp_path / "out", lambda line, odd=odd: {**line, **odd})  # type: ignore[misc]
         assert reviewer(tmp_path / "out/check.py").returncode == 1, odd
@@ -583,10 +591,25 @@ UNKNOWN: dict[str, dict[str, Any]] = {
         "cohort": {"size": 5, "sampling": "min-separation", "separation": 3},
         "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "noise": {"kind": "tree"}},
     },
+    "mechanism: published-000": {
+        "algorithm": "dp-fedsam", "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "protocol": "published"},
+    },
     "mechanism: ddgauss": {
         "algorithm": {"name": "ddgauss", "bits": 18}, "privacy": {"clip": 0.5, "noise_multiplier": 1.0}
     },
 }  # fmt: skip
+
+
+def test_a_schedule_that_was_ended_early_states_what_it_planned(tmp_path: Path, reviewer: Any) -> None:
+    turns = {"algorithm": "dp-fedavg", "cohort": {"size": 5, "sampling": "min-separation", "separation": 3}}
+    simulation.run(
+        {**RECIPE, **turns}, out=tmp_path / "run", should_stop=lambda: (tmp_path / "run/tips.jsonl").exists()
+    )
+    assert len(Records(tmp_path / "run").entries) < 3 and not wrong(tmp_path / "run")
+    attest(tmp_path / "run", tmp_path / "out")
+    assert reviewer(tmp_path / "out/check.py").returncode == 0
+    restate(tmp_path / "out", epsilon=1.0, proven_epsilon=1.0)
+    assert reviewer(tmp_path / "out/check.py").returncode == 1  # the twin: less than the lines give
 
 
 @pytest.mark.parametrize("law", UNKNOWN)
