@@ -61,6 +61,10 @@ def suited(data: FederatedData, task: str) -> FederatedData:
 
     Raises InputError, naming client and row, for targets of another kind.
     """
+    names = () if data.preparation is None else data.preparation.names
+    if task == "regression" and names:
+        found = f"regression of the classes {', '.join(map(str, names[:8]))}"
+        raise wrong("task", found, "classification, or a target of numbers")
     _check_targets(data, task, data.targets, lambda row: _whose(data, row))
     if data.test_targets is not None:
         _check_targets(data, task, data.test_targets, lambda row: f"test, row {row}")

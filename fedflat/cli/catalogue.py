@@ -210,9 +210,14 @@ def runs(folder: Path = Path("runs"), *, as_json: cli.Json = False) -> None:
     from fedflat.report.live import age_text, listed
     from fedflat.report.wording import percent
 
-    found = listed(folder)
+    found, damaged = listed(folder)
+    for fault in damaged:
+        print(f"Not listed: {fault}", file=sys.stderr)
     if as_json:
         print(json.dumps(found, ensure_ascii=False))
+        return
+    if not found and not damaged:
+        print(f"{folder}: no runs in it")
         return
     rows = [("run", "method", "data", "accuracy %", "ε", "rounds", "state", "age")]
     for each in found:
@@ -297,21 +302,25 @@ def _spread(each: dict[str, Any] | None) -> str:
 
 def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
     """Return what a column holds and what it would become as an input."""
+    from fedflat.data import decoding
     from fedflat.data.encoding import DATES, DECIMAL_COMMA, number_hint
     from fedflat.data.tables import is_image_feature, is_text_feature
 
     if is_text_feature(feature):
         values = values.replace("", None)  # an empty cell is no category
-    missing = int(values.isna().sum())
+    missing, found = int(values.isna().sum()), dict[str, Any]()
     if is_image_feature(feature):
-        return {"type": "image", "values": len(values), "missing": missing, "becomes": "an image"}
+        found = {"type": "image", "values": len(values), "missing": missing, "becomes": "an image"}
+        sizes = ", ".join(f"{size} ({count})" for size, count in decoding.sizes(values.dropna()).most_common(5))
+        way = "save all at one size, for example by PIL.ImageOps.fit"
+        return found | ({"fault": f"images of {sizes}; {way}"} if "," in sizes or "Pillow" in sizes else {})
     present = values.dropna()
     try:
         distinct = sorted(present.unique().tolist(), key=str)
     except TypeError:
         # The values are lists, which cannot be compared.
         return {"type": "list", "values": len(present), "missing": missing, "becomes": "its numbers"}
-    found: dict[str, Any] = {"type": str(values.dtype), "values": len(distinct), "missing": missing}
+    found = {"type": str(values.dtype), "values": len(distinct), "missing": missing}
     hints = {number_hint(value, "") for value in distinct[:100]}
     if len(hints) == 1 and hints <= {DATES, DECIMAL_COMMA}:
         return {**found, "becomes": "nothing as it is", "fault": hints.pop()}

@@ -171,6 +171,7 @@ def predict(
     import pandas as pd
 
     from fedflat.core.imports import imported
+    from fedflat.data.encoding import check_columns
     from fedflat.data.locate import Written, locate
     from fedflat.simulation.result import load
 
@@ -180,10 +181,11 @@ def predict(
         state = "which already exists" if out.exists() else "in a folder that does not exist"
         raise wrong("--out", f"{out}, {state}", "a new file in a folder that is there")
     result = load(run, model=None if model is None else imported("--model", model)())
-    split = next(iter(locate(str(file), Written(separator, encoding), "FILE")[2].values()))
+    split = next(iter(locate(str(file), Written(separator, encoding), "FILE", owned=False)[2].values()))
     names = list(split.features)
     if result.preparation is not None:
-        names = [name for name in result.preparation.reads if name in names]
+        check_columns("FILE", result.preparation.reads, names)
+        names = list(result.preparation.reads)
     rows = split.read(names).to_pandas()
     answers = _answers(result, rows)
     if proba:
@@ -209,8 +211,7 @@ def _answers(result: Result, rows: pd.DataFrame) -> dict[str, list[object]]:
         found = {name: predicted[:, place].tolist() for place, name in enumerate(targets)}
     else:
         found = {"prediction": predicted.tolist()}
-    pictures = rows.iloc[:, 0].tolist() if preparation is not None and preparation.kind == "image" else []
-    names = [value.get("path") if isinstance(value, dict) else None for value in pictures]
+    names = [value.get("path") if isinstance(value, dict) else None for value in rows.iloc[:, 0]]
     return {"file": names, **found} if any(names) else found
 
 

@@ -6,6 +6,7 @@ import hashlib
 import io
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,17 +146,36 @@ def decode(cells: Sequence[Any], place: Callable[[int], str]) -> torch.Tensor:
                 mode = "L" if image.mode in ("L", "1") else "RGB"
             pixels = np.asarray(image if image.mode == mode else image.convert(mode))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise wrong(place(row), _fault(error), "an image, encoded or of Pillow") from None
+            raise wrong(f"{place(row)}{_file(cell)}", _fault(error), "an image, encoded or of Pillow") from None
         if out is None:
             out = np.empty((len(cells), *pixels.shape), dtype=np.uint8)
         if pixels.shape != out.shape[1:]:
             size, first = (" × ".join(map(str, shape[:2])) for shape in (pixels.shape, out.shape[1:]))
-            raise wrong(place(row), f"an image of {size} pixels", f"one size for all images, {first} as in {place(0)}")
+            allowed = f"one size for all images, {first} as in {place(0)}"
+            raise wrong(f"{place(row)}{_file(cell)}", f"an image of {size} pixels", allowed)
         out[row] = pixels
     if out is None:
         return torch.empty((0, 1, 1, 1), dtype=torch.uint8)
     stacked = torch.from_numpy(out)
     return (stacked.unsqueeze(1) if stacked.ndim == 3 else stacked.permute(0, 3, 1, 2)).contiguous()
+
+
+def sizes(cells: Iterable[Any]) -> Counter[str]:
+    """Return how many images there are of each size, height × width, and how many that Pillow cannot read."""
+    from PIL import Image
+
+    found: Counter[str] = Counter()
+    for cell in cells:
+        try:
+            image = cell if isinstance(cell, Image.Image) else Image.open(io.BytesIO(_content(cell)))
+            found[f"{image.height} × {image.width}"] += 1
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            found["no image that Pillow reads"] += 1
+    return found
+
+
+def _file(cell: Any) -> str:
+    return f", {cell['path']}" if isinstance(cell, dict) and cell.get("path") else ""
 
 
 def _content(cell: Any) -> bytes:

@@ -62,9 +62,10 @@ def ending_of(path: Path) -> str:
 
 
 def locate(
-    dataset: str, written: Written = Written(), key: str = "data.dataset"
+    dataset: str, written: Written = Written(), key: str = "data.dataset", *, owned: bool = True
 ) -> tuple[str, Source | None, dict[str, Split]]:
     """``(name, what the table knows of it, splits)`` of ``data.dataset``. key: the setting that messages name.
+    owned: whether images must lie in folders of users; rows to predict have none.
 
     A folder named like a data set of the table is taken to be that data set. Raises InputError for an unknown
     name or a path without data, RunError when only the hub could have it and the hub cannot be reached.
@@ -72,7 +73,7 @@ def locate(
     path = Path(dataset).expanduser()
     if is_path(dataset):
         name = path.name[: -len(ending_of(path))] if ending_of(path) else path.resolve().name
-        return name, DATASETS.get(name), _files_of(path, dataset, written, key)
+        return name, DATASETS.get(name), _files_of(path, dataset, written, key, owned)
     name, source = _known(dataset, key)
     folder = Path(os.environ["FEDFLAT_DATA"]).expanduser() / name if os.environ.get("FEDFLAT_DATA") else None
     if folder is not None and folder.is_dir():
@@ -102,9 +103,10 @@ def _known(dataset: str, key: str) -> tuple[str, Source | None]:
     raise wrong(key, dataset, allowed, hint=nearest(dataset, DATASETS))
 
 
-def _files_of(path: Path, shown: str, written: Written, key: str) -> dict[str, Split]:
+def _files_of(path: Path, shown: str, written: Written, key: str, owned: bool = True) -> dict[str, Split]:
     if path.is_file():
-        return {"train": _open((path,), written, key)}
+        pictured = path.suffix.lower() in PICTURES
+        return {"train": _pictures(path.parent, (path,), key, owned) if pictured else _open((path,), written, key)}
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved(path, key)
     found = {split: _files(path, split) for split in SPLITS}
@@ -112,7 +114,7 @@ def _files_of(path: Path, shown: str, written: Written, key: str) -> dict[str, S
     if splits:
         return splits
     if pictures := sorted(p for p in path.rglob("*") if p.suffix.lower() in PICTURES):
-        return {"train": _pictures(path, tuple(pictures), key)}
+        return {"train": _pictures(path, tuple(pictures), key, owned)}
     beside = sorted(p.name for p in path.iterdir() if ending_of(p)) if path.is_dir() else []
     state = "a folder without parquet or CSV files" if path.is_dir() else "no such file or folder"
     hint = f"Did you mean {path / beside[0]}?" if beside else ""
@@ -139,23 +141,24 @@ def _saved(path: Path, key: str) -> dict[str, Split]:
     return {name: _hub_split(f"{path}/{name}", split) for name, split in splits.items() if name in SPLITS}
 
 
-def _pictures(folder: Path, files: tuple[Path, ...], key: str) -> Split:
-    """Return a folder USER/CLASS/FILE (or USER/FILE) as a table of user, label and image."""
+def _pictures(folder: Path, files: tuple[Path, ...], key: str, owned: bool) -> Split:
+    """Return a folder USER/CLASS/FILE (or USER/FILE) as a table of user, label and image; not ``owned``, of image."""
     import pyarrow as pa
     from datasets import Features, Image, Value
 
     parts = [file.relative_to(folder).parts for file in files]
     depth = {len(part) for part in parts}
-    if depth not in ({2}, {3}):
+    if owned and depth not in ({2}, {3}):
         odd = next((part for part in parts if len(part) not in (2, 3)), parts[-1])
         raise wrong(key, f"{folder} with {'/'.join(odd)}", "images as USER/CLASS/FILE, or all as USER/FILE")
-    columns = {"user": [part[0] for part in parts]} | ({"label": [part[1] for part in parts]} if depth == {3} else {})
+    named = zip(("user", "label"), (*zip(*parts),)[:-1]) if owned else ()
+    columns = {name: list(values) for name, values in named}
     features = Features({**{name: Value("string") for name in columns}, "image": Image()})
 
     def read(names: list[str]) -> Any:
         found: dict[str, Any] = {name: columns[name] for name in names if name in columns}
         if "image" in names:
-            found["image"] = [{"bytes": file.read_bytes(), "path": file.name} for file in files]
+            found["image"] = [{"bytes": file.read_bytes(), "path": "/".join(part)} for file, part in zip(files, parts)]
         return pa.table({name: found[name] for name in names})
 
     return Split(str(folder), files, features, read)
@@ -174,6 +177,8 @@ def _open(files: tuple[Path, ...], written: Written, key: str) -> Split:
     def joined(tables: Iterator[Any]) -> Any:
         return pa.concat_tables(tables, promote_options="permissive")
 
+    if not ending or not first.stat().st_size:
+        raise wrong(key, f"{first}, {'an empty file' if ending else 'a file of another kind'}", f"{TABLES}, {FOLDERS}")
     with _readable(first, key):
         if ending == ".parquet":
             whole, schema = None, pq.read_schema(first)
@@ -221,11 +226,11 @@ def _commas(file: Path, written: Written) -> Any:
     form = pc.ParseOptions(delimiter=mark, newlines_in_values=True)
     found = pc.read_csv(file if written.encoding is None else _in_utf8(file, written.encoding), parse_options=form)
     # One column whose name has a separator in it was cut at the wrong sign.
-    inside = [sign for sign in ";\t|" if sign in found.column_names[0]]
-    if len(found.column_names) == 1 and written.separator is None and inside:
+    inside = [sign for sign in ";\t|," if sign != mark and sign in found.column_names[0]]
+    if len(found.column_names) == 1 and inside:
         sign = "tab" if inside[0] == "\t" else inside[0]
         hint = f"Set data.separator='{sign}', or --separator '{sign}'."
-        shown, allowed = f"one column, {found.column_names[0]!r}", "columns with commas between them"
+        shown, allowed = f"one column, {found.column_names[0]!r}", f"columns with {mark!r} between them"
         raise wrong("data.separator", shown, allowed, hint=hint)
     return found
 

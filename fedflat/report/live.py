@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import InputError, RunError, gather, wrong
 from fedflat.report import metrics, pages, wording
 from fedflat.report.html import figures_of
 from fedflat.report.metrics import Run, column, section
@@ -221,12 +221,18 @@ class Server:
         self._thread.join(timeout=5)
 
 
-def listed(folder: Path) -> list[dict[str, Any]]:
-    """Return a record for each run under ``folder``, the newest first.
+def listed(folder: Path) -> tuple[list[dict[str, Any]], list[InputError]]:
+    """Return a record for each run under ``folder``, the newest first, and what is wrong with damaged ones.
 
-    Raises InputError: no such folder, no run in it, or an unreadable record.
+    Raises InputError: no such folder.
     """
-    return sorted((_record(run) for run in metrics.read_runs([folder])), key=lambda found: float(found["age"]))
+    if not folder.is_dir():
+        raise wrong("runs", f"{folder}, no such folder", "a folder with runs in it")
+    found, faults = list[dict[str, Any]](), list[InputError]()
+    for path in metrics.run_folders(folder):
+        with gather(faults):
+            found.append(_record(metrics.read_run(path)))
+    return sorted(found, key=lambda each: float(each["age"])), faults
 
 
 def _record(run: Run) -> dict[str, Any]:

@@ -187,14 +187,16 @@ def read_runs(folders: Iterable[Path | str]) -> list[Run]:
     """
     runs: list[Run] = []
     for folder in map(Path, folders):
-        inside = [] if any((folder / mark).is_file() for mark in RUN_FILES) else _runs_under(folder)
-        runs.extend(read_run(path) for path in inside or [folder])
+        runs.extend(read_run(path) for path in run_folders(folder) or [folder])
     if not runs:
         raise wrong("report", "no run", "one or more run folders")
     return runs
 
 
-def _runs_under(folder: Path) -> list[Path]:
+def run_folders(folder: Path) -> list[Path]:
+    """Return a run's folder itself, or those of every run in a folder, at any depth."""
+    if any((folder / mark).is_file() for mark in RUN_FILES):
+        return [folder]
     return sorted({path.parent for mark in RUN_FILES for path in folder.rglob(mark)}) if folder.is_dir() else []
 
 

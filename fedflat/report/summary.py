@@ -101,10 +101,10 @@ def _clipped(private: Sequence[Record]) -> list[str]:
 
 def _drowned(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
     times = _times(private)
-    if times is None or learnt(released):
+    if not times or learnt(released):
         return []
     return [
-        f"The noise is {times:.0f} times the signal in the median round, and the model learnt little: more clients in "
+        f"The noise is {times} times the signal in the median round, and the model learnt little: more clients in "
         f"a cohort, fewer parameters or a larger ε would help. {PRIVATE}"
     ]
 
@@ -112,22 +112,26 @@ def _drowned(released: Sequence[Record], private: Sequence[Record]) -> list[str]
 def remarks(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
     """Return what a reader may want to know of a run that went well, a sentence each; nothing is wrong with these."""
     times = _times(private)
-    if times is None or not learnt(released):
+    # A model without a mistake leaves next to no signal, which says nothing of the noise.
+    if times in ("", VAST) or not learnt(released):
         return []
     return [
-        f"One round's noise is {times:.0f} times as long as its signal, and still the model learnt: noise of many "
+        f"One round's noise is {times} times as long as its signal, and still the model learnt: noise of many "
         f"rounds and coordinates cancels, what clients agree on adds up. {PRIVATE}"
     ]
 
 
-def _times(private: Sequence[Record]) -> float | None:
-    """Return how many times the signal the noise is in the median round; None where it is less than ten times, or
+VAST = "more than 10,000"
+
+
+def _times(private: Sequence[Record]) -> str:
+    """Return how many times the signal the noise is in the median round; empty where it is less than ten times, or
     unknown.
     """
     ratios = [value for r in private if (value := number(r.get("signal_to_noise"))) is not None]
     if not ratios or median(ratios) >= SIGNAL:
-        return None
-    return 1 / median(ratios) if median(ratios) else math.inf
+        return ""
+    return VAST if median(ratios) < 1e-4 else f"{1 / median(ratios):.0f}"
 
 
 def learnt(released: Sequence[Record]) -> bool:

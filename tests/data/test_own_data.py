@@ -356,8 +356,15 @@ def test_what_is_in_the_way_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="YAML reads no as false where it is not quoted: write 'no'"):
         fedflat.clients(answer.assign(bought="no"), "user", "visits", "bought", categories={"bought": [False, True]})
     table().to_csv(tmp_path / "semi.csv", sep=";", index=False)
-    with pytest.raises(InputError, match=r"Set data\.separator=';'"):
-        load({"dataset": str(tmp_path / "semi.csv"), "by": "user", **FORM})
+    (tmp_path / "empty.csv").write_bytes(b"")
+    for name, more, says in (
+        ("semi.csv", {}, r"Set data\.separator=';'"),
+        ("semi.csv", {"separator": "|"}, r"columns with '\|' between them. Set data\.separator=';'"),
+        ("empty.csv", {}, "empty.csv, an empty file"),
+        (__file__, {}, "a file of another kind"),
+    ):
+        with pytest.raises(InputError, match=says):
+            load({"dataset": str(tmp_path / name), "by": "user", **FORM, **more})
 
 
 def test_texts_by_user_in_python() -> None:
@@ -366,8 +373,12 @@ def test_texts_by_user_in_python() -> None:
     assert found.inputs.shape == (3, 4) and found.inputs.dtype == torch.int64 and found.vocabulary == 100
 
 
-def test_a_folder_of_images_by_user(tmp_path: Path) -> None:
+def test_a_folder_of_images_by_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from PIL import Image
+
+    from fedflat.assembly.tasks import suited
+    from fedflat.cli import catalogue as command
+    from fedflat.data.locate import locate
 
     for user in ("ann", "bob"):
         for kind, grey in (("cat", 10), ("dog", 200)):
@@ -378,6 +389,25 @@ def test_a_folder_of_images_by_user(tmp_path: Path) -> None:
         load(spec)
     found = load({**spec, "categories": {"label": ["cat", "dog"]}})
     assert found.clients == 2 and found.inputs.shape == (4, 1, 4, 4) and found.targets.tolist() == [0, 1, 0, 1]
+    with pytest.raises(InputError, match="task: found regression of the classes cat, dog; allowed: classification"):
+        suited(found, "regression")
+
+    def new(path: Path) -> list[str]:
+        split = locate(str(path), owned=False)[2]["train"]
+        assert list(split.features) == ["image"]
+        return [value["path"] for value in split.values("image")]
+
+    assert new(tmp_path)[:2] == ["ann/cat/1.png", "ann/dog/1.png"]
+    assert new(tmp_path / "ann" / "cat") == new(tmp_path / "ann" / "cat" / "1.png") == ["1.png"]
+    with pytest.raises(InputError, match=r"1\.png; allowed: images as USER/CLASS/FILE"):
+        locate(str(tmp_path / "ann" / "cat"))
+    Image.new("L", (5, 4)).save(tmp_path / "bob" / "cat" / "1.png")
+    (tmp_path / "bob" / "dog" / "1.png").write_text("no image", encoding="utf-8")
+    command.data(tmp_path)
+    shown = capsys.readouterr().out
+    assert "Fault: column image: images of 4 × 4 (2), 4 × 5 (1), no image that Pillow reads (1); save all at" in shown
+    with pytest.raises(InputError, match=r"row 2, client bob, bob/cat/1\.png: found an image of 4 × 5 pixels"):
+        load({**spec, "categories": {"label": ["cat", "dog"]}})
 
 
 def test_a_look_at_a_table_gives_a_recipe_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,7 +101,11 @@ def test_a_browser_shows_the_run(tmp_path: Path) -> None:
 def test_the_runs_of_a_folder(tmp_path: Path) -> None:
     write_run(tmp_path / "a" / "done", rounds=3)
     begun(tmp_path / "b", 2)
-    found = {Path(each["run"]).name: each for each in listed(tmp_path)}
+    write_run(tmp_path / "c", rounds=1)
+    (tmp_path / "c" / "recipe.yaml").write_text("{broken", encoding="utf-8")
+    sound, damaged = listed(tmp_path)
+    assert len(sound) == 2 and len(damaged) == 1 and "recipe.yaml: found unreadable YAML" in str(damaged[0])
+    found = {Path(each["run"]).name: each for each in sound}
     assert found["done"]["state"] == "done" and found["done"]["epsilon"] == 9.37 and found["done"]["data"] == "cifar10"
     assert found["b"]["state"] == "killed" and found["b"]["epsilon"] is None and found["b"]["rounds"] == 2
     assert json.dumps(list(found.values())) and [age_text(s) for s in (5, 70, 7200, 2e5)] == [
