@@ -269,12 +269,28 @@ def test_help_and_mistakes_answer_without_torch() -> None:
         (("run", "tiny.yaml", "-o", "rounds=0"), "a number ≥ 1"),
         (("run", "tiny.yaml", "-o", "local.lr=-1"), "a number > 0"),
         (("run", "tiny.yaml", "--track-private"), "with --tensorboard DIR or --mlflow URI"),
+        (
+            ("run", "tiny.yaml", "-o", "algorithm.name=own.py"),
+            "algorithm.name: found own.py; allowed: path/to/file.py:",
+        ),
+        (
+            ("run", "tiny.yaml", "-o", "algorithm.name=own.py:make", "-o", "algorithm.mu=x"),
+            "mu: found x; allowed: a numb",
+        ),
+        (("run", "tiny.yaml", "-o", "algorithm.name=own.py:make"), "own.py:make, which fails (ValueError: no mu)"),
+        (("run", "tiny.yaml", "-o", "data.clients=1e9"), "data.clients: found 1000000000; allowed: at most"),
+        (("runs", "nowhere"), "runs: found nowhere, no such folder"),
+        (("card", "folder", "--about", "nowhere"), "--about: found nowhere (No such file or directory)"),
+        (("verify", "folder", "--witness", "nowhere"), "--witness: found nowhere, no such file"),
+        (("predict", "folder"), "predict [OPTIONS] RUN FILE"),
+        (("predict", "folder", ""), "the word after folder: found nothing; allowed: a value"),
         (("list", "nosuch"), "algorithms, datasets, models, recipes, accountants"),
     ],
 )
 def test_first_mistakes(fedflat: Any, recipe: str, tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "own.py").write_text("def make(mu=0.1):\n    raise ValueError('no mu')\n")
     (tmp_path / "bad.yaml").write_text("rounds: [3\nlocal: {a\n")
     said = fedflat(*words)
     assert said.status == 2 and said.out == ""
@@ -282,8 +298,9 @@ def test_first_mistakes(fedflat: Any, recipe: str, tmp_path: Path, words: tuple[
 
 
 def test_a_misspelt_command_is_corrected_once(fedflat: Any) -> None:
-    said = fedflat("comprae")
-    assert said.status == 2 and said.err.count("compare") == 1
+    for word, meant in (("comprae", "compare"), ("ruun", "'runs'")):
+        said = fedflat(word)
+        assert said.status == 2 and said.err.count(meant) == 1
 
 
 def test_an_output_without_greek_letters_gets_them_spelled() -> None:

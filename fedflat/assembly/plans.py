@@ -12,7 +12,7 @@ from fedflat.assembly import going_on
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import PrivacySection, ServerSection
-from fedflat.core.checks import nearest, one_of, require, wrong
+from fedflat.core.checks import InputError, nearest, one_line, one_of, require, wrong
 from fedflat.core.imports import imported
 from fedflat.core.params import Layout
 from fedflat.core.types import MOMENTUM, Algorithm, Average, Clip, Local, MeanView, Optimizer
@@ -49,7 +49,7 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
         factory = given
     elif source == GIVEN:
         raise wrong("algorithm.name", f"{name}, {GIVEN}: the run's folder does not hold the method", NOT_HELD)
-    elif ":" in name:
+    elif ":" in name or name.endswith(".py"):
         factory = imported("algorithm.name", name)
     else:
         factory = ALGORITHMS[one_of("algorithm.name", name, ALGORITHMS)]
@@ -61,10 +61,19 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
         named = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
         if named and one.default is one.empty and one.name not in options:
             raise wrong(f"algorithm.{one.name}", "nothing", f"a value: {name} needs it and has no default")
+        value = options.get(one.name, one.default)
         # YAML's 1 and 0 would pass as truth values, and mean numbers elsewhere.
-        if isinstance(one.default, bool) and not isinstance(options.get(one.name, one.default), bool):
-            raise wrong(f"algorithm.{one.name}", options[one.name], "true or false")
-    method = factory(**options)
+        if isinstance(one.default, bool) and not isinstance(value, bool):
+            raise wrong(f"algorithm.{one.name}", value, "true or false")
+        # fedflat's own methods check their numbers, with the range.
+        if ":" in name and isinstance(one.default, (int, float)) and isinstance(value, str):
+            raise wrong(f"algorithm.{one.name}", value, "a number")
+    try:
+        method = factory(**options)
+    except InputError:
+        raise
+    except Exception as error:  # a user's function may fail in its own way
+        raise wrong("algorithm.name", f"{name}, which fails ({one_line(error)})", "a function that works") from error
     found = f"{name}, which returned {type(method).__name__}"
     require(isinstance(method, Algorithm), "algorithm.name", found, "a function that returns Algorithm")
     return method

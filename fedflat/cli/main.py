@@ -115,7 +115,7 @@ def _check_words(words: list[str]) -> None:
     """Raise InputError for an empty word: an empty path would be the folder that one is in."""
     for before, word in zip(["fedflat", *words], words):
         if not word.strip():
-            raise wrong(before, "nothing", "a value")
+            raise wrong(before if before[0] == "-" else f"the word after {before}", "nothing", "a value")
         if word.startswith("--") and word.endswith("="):
             raise wrong(word[:-1], "nothing", "a value")
 
@@ -175,6 +175,8 @@ def _usage(error: Exception) -> None:
     # Without a command the help was shown.
     if not text:
         sys.exit(2)
+    if type(error).__name__ == "MissingParameter" and (context := getattr(error, "ctx", None)):
+        text += f" {context.get_usage()}"
     option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
     if option:
         from fedflat.config.recipe import elsewhere
@@ -188,7 +190,7 @@ def _usage(error: Exception) -> None:
 def _once(text: str) -> str:
     """Return ``text`` without a last sentence that says the same as the one before it, as some parsers write it."""
     head, _, last = text.rpartition(" Did you mean ")
-    return head if last and head.endswith(f"Did you mean {last}") else text
+    return re.sub(r" \(Did you mean .*\)$", "", head if last and head.endswith(f"Did you mean {last}") else text)
 
 
 def _complain(text: str, status: int) -> None:

@@ -28,6 +28,8 @@ _read: dict[str, tuple[str, str]] = {}
 def imported(where: str, path: str) -> Callable[..., Any]:
     """Return the callable at ``path``; ``where`` names the recipe key in error sentences. Raises InputError."""
     module_name, _, attribute = path.rpartition(":")
+    if not module_name:
+        raise wrong(where, path, "path/to/file.py:callable, or package.module:callable")
     module = _file(where, Path(module_name)) if module_name.endswith(".py") else _package(where, module_name)
     found = getattr(module, attribute, None)
     if not callable(found):
@@ -37,7 +39,6 @@ def imported(where: str, path: str) -> Callable[..., Any]:
 
 
 def _package(where: str, name: str) -> ModuleType:
-    require(bool(name), where, "no module name before the colon", "package.module:callable")
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -126,7 +126,8 @@ def read_about(path: Path) -> About:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise wrong("--about", f"{path} ({type(error).__name__})", "a YAML file of names and texts") from error
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise wrong("--about", f"{path} ({reason})", "a YAML file of names and texts") from error
     if not isinstance(found, dict):
         raise wrong("--about", f"{path}, which holds no names", f"some of {', '.join(About.model_fields)}")
     given = {str(name): str(v) if isinstance(v, datetime.date) else v for name, v in found.items()}

@@ -19,7 +19,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from fedflat.core.checks import InputError, wrong
+from fedflat.core.checks import InputError, require, wrong
 from fedflat.core.durable import digest_of, read_tensors
 from fedflat.engine.resume import compare
 from fedflat.models.representation import FILE, KEPT
@@ -60,6 +60,7 @@ def inspect_run(folder: str | Path, key: Path | None = None, witness: Path | Non
         InputError: the folder holds no run, or a folder where a record belongs; key holds no public key.
     """
     path = Path(folder)
+    require(witness is None or witness.is_file(), "--witness", f"{witness}, no such file", "a tip that a client kept")
     public = None if key is None else signing.read_public(key)
     if (path / CHARGE).is_file():
         return [*check_selection(path), *_of_the_winner(path / WINNER)]

@@ -83,7 +83,7 @@ def test_a_package_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("linear", {"hidden": 3}, "model linear: option: found hidden; allowed: none."),
         ("mlp", {"classes_": 3}, "option: found classes_"),
         ("no_such_package_here:net", {}, "no importable module no_such_package_here"),
-        (":net", {}, "no module name before the colon"),
+        (":net", {}, "found :net; allowed: path/to/file.py:callable"),
         ("nowhere/net.py:net", {}, "no file nowhere/net.py"),
         ("{path}:sizde", {}, "Did you mean sized?"),
         ("{path}:constant", {}, "found constant; allowed: a callable"),
