@@ -280,7 +280,7 @@ def test_help_and_mistakes_answer_without_torch() -> None:
         (("run", "tiny.yaml", "-o", "algorithm.name=own.py:make"), "own.py:make, which fails (ValueError: no mu)"),
         (("run", "tiny.yaml", "-o", "data.clients=1e9"), "data.clients: found 1000000000; allowed: at most"),
         (("runs", "nowhere"), "runs: found nowhere, no such folder"),
-        (("card", "folder", "--about", "nowhere"), "--about: found nowhere (No such file or directory)"),
+        (("card", "folder", "--about", "nowhere"), "--about: found nowhere (FileNotFoundError: "),
         (("verify", "folder", "--witness", "nowhere"), "--witness: found nowhere, no such file"),
         (("predict", "folder"), "predict [OPTIONS] RUN FILE"),
         (("predict", "folder", ""), "the word after folder: found nothing; allowed: a value"),

@@ -4,8 +4,9 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from fedflat.algorithms import ALGORITHMS, Factory, class_statistics
 from fedflat.assembly import going_on
@@ -53,6 +54,20 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
         factory = imported("algorithm.name", name)
     else:
         factory = ALGORITHMS[one_of("algorithm.name", name, ALGORITHMS)]
+    _check_options(name, options, factory)
+    try:
+        method = factory(**options)
+    except InputError:
+        raise
+    except Exception as error:  # a user's function may fail in its own way
+        raise wrong("algorithm.name", f"{name}, which fails ({one_line(error)})", "a function that works") from error
+    found = f"{name}, which returned {type(method).__name__}"
+    require(isinstance(method, Algorithm), "algorithm.name", found, "a function that returns Algorithm")
+    return method
+
+
+def _check_options(name: str, options: Mapping[str, Any], factory: Factory) -> None:
+    """Raise InputError for an option that a method does not take, or needs, or takes as another kind of value."""
     keys = inspect.signature(factory).parameters
     for key in options:
         allowed = f"for {name}: {', '.join(keys) or 'no key'}"
@@ -68,15 +83,6 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
         # fedflat's own methods check their numbers, with the range.
         if ":" in name and isinstance(one.default, (int, float)) and isinstance(value, str):
             raise wrong(f"algorithm.{one.name}", value, "a number")
-    try:
-        method = factory(**options)
-    except InputError:
-        raise
-    except Exception as error:  # a user's function may fail in its own way
-        raise wrong("algorithm.name", f"{name}, which fails ({one_line(error)})", "a function that works") from error
-    found = f"{name}, which returned {type(method).__name__}"
-    require(isinstance(method, Algorithm), "algorithm.name", found, "a function that returns Algorithm")
-    return method
 
 
 def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | None = None) -> Plan:

@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from fedflat import cli
 from fedflat.core import process
-from fedflat.core.checks import nearest, one_of, wrong
+from fedflat.core.checks import one_of, wrong
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -268,15 +268,14 @@ def data(
     split = next(iter(locate(str(file), Written(separator, encoding), "FILE")[2].values()))
     names = list(split.features)
     for option, name in (("--by", by), ("--target", target)):
-        if name is not None and clean(name) not in names:
-            raise wrong(option, name, f"one of the columns {', '.join(names)}", hint=nearest(name, names))
+        if name is not None:
+            one_of(option, clean(name), names)
     by = clean(by) if by else next((name for name in names if name.lower() in USERS), None)
     rows = split.read(names).to_pandas()
     looked = {name: _column(rows[name], split.features[name]) for name in names if name != by}
     target = clean(target) if target else _target(looked)
     found = _facts(rows, by, target, looked)
-    written = {"separator": separator, "encoding": encoding}
-    recipe = _recipe(file, found, {key: value for key, value in written.items() if value is not None})
+    recipe = _recipe(file, found, {"separator": separator, "encoding": encoding})
     if as_json:
         cli.print_json({**found, "recipe": recipe, "note": PRIVATE})
         return
@@ -335,15 +334,12 @@ def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
         return {**found, "becomes": "0 or 1", "number": True}
     numbers = present.astype(float)
     mean, std = (float(numbers.mean()), float(numbers.std(ddof=0))) if len(numbers) else (0.0, 1.0)
-    found |= {"number": True, "scale": [_round(mean), _round(std) or 1.0], "whole": bool((numbers % 1 == 0).all())}
+    # Two digits: more would say more about the rows.
+    scale = [float(f"{mean:.2g}"), float(f"{std:.2g}") or 1.0]
+    found |= {"number": True, "scale": scale, "whole": bool((numbers % 1 == 0).all())}
     # Inputs far from 1 make training diverge at the usual rates.
     unscaled = abs(mean) > 3 or std > 3
     return {**found, "becomes": "a number" + (", scaled (data.scale); unscaled it makes training diverge" * unscaled)}
-
-
-def _round(value: float) -> float:
-    """Return two digits of a value: more would say more about the rows."""
-    return float(f"{value:.2g}")
 
 
 def _target(looked: dict[str, dict[str, Any]]) -> str | None:
@@ -376,7 +372,7 @@ def _facts(rows: pd.DataFrame, by: str | None, target: str | None, looked: dict[
     return facts | {"columns": looked, "faults": faults}
 
 
-def _recipe(file: Path, found: dict[str, Any], written: dict[str, str]) -> dict[str, Any] | None:
+def _recipe(file: Path, found: dict[str, Any], written: dict[str, str | None]) -> dict[str, Any] | None:
     """Return a recipe to start from; None where it is not known whose each row is."""
     looked, target, users = found["columns"], found["target"], found["users"] or 0
     if users < 3 or target is None:

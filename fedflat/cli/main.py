@@ -171,7 +171,8 @@ def _usage(error: Exception) -> None:
         sys.exit(getattr(error, "exit_code", 1))
     if message is None:
         raise error
-    text = _once(message().replace("\n", " "))
+    # Some parsers say twice what was meant.
+    text = re.sub(r"(Did you mean [^?]*\?) \(?Did you mean .*", r"\1", message().replace("\n", " "))
     # Without a command the help was shown.
     if not text:
         sys.exit(2)
@@ -185,12 +186,6 @@ def _usage(error: Exception) -> None:
             key = hint.removeprefix("Did you mean ").removesuffix("?")
             text = f"{text.partition(' Did you mean ')[0]} A recipe's key is changed with -o {key}=VALUE."
     _complain(text, 2)
-
-
-def _once(text: str) -> str:
-    """Return ``text`` without a last sentence that says the same as the one before it, as some parsers write it."""
-    head, _, last = text.rpartition(" Did you mean ")
-    return re.sub(r" \(Did you mean .*\)$", "", head if last and head.endswith(f"Did you mean {last}") else text)
 
 
 def _complain(text: str, status: int) -> None:

@@ -148,12 +148,6 @@ def in_own_units(values: torch.Tensor, preparation: Preparation | None) -> torch
     return unscaled
 
 
-def check_probable(task: str) -> None:
-    """Raise InputError for a task whose answers have no probabilities."""
-    if task == "regression":
-        raise wrong("predict_proba", f"task: {task}", "classification, multilabel or next-token", hint="Use predict.")
-
-
 def probabilities(outputs: torch.Tensor, task: str) -> Any:
     """Return the probability of each class or label ``(N, K)``."""
     return outputs.sigmoid().numpy() if task == "multilabel" else outputs.softmax(-1).numpy()

@@ -24,7 +24,7 @@ import yaml
 from markupsafe import Markup, escape
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 
-from fedflat.core.checks import InputError, nearest, wrong
+from fedflat.core.checks import InputError, nearest, one_line, wrong
 from fedflat.privacy.attacker import SLOW, Attacker, attacker_of
 from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.statement import SEEDED, refuse_seeded
@@ -126,8 +126,7 @@ def read_about(path: Path) -> About:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        raise wrong("--about", f"{path} ({reason})", "a YAML file of names and texts") from error
+        raise wrong("--about", f"{path} ({one_line(error)})", "a YAML file of names and texts") from error
     if not isinstance(found, dict):
         raise wrong("--about", f"{path}, which holds no names", f"some of {', '.join(About.model_fields)}")
     given = {str(name): str(v) if isinstance(v, datetime.date) else v for name, v in found.items()}

@@ -185,11 +185,14 @@ def _recipe(run: Run) -> dict[str, Any] | str:
     if not run.recipe:
         return "The folder holds no recipe.yaml."
     shown = {key: value for key, value in run.recipe.items() if key != "versions"}
-    text, versions = (
-        yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=78),
-        section(run.recipe, "versions"),
-    )
+    text = yaml.safe_dump(_given(shown), sort_keys=False, allow_unicode=True, width=78)
+    versions = section(run.recipe, "versions")
     return {"text": text, "versions": facts(versions, verbatim=True) if versions else None}
+
+
+def _given(part: Any) -> Any:
+    """Return a recipe's part without keys that say nothing."""
+    return {key: _given(value) for key, value in part.items() if value is not None} if isinstance(part, dict) else part
 
 
 # ------------------------------------------------------------------------------------------------------- figures

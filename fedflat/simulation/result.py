@@ -21,7 +21,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import whole, wrong
 from fedflat.core.params import put
 from fedflat.data.own import prepared
-from fedflat.data.preparation import Preparation, answers, check_probable, probabilities
+from fedflat.data.preparation import Preparation, answers, probabilities
 from fedflat.engine.train import Record
 from fedflat.models import build
 from fedflat.models.representation import FILE, KEPT
@@ -91,7 +91,9 @@ class Result:
 
         rows: as in ``predict``. Raises InputError for a regression, which has none.
         """
-        check_probable(self.recipe.task)
+        if self.recipe.task == "regression":
+            allowed = "classification, multilabel or next-token"
+            raise wrong("predict_proba", "task: regression", allowed, hint="Use predict.")
         return probabilities(self._outputs(rows, batch_size), self.recipe.task)
 
     @property
