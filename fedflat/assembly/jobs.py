@@ -98,10 +98,6 @@ def _placed(recipe: Recipe, made: "_Ingredients") -> Job:
     return _job(recipe, made, CPU)
 
 
-MANY = 100_000
-"""Clients from which a plan takes longer than reading the data, which may not have as many examples."""
-
-
 @dataclass(frozen=True)
 class _Ingredients:
     """What a job is made of, wherever it then computes. queries: what votes are about; public: Fed-SMP's own data.
@@ -142,7 +138,7 @@ def _ingredients(
     if not objective.cross_entropy and (method.kind == "votes" or method.options.get("public")):
         raise wrong("task", recipe.task, "classification, without a loss of one's own", hint=f"So is {method.name}.")
     # Impossible privacy settings stop before data is read, but of more clients than data sets have examples.
-    if recipe.data.clients is not None and recipe.data.clients <= MANY:
+    if recipe.data.clients is not None and recipe.data.clients <= 100_000:
         plan_of(recipe, method, recipe.data.clients)
     data, given = data_of(recipe, clients, test) if data is None else data, clients is not None
     records.check(recipe)  # after a data set that is not there has been named

@@ -13,7 +13,7 @@ from fedflat.assembly import going_on
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import PrivacySection, ServerSection
-from fedflat.core.checks import InputError, nearest, one_line, one_of, require, wrong
+from fedflat.core.checks import nearest, one_of, require, wrong
 from fedflat.core.imports import imported
 from fedflat.core.params import Layout
 from fedflat.core.types import MOMENTUM, Algorithm, Average, Clip, Local, MeanView, Optimizer
@@ -55,12 +55,7 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
     else:
         factory = ALGORITHMS[one_of("algorithm.name", name, ALGORITHMS)]
     _check_options(name, options, factory)
-    try:
-        method = factory(**options)
-    except InputError:
-        raise
-    except Exception as error:  # a user's function may fail in its own way
-        raise wrong("algorithm.name", f"{name}, which fails ({one_line(error)})", "a function that works") from error
+    method = factory(**options)
     found = f"{name}, which returned {type(method).__name__}"
     require(isinstance(method, Algorithm), "algorithm.name", found, "a function that returns Algorithm")
     return method

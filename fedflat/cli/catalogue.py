@@ -216,9 +216,6 @@ def runs(folder: Path = Path("runs"), *, as_json: cli.Json = False) -> None:
     if as_json:
         print(json.dumps(found, ensure_ascii=False))
         return
-    if not found and not damaged:
-        print(f"{folder}: no runs in it")
-        return
     rows = [("run", "method", "data", "accuracy %", "ε", "rounds", "state", "age")]
     for each in found:
         done = f"{each['rounds']}/{each['planned'] if each['planned'] is not None else '?'}"

@@ -277,7 +277,11 @@ def _reason(error: Exception) -> str:
 def _from_hub(dataset: str, owner: str, config: str | None, folder: Path | None) -> dict[str, Split]:
     """Return the splits from the hub (or from the hub client's own cache when offline)."""
     try:
-        loaded = _download(owner, config)
+        import datasets
+
+        datasets.disable_progress_bars()
+        with hub():
+            loaded = datasets.load_dataset(owner, config)
     except Exception as error:  # the hub client raises many unrelated types; all mean: not to be had
         place = f"{owner} ({config})" if config else owner
         looked = f"{folder} (no such folder)" if folder else "FEDFLAT_DATA (not set)"
@@ -290,14 +294,6 @@ def _from_hub(dataset: str, owner: str, config: str | None, folder: Path | None)
         unknown = type(error).__name__ == "DatasetNotFoundError" and not offline
         raise (InputError if unknown else RunError)(message) from None
     return {name: _hub_split(f"{owner}/{name}", loaded[name]) for name in SPLITS if name in loaded}
-
-
-def _download(name: str, config: str | None) -> Any:
-    import datasets
-
-    datasets.disable_progress_bars()
-    with hub():
-        return datasets.load_dataset(name, config)
 
 
 def _hub_split(where: str, split: Any) -> Split:

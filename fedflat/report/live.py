@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from fedflat.core.checks import InputError, RunError, gather, wrong
+from fedflat.core.checks import InputError, RunError, gather, require, wrong
 from fedflat.report import metrics, pages, wording
 from fedflat.report.html import figures_of
 from fedflat.report.metrics import Run, column, section
@@ -224,12 +224,13 @@ class Server:
 def listed(folder: Path) -> tuple[list[dict[str, Any]], list[InputError]]:
     """Return a record for each run under ``folder``, the newest first, and what is wrong with damaged ones.
 
-    Raises InputError: no such folder.
+    Raises InputError: no such folder, or no run in it.
     """
-    if not folder.is_dir():
-        raise wrong("runs", f"{folder}, no such folder", "a folder with runs in it")
     found, faults = list[dict[str, Any]](), list[InputError]()
-    for path in metrics.run_folders(folder):
+    paths = metrics.run_folders(folder)
+    state = "without runs" if folder.is_dir() else "no such folder"
+    require(bool(paths), "runs", f"{folder}, {state}", "a folder with runs in it")
+    for path in paths:
         with gather(faults):
             found.append(_record(metrics.read_run(path)))
     return sorted(found, key=lambda each: float(each["age"])), faults
