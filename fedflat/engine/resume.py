@@ -84,16 +84,25 @@ def resume_run(job: Job, ledger: Ledger) -> Start:
     keep_tips(job.folder.path, state.round)
     for note in damage:
         job.say(note)
-    _choose_key(job, ledger, state.round, found is None)
+    _choose_key(job, ledger, state.round, facts.get("sha256", ""))
     return Start(state, heads, history, private)
 
 
 def _check_noted(job: Job, round: int, facts: Record) -> None:
-    """Refuse a newest checkpoint that tips.jsonl does not name."""
+    """Refuse a newest checkpoint that tips.jsonl or the mark beside the noise key does not name."""
     path = job.folder.path  # type: ignore[union-attr]
-    if facts and tips_of(path).get(round, {}).get("checkpoint") != facts["sha256"]:
-        place = str(path / "checkpoints" / f"round-{round:06d}.safetensors")
-        raise wrong(place, f"a checkpoint that {TIPS} does not name", "the one that the run wrote after that round")
+    if not facts:
+        return
+    marked = _marked(job, round)
+    for names, checksums in (TIPS, [tips_of(path).get(round, {}).get("checkpoint")]), ("the run's mark", marked):
+        if checksums and facts["sha256"] not in checksums:
+            place = str(checkpoint.path_of(path / "checkpoints", round))
+            raise wrong(place, f"a checkpoint that {names} does not name", "the one that the run wrote after it")
+
+
+def _marked(job: Job, round: int) -> list[str]:
+    """Return the checksums that the mark beside the noise key has of the checkpoints after ``round`` rounds."""
+    return keys.Mark(job.opening.run).checkpoints(round) if job.stored else []  # type: ignore[union-attr]
 
 
 def _aside(path: Path, why: str) -> str:
@@ -140,11 +149,11 @@ def _check_events(job: Job, ledger: Ledger, rounds: int, mark: Record | None) ->
         raise wrong(str(ledger.path), "other events than those the newest checkpoint was made after", allowed)
 
 
-def _choose_key(job: Job, ledger: Ledger, start: int, unsaved: bool) -> None:
+def _choose_key(job: Job, ledger: Ledger, start: int, begun: str) -> None:
     """Set ``job.key``; where it must be a fresh one, charge what may have been released with another."""
     opening: Opening = job.opening  # type: ignore[assignment]
     now, job.identity = job.identity.engine, replace(job.identity, engine=opening.engine)  # as the key was made
-    why, lost = reasons(job, ledger, start, unsaved)
+    why, lost = reasons(job, ledger, start, begun)
     here = software_of(job)
     if opening.software != here:
         changed = [name for name in here if here[name] != opening.software.get(name)]
@@ -198,9 +207,9 @@ def _name(opening: Opening, key: bytes) -> str:
     return hmac.new(bytes.fromhex(opening.secret), b"key id" + key, "sha256").hexdigest()[:16]
 
 
-def reasons(job: Job, ledger: Ledger, start: int, unsaved: bool) -> tuple[list[str], list[Entry]]:
+def reasons(job: Job, ledger: Ledger, start: int, begun: str) -> tuple[list[str], list[Entry]]:
     """Return why rounds from ``start`` on need a fresh key (none: the same key gives the same bits), and events that
-    the ledger here has lost. unsaved: there is no checkpoint.
+    the ledger here has lost. begun: checksum of the checkpoint to begin from; "" where there is none.
     """
     why: list[str] = []
     lost: list[Entry] = []
@@ -222,7 +231,9 @@ def reasons(job: Job, ledger: Ledger, start: int, unsaved: bool) -> tuple[list[s
     # Of a seeded run a twin that was never stopped may exist, which draws the later rounds with the same key.
     if (opened or (entries and not job.stored)) and job.opening.software != software_of(job):  # type: ignore[union-attr]
         why.append("the software or the engine differs")
-    if unsaved and any(entry["round"] > 0 for entry in entries):
+    if opened and _marked(job, start)[-1:] not in ([], [begun]):
+        why.append("another checkpoint was written after these rounds since")
+    if not begun and any(entry["round"] > 0 for entry in entries):
         why.append("no checkpoint is left, so the run starts again from round 0")
     return why, lost
 

@@ -24,7 +24,7 @@ from fedflat.engine.reduce import RoundSum
 from fedflat.engine.resume import Start, charge_drawn, first_start, ledger_mark, resume_run, update_plan
 from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger
-from fedflat.records import checkpoint
+from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER
 from fedflat.records.signing import note_tip
 
@@ -206,7 +206,12 @@ def _save(
     folder.append(released, hidden)  # type: ignore[union-attr]
     kept, layout = heads.copy(), job.parts.layout
     facts = {"run": folder.run, "ledger": ledger, **tensors_of(layout)}  # type: ignore[union-attr]
-    note = functools.partial(note_tip, folder.path, folder.run, state.round, ledger, key=job.operator)  # type: ignore[union-attr]
+
+    def note(checksum: str) -> None:
+        note_tip(folder.path, folder.run, state.round, ledger, checksum, key=job.operator)  # type: ignore[union-attr]
+        if job.stored:
+            keys.Mark(folder.run).note_checkpoint(state.round, checksum)  # type: ignore[union-attr]
+
     facts |= {"made_for": dict(job.made_for)} if job.made_for else {}
 
     def save() -> object:

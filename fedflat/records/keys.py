@@ -87,11 +87,32 @@ def forget(run: str) -> bool:
 
 
 class Mark:
-    """How far a run's key was used: the run's ledger lines, each written before its round is released. It stays when
-    the key is deleted, and holds no secret."""
+    """How far a run's key was used: the run's ledger lines, each written before its round is released, and beside them
+    the checksum of each checkpoint, from which a round begins. It stays when the key is deleted, and holds no secret.
+    """
 
     def __init__(self, run: str) -> None:
         self.path = path_of(run).parent.parent / "marks" / run
+        self._begun = self.path.with_name(f"{run}.checkpoints")
+
+    def note_checkpoint(self, round: int, checksum: str) -> None:
+        """Note a checkpoint that is about to be written, durably. Raises OSError."""
+        durable.append(self._begun, f"{round} {checksum}\n".encode())
+
+    def checkpoints(self, round: int) -> list[str]:
+        """Return the checksums of the checkpoints after ``round`` finished rounds, oldest first; none where none were
+        noted, as before 1.0.
+        """
+        try:
+            lines = self._begun.read_text(encoding="ascii").splitlines()
+        except FileNotFoundError:
+            return []
+        return [checksum for number, _, checksum in (line.partition(" ") for line in lines) if number == str(round)]
+
+    def forget(self) -> None:
+        """Delete it: of a run whose folder is deleted too."""
+        self.path.unlink(missing_ok=True)
+        self._begun.unlink(missing_ok=True)
 
     def entries(self) -> list[Entry] | None:
         """Return the events marked; None if there is no mark, or it was damaged (then it is set aside)."""

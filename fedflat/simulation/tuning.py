@@ -300,7 +300,7 @@ def _forget(run: Path) -> None:
     with contextlib.suppress(InputError):  # half of it was deleted before a kill
         name = Opening.read(run).run
         keys.forget(name)
-        keys.Mark(name).path.unlink(missing_ok=True)
+        keys.Mark(name).forget()
     shutil.rmtree(run)
 
 
