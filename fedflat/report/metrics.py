@@ -123,18 +123,19 @@ def read_records(path: Path) -> list[Record]:
     """Return the records of a ``.jsonl`` file; an absent file is empty, a torn last line is left out.
 
     Raises:
-        InputError: a line before the last one is not a JSON object.
+        InputError: a line is not a JSON object, and is no beginning of one at the file's end.
     """
     if not path.is_file():
         return []
-    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    content = path.read_bytes()
+    lines = [line for line in content.split(b"\n") if line.strip()]
     records: list[Record] = []
     for place, line in enumerate(lines, start=1):
         found = _parsed(line)
         if found is not None:
             records.append(found)
-        elif place < len(lines):
-            # A process that was killed can only have torn the last line.
+        elif place < len(lines) or content.endswith(b"\n") or not line.startswith(b"{"):
+            # A process that was killed can only have torn the last line, whose end comes last.
             raise wrong(f"{path}, line {place}", line[:40].decode(errors="replace"), "one JSON object per line")
     return records
 

@@ -44,6 +44,13 @@ def test_only_the_newline_is_missing(run_folder: Path) -> None:
     assert len(metrics.read_run(run_folder).metrics) == 20
 
 
+@pytest.mark.parametrize("content", [b"\x89PNG\x00\xff", b'{"round": 0}\n{"round": 1\n', b"[1]\n"])
+def test_what_no_kill_can_leave_is_damage_and_no_torn_line(run_folder: Path, content: bytes) -> None:
+    (run_folder / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match="allowed: one JSON object per line"):
+        metrics.read_run(run_folder)
+
+
 def test_a_bad_line_in_the_middle_names_its_place(run_folder: Path) -> None:
     path = run_folder / "metrics.jsonl"
     lines = path.read_text().splitlines()
