@@ -14,7 +14,7 @@ from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import PrivacySection, ServerSection
 from fedflat.core.checks import nearest, one_of, require, wrong
-from fedflat.core.imports import imported
+from fedflat.core.imports import calling, imported
 from fedflat.core.params import Layout
 from fedflat.core.types import MOMENTUM, Algorithm, Average, Clip, Local, MeanView, Optimizer
 from fedflat.data.clients import FederatedData
@@ -55,7 +55,8 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
     else:
         factory = ALGORITHMS[one_of("algorithm.name", name, ALGORITHMS)]
     _check_options(name, options, factory)
-    method = factory(**options)
+    with calling(f"algorithm {name}"):
+        method = factory(**options)
     found = f"{name}, which returned {type(method).__name__}"
     require(isinstance(method, Algorithm), "algorithm.name", found, "a function that returns Algorithm")
     return method

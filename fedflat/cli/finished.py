@@ -170,7 +170,7 @@ def predict(
     """
     import pandas as pd
 
-    from fedflat.core.imports import imported
+    from fedflat.core.imports import calling, imported
     from fedflat.data.encoding import check_columns
     from fedflat.data.locate import Written, locate
     from fedflat.simulation.result import load
@@ -180,7 +180,9 @@ def predict(
     if out is not None and (out.exists() or not out.parent.is_dir()):
         state = "which already exists" if out.exists() else "in a folder that does not exist"
         raise wrong("--out", f"{out}, {state}", "a new file in a folder that is there")
-    result = load(run, model=None if model is None else imported("--model", model)())
+    with calling(f"--model {model}"):
+        made = None if model is None else imported("--model", model)()
+    result = load(run, model=made)
     split = next(iter(locate(str(file), Written(separator, encoding), "FILE", owned=False)[2].values()))
     names = list(split.features)
     if result.preparation is not None:

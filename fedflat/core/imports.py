@@ -8,7 +8,9 @@ import hashlib
 import importlib
 import importlib.abc
 import importlib.util
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,8 @@ from fedflat.core.checks import InputError, nearest, require, wrong
 
 USER_FILES = "fedflat_user_"
 """Before the names of modules that are read from a user's file."""
+_INSTALLED = ("site-packages", "dist-packages", "<frozen", f"{Path(__file__).parents[1]}{os.sep}")
+"""In the paths of files that are no user's own."""
 DIGEST = "@"
 """In such a name, before the digest of the file's path and text: two files may have one stem."""
 _read: dict[str, tuple[str, str]] = {}
@@ -36,6 +40,21 @@ def imported(where: str, path: str) -> Callable[..., Any]:
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise wrong(where, attribute, f"a callable of {module_name}", hint=nearest(attribute, public))
     return found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def calling(where: str) -> Iterator[None]:
+    """Let a user's own function run: what it raises becomes one line that names the function's place."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not any(name in frame.filename for name in _INSTALLED)]
+        place = f"line {own[-1].lineno} of {Path(own[-1].filename).name}" if own else "its signature"
+        found = f"{type(error).__name__} at {place} ({error})"
+        raise wrong(where, found, "a function that runs with these arguments") from error
 
 
 def _package(where: str, name: str) -> ModuleType:

@@ -19,7 +19,7 @@ import yaml
 from torch import nn
 
 from fedflat.core.checks import nearest, whole, wrong
-from fedflat.core.imports import imported
+from fedflat.core.imports import calling, imported
 from fedflat.core.rng import PortableDraws, seeded_torch
 from fedflat.models import image_encoder, pretrained, representation, text, vision
 from fedflat.models.state import freeze_batch_norm, group_norm_instead, refuse_unclipped_state
@@ -75,7 +75,7 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, seed: int, **op
         accepted, anything = _taken(factory)
         given = {key: value for key, value in given.items() if anything or key in accepted}
     _check_options(name, factory, options, given)
-    with seeded_torch(seed, "initial weights"), PortableDraws(seed, "initial weights"):
+    with calling(f"model {name}"), seeded_torch(seed, "initial weights"), PortableDraws(seed, "initial weights"):
         module = factory(**given, **options)
     if not isinstance(module, nn.Module):
         raise wrong(f"model {name}", f"a callable that returned {type(module).__name__}", "one that returns nn.Module")

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fedflat.core.checks import nearest, one_of, wrong
 from fedflat.core.durable import digest_of
-from fedflat.core.imports import hub, imported, missing
+from fedflat.core.imports import calling, hub, imported, missing
 from fedflat.models.patches import pooling
 from fedflat.models.pretrained import NATURAL, extra, quiet, readable
 from fedflat.models.state import freeze_batch_norm
@@ -129,7 +129,8 @@ def _timm(name: str) -> Loaded:
 
 
 def _file(name: str) -> Loaded:
-    network = imported("model.body", name)()
+    with calling(f"model.body {name}"):
+        network = imported("model.body", name)()
     if not isinstance(network, nn.Module):
         raise wrong("model.body", f"{name}, which returns {type(network).__name__}", "a callable that returns a module")
     linear = [part.weight.detach() for part in network.modules() if isinstance(part, nn.Linear)]

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from fedflat.assembly.plans import algorithm_of
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.models import BUILDERS, NAMES, OURS, build
 
@@ -106,6 +108,11 @@ def test_a_file_that_fails_names_itself(tmp_path: Path) -> None:
         build(f"{file}:net", (4,), 2, 0)
     with pytest.raises(InputError, match="classes: found 0"):
         build("mlp", (4,), 0, 0)
+    file.write_text("def net(classes):\n    return [][classes]\n\ndef method(mu=1.0):\n    return mu.no\n")
+    with pytest.raises(InputError, match=r"found IndexError at line 2 of broken\.py \(list index out of range\)"):
+        build(f"{file}:net", (4,), 2, 0)
+    with pytest.raises(InputError, match=r"broken\.py:method: found AttributeError at line 5 of broken\.py"):
+        algorithm_of(Recipe.of("quick-start", [f"algorithm.name={file}:method"]))
 
 
 def test_a_model_is_taken_for_ours_only_where_its_code_is_and_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
