@@ -203,7 +203,7 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     engine = recipe.engine
     with exact(problem.device):
         backend = backend_for(engine.backend, engine.block, engine.processes, parts, problem, data, recipe.seed)
-    what = replace(what, engine=records.engine_facts(recipe, problem, backend))
+        what = replace(what, engine=records.engine_facts(recipe, problem, backend))
     # Code that cannot be told apart from other code gets fresh noise, whatever the seed says.
     seeded = records.is_seeded(recipe) and what.method is not None
     job = Job(

@@ -15,17 +15,18 @@ from typing import Any
 
 from torch import Tensor
 
-from fedflat.core.checks import wrong
+from fedflat.core.checks import RunError, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import RoundState
+from fedflat.engine.device import exact
 from fedflat.engine.job import Job
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import Entry, Ledger, run_of
 from fedflat.privacy.statement import is_whole
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import METRICS, OPENING, STATEMENT, set_aside
-from fedflat.records.opening import Opening, software
+from fedflat.records.opening import Opening, drawn_with, software
 from fedflat.records.signing import TIPS, keep_tips, tips_of
 
 Record = dict[str, Any]
@@ -155,9 +156,7 @@ def _choose_key(job: Job, ledger: Ledger, start: int, begun: str) -> None:
     now, job.identity = job.identity.engine, replace(job.identity, engine=opening.engine)  # as the key was made
     why, lost = reasons(job, ledger, start, begun)
     here = software_of(job)
-    if opening.software != here:
-        changed = [name for name in here if here[name] != opening.software.get(name)]
-        job.say(f"{', '.join(changed)} differ from when the run was started: what follows may differ in its last bits")
+    _say_changed(job, here)
     if why:
         # First: whoever finds the old key later must not draw these rounds again.
         keys.forget(opening.run)
@@ -183,7 +182,33 @@ def software_of(job: Job) -> Record:
     """Return what may change bits here; nothing in a deployment, whose open rounds always get a fresh key."""
     if job.folder is not None and job.folder.deployment:
         return {}
-    return software(job.backend, job.problem)
+    with exact(job.problem.device):  # as clients train
+        return software(job.backend, job.problem)
+
+
+def _say_changed(job: Job, here: Record) -> None:
+    before = job.opening.software  # type: ignore[union-attr]
+    if changed := [name for name in here if here[name] != before.get(name)]:
+        job.say(f"{', '.join(changed)} differ from when the run was started: what follows may differ in its last bits")
+
+
+def note_software(job: Job, ledger: Ledger, round: int) -> None:
+    """Let the line of a round that was trained say with what, if that has changed since the run began or went on.
+
+    Raises:
+        RunError: the round has its line already, and would be released a second time with the same noise.
+    """
+    opening: Opening = job.opening  # type: ignore[assignment]
+    if job.folder is None or (here := software_of(job)) == opening.software:
+        return
+    if any(entry["round"] == round and entry.get("key_id") == ledger.key_id for entry in ledger.entries):
+        names = ", ".join(name for name in here if here[name] != opening.software.get(name))
+        raise RunError(f"round {round}, drawn before, with other software ({names}); the run stops, resume it")
+    changed = {**here, "changed": "while the run went on"}  # a round may have had both: no other is known to be equal
+    if opening.software != changed:
+        _say_changed(job, here)
+        job.opening = replace(opening, software=changed)
+        ledger.describe(job.opening.public)
 
 
 def _root(job: Job) -> int | bytes:
@@ -216,7 +241,7 @@ def reasons(job: Job, ledger: Ledger, start: int, begun: str) -> tuple[list[str]
     entries = ledger.entries
     opened = any(entry["round"] >= start for entry in entries)
     if job.stored:
-        lost, behind = compare(job.opening.run, entries)  # type: ignore[union-attr]
+        lost, behind = keys.compare(job.opening.run, entries)  # type: ignore[union-attr]
         why += [behind] if behind else []
         held = keys.load(job.opening.run)  # type: ignore[union-attr]
         kept = held is not None and not job.folder.deployment  # type: ignore[union-attr]
@@ -229,33 +254,15 @@ def reasons(job: Job, ledger: Ledger, start: int, begun: str) -> tuple[list[str]
     if opened and job.folder.deployment:  # type: ignore[union-attr]
         why.append("other clients may answer the open round")
     # Of a seeded run a twin that was never stopped may exist, which draws the later rounds with the same key.
-    if (opened or (entries and not job.stored)) and job.opening.software != software_of(job):  # type: ignore[union-attr]
+    here, opening = software_of(job), job.opening
+    other = (opened or (entries and not job.stored)) and opening.software != here  # type: ignore[union-attr]
+    if other or any(drawn != here for drawn in drawn_with(entries, start, opening.key)):  # type: ignore[union-attr]
         why.append("the software or the engine differs")
     if opened and _marked(job, start)[-1:] not in ([], [begun]):
         why.append("another checkpoint was written after these rounds since")
     if not begun and any(entry["round"] > 0 for entry in entries):
         why.append("no checkpoint is left, so the run starts again from round 0")
     return why, lost
-
-
-def compare(run: str, entries: Sequence[Entry]) -> tuple[list[Entry], str]:
-    """Return the events that only the mark beside the noise key has, and why the key may not be used on (or "").
-
-    The mark may lack the events of one round: the newest, whose release waits for the mark.
-    """
-    marked = keys.Mark(run).entries()
-    if marked is None:
-        return [], "the mark beside the noise key is gone or damaged" if entries else ""
-    same = 0
-    for ours, theirs in zip(entries, marked):
-        if ours["checksum"] != theirs["checksum"]:
-            break
-        same += 1
-    if len(marked) > same:
-        # A folder that lacks events which the mark has was put back; those events stay charged.
-        return marked[same:], "the folder is behind the mark beside the noise key (was a backup restored?)"
-    ahead = {entry["round"] for entry in entries[same:]}
-    return [], "the folder is ahead of the mark beside the noise key" if len(ahead) > 1 else ""
 
 
 def _charge(job: Job, ledger: Ledger, start: int, why: str, lost: Sequence[Entry]) -> None:

@@ -21,7 +21,7 @@ from fedflat.engine import evaluate
 from fedflat.engine.device import exact
 from fedflat.engine.job import Job, MemoryLedger, OnRound, Outcome, RoundResult, charge_remaining_rounds
 from fedflat.engine.reduce import RoundSum
-from fedflat.engine.resume import Start, charge_drawn, first_start, ledger_mark, resume_run, update_plan
+from fedflat.engine.resume import Start, charge_drawn, first_start, ledger_mark, note_software, resume_run, update_plan
 from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger
 from fedflat.records import checkpoint, keys
@@ -161,6 +161,7 @@ class _Round:
         job, plan, accumulator, state = self.job, self.job.parts.plan, self.accumulator, self.state
         aggregate = accumulator.result()
         saved()
+        note_software(job, ledger, state.round)
         new, info = finish_round(
             job.parts, state, self.broadcast, aggregate, job.key, ledger.append,
             divisor=accumulator.divisor, unit=self.unit, scores=self.scores,

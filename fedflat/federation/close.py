@@ -20,7 +20,6 @@ from fedflat.assembly.stating import state_privacy
 from fedflat.core import durable
 from fedflat.core.checks import RunError, wrong
 from fedflat.engine.job import Job, Outcome
-from fedflat.engine.resume import compare
 from fedflat.federation.processes import program
 from fedflat.federation.server import ENDED, Settings, _only_server, _versions, job_of, run_id, stored_outcome
 from fedflat.federation.task import Task
@@ -79,7 +78,7 @@ def _deleted_before(out: Path) -> bool:
 
 def _charge_lost(ledger: Ledger, run: str) -> None:
     """Charge events that only the mark beside the noise key has: the folder is a backup's."""
-    lost, why = compare(run, ledger.entries)
+    lost, why = keys.compare(run, ledger.entries)
     for entry in lost:
         ledger.charge_lost(entry, f"{why}: its line was lost")
     if lost:

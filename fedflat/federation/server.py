@@ -28,7 +28,6 @@ from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
 from fedflat.core.types import RoundState
 from fedflat.engine.job import Job, Outcome
-from fedflat.engine.resume import compare
 from fedflat.engine.train import train
 from fedflat.federation.bounds import Limits
 from fedflat.federation.events import log_fields, serve_metrics
@@ -106,7 +105,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         restore_lines(folder.path, folder.run)
         outcome = stored_outcome(job, folder.path)
         # A complete run needs no key and no clients, only its statement; if its mark is ahead, it is charged first.
-        if not outcome.complete or compare(folder.run, outcome.entries)[0]:
+        if not outcome.complete or keys.compare(folder.run, outcome.entries)[0]:
             excluded = _operator_file(folder.run, ".excluded")
             culprits = Culprits(excluded, settings.exclusion_limit, settings.abort_limit)
             job.backend, job.round_zero_backend = _backend(grid, task, job, settings, culprits), None
@@ -148,7 +147,7 @@ def _check_ins(
     sampler = job.parts.plan.sampler
     if not isinstance(sampler, MinSeparation):
         return None
-    lost, _ = compare(run, outcome.entries)  # a folder put back has fewer lines than the mark beside the key
+    lost, _ = keys.compare(run, outcome.entries)  # a folder put back has fewer lines than the mark beside the key
     charged = frozenset(entry["round"] for entry in (*outcome.entries, *lost))
     asks = _operator_file(run, ".check-ins")
     return CheckIns(

@@ -8,6 +8,7 @@ each was used for: a second copy of the run's ledger, which a backup of the fold
 
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedflat.core import durable
@@ -148,3 +149,23 @@ class Mark:
         except OSError as error:
             found = f"the mark of the noise key cannot be written ({error.strerror})"
             raise RunError(f"{self.path}: {found}; nothing was released") from error
+
+
+def compare(run: str, entries: Sequence[Entry]) -> tuple[list[Entry], str]:
+    """Return the events that only the mark beside the noise key has, and why the key may not be used on (or "").
+
+    The mark may lack the events of one round: the newest, whose release waits for the mark.
+    """
+    marked = Mark(run).entries()
+    if marked is None:
+        return [], "the mark beside the noise key is gone or damaged" if entries else ""
+    same = 0
+    for ours, theirs in zip(entries, marked):
+        if ours["checksum"] != theirs["checksum"]:
+            break
+        same += 1
+    if len(marked) > same:
+        # A folder that lacks events which the mark has was put back; those events stay charged.
+        return marked[same:], "the folder is behind the mark beside the noise key (was a backup restored?)"
+    ahead = {entry["round"] for entry in entries[same:]}
+    return [], "the folder is ahead of the mark beside the noise key" if len(ahead) > 1 else ""

@@ -8,10 +8,13 @@ under a secret of the run's own, so no file tells whose data it was, or which se
 import functools
 import hashlib
 import hmac
+import itertools
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +24,18 @@ import torch
 from fedflat.core import durable
 from fedflat.core.checks import wrong
 from fedflat.core.rng import digest
+from fedflat.privacy.ledger import RUN
 from fedflat.records.folder import OPENING
 
 FORMAT = 2
 PARTS = ("recipe", "data", "model", "method")
-CHOOSING = ("ATEN_CPU_CAPABILITY", "DNNL_", "ONEDNN_", "MKL_", "OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES")
-"""How the names begin of environment variables by which numerical libraries choose their instructions."""
+CHOOSING = (
+    "ATEN_CPU_CAPABILITY", "DNNL_", "ONEDNN_", "MKL_", "OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES",
+    "OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS", "OMP_NESTED", "OMP_SCHEDULE",
+)  # fmt: skip
+"""How the names begin of environment variables by which numerical libraries choose their instructions and threads."""
+_ROUNDING = re.compile(r"_get_(\w*(sdp|allow|precision|preferred|determin)\w*|(cudnn|mkldnn|nnpack)_\w+)$").match
+"""Matches the names of torch's own getters of such settings."""
 
 
 @dataclass(frozen=True)
@@ -158,19 +167,48 @@ def software(backend: Any, problem: Any) -> dict[str, Any]:
     engine |= {"precision": problem.precision, "onednn": problem.onednn}
     machine = {"machine": platform.machine(), "instructions": torch.backends.cpu.get_cpu_capability()}
     return {
-        **engine, **machine, "processor": processor(), "arithmetic": arithmetic(),
+        **engine, **machine, "processor": processor(), **arithmetic(),
         **versions(("fedflat", "torch", "numpy")),
     }  # fmt: skip
 
 
-def arithmetic() -> list[Any]:
-    """Return torch's settings of the process that decide how sums and products round."""
-    backends = torch.backends
-    precisions = [getattr(part, "fp32_precision", None) for part in (backends, backends.mkldnn, backends.cudnn)]
-    return [
-        torch.get_float32_matmul_precision(), *precisions, backends.mkldnn.enabled, backends.mkldnn.deterministic,
-        torch.is_autocast_enabled("cpu"), torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()),
-    ]  # fmt: skip
+def arithmetic() -> dict[str, str]:
+    """Return torch's settings of the process that decide how sums and products round: whatever this version can say of
+    itself, and whether it flushes tiny numbers to zero, which only such a number shows."""
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, read in _getters().items():
+            try:
+                found[name] = str(read())
+            except Exception as error:  # torch refuses to sum up settings that do not go together
+                found[name] = type(error).__name__
+    return found
+
+
+@functools.cache
+def _getters() -> dict[str, Callable[[], Any]]:
+    names = filter(_ROUNDING, dir(torch._C))
+    read: dict[str, Callable[[], Any]] = {name.removeprefix("_get_"): getattr(torch._C, name) for name in names}
+    if hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch 2.9
+        for pair in itertools.product(("generic", "cuda", "mkldnn"), ("all", "conv", "rnn", "matmul")):
+            read[" ".join(pair)] = functools.partial(torch._C._get_fp32_precision_getter, *pair)
+    for kind in ("cpu", "cuda"):
+        read[f"{kind} autocast"] = functools.partial(torch.is_autocast_enabled, kind)
+        read[f"{kind} autocast to"] = functools.partial(torch.get_autocast_dtype, kind)
+    read |= {"mha": torch.backends.mha.get_fastpath_enabled, "dtype": torch.get_default_dtype}
+    read["einsum"] = lambda: (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy)
+    read["flushes denormals"] = lambda: not float(torch.full((1,), 1e-39) * 0.5)
+    return {f"torch {name}": read[name] for name in sorted(read)}
+
+
+def drawn_with(entries: Iterable[Mapping[str, Any]], start: int, key: str) -> Iterator[Mapping[str, Any]]:
+    """Yield with which software the events from round ``start`` on were computed that were drawn with a key."""
+    run: Mapping[str, Any] = {}
+    for entry in entries:
+        run = entry.get(RUN, run)
+        if entry["round"] >= start and entry.get("key_id") == key:
+            yield run.get("software", {})
 
 
 @functools.cache
@@ -185,7 +223,8 @@ def processor() -> str:
     return hashlib.sha256(json.dumps([about, settings]).encode()).hexdigest()[:16]
 
 
-def versions(packages: Iterable[str]) -> dict[str, str]:
+@functools.cache
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
     """Return versions of Python and of packages."""
     from importlib import metadata
 

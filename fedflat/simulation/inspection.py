@@ -21,7 +21,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedflat.core.checks import InputError, require, wrong
 from fedflat.core.durable import digest_of, read_tensors
-from fedflat.engine.resume import compare
 from fedflat.models.representation import FILE, KEPT
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import checksum
@@ -372,7 +371,7 @@ def check_mark(run: Records) -> Iterator[Check]:
             yield Check(name, "unchecked", "not on this machine: whether every key was used once cannot be seen here")
         return
     try:
-        lost, why = compare(run.opening.run, read(run.folder / LEDGER))
+        lost, why = keys.compare(run.opening.run, read(run.folder / LEDGER))
     except InputError as error:
         yield Check(name, "wrong", str(error))
         return

@@ -6,7 +6,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ from fedflat.algorithms import dp_fedavg
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import EngineSection
-from fedflat.core.checks import InputError
+from fedflat.core.checks import InputError, RunError
 from fedflat.core.types import Algorithm
 from fedflat.models import build
 from fedflat.privacy.ledger import extra_rounds, read
 from fedflat.records import checkpoint, keys
 from fedflat.records import opening as opening_module
 from fedflat.records.folder import RunFolder
-from fedflat.records.opening import Opening, arithmetic
+from fedflat.records.opening import Opening
 from fedflat.simulation.result import export
 from fedflat.simulation.run import run
 
@@ -45,9 +45,10 @@ WITHOUT_MODEL = {key: value for key, value in RECIPE.items() if key != "model"}
 
 
 @pytest.fixture(autouse=True)
-def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state"
+    yield tmp_path / "state"
+    torch.set_flush_denormal(False)
 
 
 def clients(shift: float = 0.0, count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -317,11 +318,69 @@ def test_the_quick_start_draws_the_noise_behind_the_readmes_figures() -> None:
     assert said.split() == ["68b081973320", "c012b39c5779", "2abe5b8144ff", "''", "''"]
 
 
-def test_torchs_own_settings_of_precision_are_in_the_key() -> None:
-    """Two runs that round otherwise never share noise."""
-    before, found = torch.get_float32_matmul_precision(), arithmetic()
-    try:
-        torch.set_float32_matmul_precision("medium")
-        assert arithmetic() != found
-    finally:
-        torch.set_float32_matmul_precision(before)
+BACKENDS: Any = torch.backends
+SETTINGS: dict[str, tuple[Any, Any, Any]] = {
+    "matmul": (torch.set_float32_matmul_precision, "medium", "highest"),
+    "oneDNN conv": (lambda value: setattr(BACKENDS.mkldnn.conv, "fp32_precision", value), "bf16", "none"),
+    "oneDNN matmul": (lambda value: setattr(BACKENDS.mkldnn.matmul, "fp32_precision", value), "bf16", "none"),
+    "oneDNN rnn": (lambda value: setattr(BACKENDS.mkldnn.rnn, "fp32_precision", value), "bf16", "none"),
+    "oneDNN": (BACKENDS.mkldnn.set_flags, False, True),
+    "attention": (BACKENDS.cuda.enable_flash_sdp, False, True),
+    "denormals": (torch.set_flush_denormal, True, False),
+    "nnpack": (BACKENDS.nnpack.set_flags, False, True),
+    "autocast": (lambda value: torch.set_autocast_dtype("cpu", value), torch.float16, torch.bfloat16),
+}
+
+
+@pytest.fixture(params=SETTINGS)
+def setting(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any, Any]]:
+    if request.param.startswith("oneDNN ") and not hasattr(BACKENDS.mkldnn, "conv"):
+        pytest.skip("PyTorch 2.9 has it")
+    yield SETTINGS[request.param]
+    change, _, usual = SETTINGS[request.param]
+    change(usual)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_torchs_settings_of_the_process_are_in_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: tuple[Any, Any, Any], recorded: bool
+) -> None:
+    """Seeded runs, and one that is killed and resumed: two sums that round otherwise never share noise. Without the
+    settings in the record, the broken twin, they do, and the second release is not charged."""
+    if not recorded:
+        monkeypatch.setattr(opening_module, "arithmetic", dict)
+    before, (change, value, _) = key(), setting
+    stopped(tmp_path / "run", 2)
+    (tmp_path / "run" / "checkpoints" / "round-000002.safetensors").unlink()
+    change(value)
+    assert (key() == before) != recorded
+    found = stopped(tmp_path / "run", 3, resume=True)
+    lines = read(tmp_path / "run" / "ledger.jsonl")
+    assert [line["round"] for line in lines] == ([0, 1, 1, 2] if recorded else [0, 1, 2])
+    assert len({line["key_id"] for line in lines}) == (2 if recorded else 1) == found.privacy["rounds_charged"] - 2
+    assert any("torch " in note for note in found.notes) == recorded
+
+
+def test_settings_that_change_in_mid_run_are_in_the_rounds_own_line(tmp_path: Path) -> None:
+    """Whoever resumes under the first settings has another sum, and gets another key."""
+    done: list[bool] = []
+    folder, change = tmp_path / "run", lambda *_: done.append(torch.set_flush_denormal(True))
+    found = run(RECIPE, clients=clients(), out=folder, on_round=change, should_stop=lambda: len(done) == 2)
+    assert any("denormals differ" in note for note in found.notes)
+    first, second = (line["run"]["software"] for line in read(folder / "ledger.jsonl"))
+    assert second == first | {"torch flushes denormals": "True", "changed": "while the run went on"}
+    torch.set_flush_denormal(False)
+    (folder / "checkpoints" / "round-000002.safetensors").unlink()
+    assert stopped(folder, 3, resume=True).privacy["rounds_charged"] == 4
+    assert len({line["key_id"] for line in read(folder / "ledger.jsonl")}) == 2
+
+
+def test_a_round_that_is_drawn_again_under_changed_settings_is_not_released(tmp_path: Path) -> None:
+    """Its line is in the ledger already: with the same key on another sum, nobody would be charged."""
+    stopped(tmp_path / "run", 2)
+    (tmp_path / "run" / "checkpoints" / "round-000002.safetensors").unlink()
+    change = lambda: not torch.set_flush_denormal(True)  # noqa: E731  (asked once the key is chosen)
+    with pytest.raises(RunError, match=r"^round 1, drawn before, with other software \(torch flushes denormals\)"):
+        run(RECIPE, clients=clients(), out=tmp_path / "run", resume=True, should_stop=change)
+    torch.set_flush_denormal(False)
+    assert stopped(tmp_path / "run", 3, resume=True).privacy["rounds_charged"] == 3
