@@ -78,7 +78,8 @@ def test_only_the_same_run_has_the_same_key() -> None:
         key(seed=1), key(rounds=4), key(local={"steps": 2, "batch_size": 4}), key(clients(1.0)), key(clients(count=5)),
         key(algorithm={"name": "dp-fedsam"}), key(privacy={"clip": 0.5, "noise_multiplier": 2.0}), key(module=own),
     ]  # fmt: skip
-    others += [key(method=dp_fedavg())]
+    others += [key(method=dp_fedavg()), key(method=Algorithm("own")), key(method=Algorithm("mine"))]
+    assert key(method=Algorithm("own")) == others[-2]
     assert set(same) == {first} and len({first, *others}) == len(others) + 1
 
 
@@ -126,17 +127,6 @@ def test_a_restored_folder_is_charged_and_draws_anew(tmp_path: Path, complete: b
     assert found.privacy["epsilon"] == pytest.approx(found.history[-1]["epsilon"])
     assert any("behind the mark" in note for note in found.notes)
     assert any("behind the mark" in reason for reason in found.privacy["reasons"])
-
-
-@pytest.mark.parametrize("secure", [True, False])
-def test_other_software_without_an_open_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secure: bool) -> None:
-    """Nothing is charged twice; a seeded run draws on with another key, since its twin elsewhere has the first one."""
-    folder = tmp_path / "run"
-    stopped(folder, 2, secure=secure)
-    monkeypatch.setattr(opening_module, "versions", lambda packages: {"torch": "another"})
-    found, lines = stopped(folder, 3, resume=True, secure=secure), read(folder / "ledger.jsonl")
-    assert [line.get("attempt", 1) for line in lines] == [1, 1, 1]
-    assert len({line["key_id"] for line in lines}) == (1 if secure else 2) and len(found.notes) == (1 if secure else 2)
 
 
 ENGINES: dict[str, tuple[Any, Any]] = {
@@ -277,10 +267,6 @@ def test_marks(tmp_path: Path) -> None:
         mark.replace(b"")
 
 
-def test_a_method_is_known_by_its_code() -> None:
-    assert key(method=Algorithm("own")) == key(method=Algorithm("own")) != key(method=Algorithm("mine"))
-
-
 IDENTITY = """
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
@@ -303,11 +289,9 @@ SETTINGS: dict[str, tuple[Any, Any, Any]] = {
     "attention": (BACKENDS.cuda.enable_flash_sdp, False, True),
     "denormals": (torch.set_flush_denormal, True, False),
     "nnpack": (BACKENDS.nnpack.set_flags, False, True),
-} | {
-    f"oneDNN {name}": (partial(setattr, part, "fp32_precision"), "bf16", "none")
-    for name in ("conv", "matmul", "rnn")
-    if (part := getattr(BACKENDS.mkldnn, name, None)) is not None  # PyTorch 2.9 has it
 }
+for part in filter(partial(hasattr, BACKENDS.mkldnn), ("conv", "matmul", "rnn")):  # since PyTorch 2.9
+    SETTINGS[part] = partial(setattr, getattr(BACKENDS.mkldnn, part), "fp32_precision"), "bf16", "none"
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -323,6 +307,7 @@ def test_torchs_settings_of_the_process_are_in_the_key(
         monkeypatch.setattr(opening_module, "arithmetic", dict)
         before = key()
     stopped(tmp_path / "run", 2)
+    stopped(tmp_path / "seeded", 2, secure=False)
     (tmp_path / "run" / "checkpoints" / "round-000002.safetensors").unlink()
     change(value)
     assert (key() == before) != recorded
@@ -331,6 +316,8 @@ def test_torchs_settings_of_the_process_are_in_the_key(
     assert drawn == [(0, 1), (1, 1), *([(1, 2)] if recorded else []), (2, 1)]
     assert len({line["key_id"] for line in lines}) == (2 if recorded else 1) == found.privacy["rounds_charged"] - 2
     assert any("torch " in note and "differ" in note for note in found.notes) == recorded
+    stopped(tmp_path / "seeded", 3, resume=True, secure=False)  # none is open, but a twin elsewhere has the first key
+    assert len({line["key_id"] for line in read(tmp_path / "seeded" / "ledger.jsonl")}) == (2 if recorded else 1)
 
 
 def test_settings_that_change_in_mid_run_are_in_the_rounds_own_line(tmp_path: Path) -> None:
