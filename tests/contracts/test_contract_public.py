@@ -184,17 +184,19 @@ def test_the_noise_is_held_fixed_and_the_data_move_what_is_noised(tmp_path: Path
 
 def test_a_private_size_in_a_record_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: the size of the largest client in metrics.jsonl, as a field of its own and in place of a constant."""
-    tested = evaluate.evaluate_round
-    for field in ("largest", "claimed_epsilon"):
+    tested, field = evaluate.evaluate_round, "largest"
 
-        def leaking(job: Any, state: Any, heads: Any, field: str = field) -> Any:
-            public, hidden = tested(job, state, heads)
-            return public | {field: float(job.data.sizes.max())}, hidden
+    def leaking(job: Any, state: Any, heads: Any) -> Any:
+        public, hidden = tested(job, state, heads)
+        return public | {field: float(job.data.sizes.max())}, hidden
 
-        monkeypatch.setattr(evaluate, "evaluate_round", leaking)
-        base = made(GIVEN, LAST, tmp_path / field / "base")
-        found = moved(base, made(GIVEN, WORLDS["many"], tmp_path / field / "many"))
-        assert any(text.startswith(f"metrics.jsonl: {field}") for text in found)
+    monkeypatch.setattr(evaluate, "evaluate_round", leaking)
+    base = made(GIVEN, LAST, tmp_path / "base")
+    found = moved(base, made(GIVEN, WORLDS["many"], tmp_path / "many"))
+    assert any(text.startswith(f"metrics.jsonl: {field}") for text in found)
+    field = "claimed_epsilon"  # the run's own check finds it, before anything is exported
+    with pytest.raises(fedflat.InputError, match=r"claimed_epsilon says \d+, and the run gives None"):
+        made(GIVEN, LAST, tmp_path / "constant")
 
 
 def test_steps_that_follow_the_clients_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
