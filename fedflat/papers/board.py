@@ -169,7 +169,8 @@ def summary(found: Mapping[str, Any], short: bool = False) -> list[list[str]]:
         rows = [top.get((task, epsilon)) for epsilon in EPSILONS]
         ceiling = found["ceilings"].get(task.features)
         shown = [unknown if row is None else spread_of(row, digits) for row in rows]
-        name = task.title.replace("Dirichlet ", "").replace(" clients", "") if short else task.title
+        brief = task.title.replace("Dirichlet ", "").replace(" clients", "").replace("-MNIST public", " public")
+        name = brief if short else task.title
         table.append([name, *shown, unknown if ceiling is None else f"{ceiling:.{digits}f}"])
     return table
 
@@ -194,6 +195,7 @@ def paired(found: Mapping[str, Any], epsilon: float) -> Grid:
     intervals.
     """
     tasks, known = _tuned(found, epsilon)
+    tasks = [task for task in tasks if sum(own is task for _, own in known) > 1]
     rows = []
     for name, plain in PARTNERS:
         shown = [_difference(known.get((name, task)), known.get((plain, task))) for task in tasks]
@@ -219,8 +221,8 @@ def _difference(row: Row | None, plain: Row | None) -> str:
 def markdown(found: Mapping[str, Any]) -> str:
     """Return the text of ``docs/leaderboard.md``."""
     rows, at = ordered(found["rows"]), MEASURED_AT
-    # On the page of the docs a row has no seeds, ε of the mechanism and audits.
-    brief = [[*texts[:5], *texts[8:]] for texts in (HEADS, *map(cells, rows))]
+    # On the page of the docs a row has no seeds, ε of the mechanism, audits, seconds and prior.
+    brief = [texts[:5] for texts in (HEADS, *map(cells, rows))]
     return text(
         "leaderboard.md", about=found["about"], plainly=PLAINLY, at=at, heads=AT_EPSILON, best=summary(found),
         methods=methods(found, at), note=PAIRED, paired=paired(found, at), rows=brief, commands=map(command, rows),
