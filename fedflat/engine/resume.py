@@ -96,7 +96,7 @@ def _check_noted(job: Job, round: int, facts: Record) -> None:
         return
     marked = _marked(job, round)
     for names, checksums in (TIPS, [tips_of(path).get(round, {}).get("checkpoint")]), ("the run's mark", marked):
-        if checksums and facts["sha256"] not in checksums:
+        if checksums and checksums[-1] != "" and facts["sha256"] not in checksums:
             place = str(checkpoint.path_of(path / "checkpoints", round))
             raise wrong(place, f"a checkpoint that {names} does not name", "the one that the run wrote after it")
 
@@ -259,7 +259,7 @@ def reasons(job: Job, ledger: Ledger, start: int, begun: str) -> tuple[list[str]
     if other or any(drawn != here for drawn in drawn_with(entries, start, opening.key)):  # type: ignore[union-attr]
         why.append("the software or the engine differs")
     if opened and _marked(job, start)[-1:] not in ([], [begun]):
-        why.append("another checkpoint was written after these rounds since")
+        why.append("the run's mark does not say that these rounds were drawn from this checkpoint")
     if not begun and any(entry["round"] > 0 for entry in entries):
         why.append("no checkpoint is left, so the run starts again from round 0")
     return why, lost

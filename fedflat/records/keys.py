@@ -7,6 +7,7 @@ each was used for: a second copy of the run's ledger, which a backup of the fold
 """
 
 import os
+import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,13 +103,15 @@ class Mark:
 
     def checkpoints(self, round: int) -> list[str]:
         """Return the checksums of the checkpoints after ``round`` finished rounds, oldest first; none where none were
-        noted, as before 1.0.
+        noted, as before 1.0. Where the file is damaged the last one is "", which is nobody's.
         """
         try:
-            lines = self._begun.read_text(encoding="ascii").splitlines()
+            lines = self._begun.read_bytes().splitlines()
         except FileNotFoundError:
             return []
-        return [checksum for number, _, checksum in (line.partition(" ") for line in lines) if number == str(round)]
+        parts = [re.fullmatch(rb"(\d+) ([0-9a-f]{64})", line) for line in lines]
+        found = [part[2].decode() for part in parts if part and int(part[1]) == round]
+        return found if all(parts) else [*found, ""]
 
     def forget(self) -> None:
         """Delete it: of a run whose folder is deleted too."""

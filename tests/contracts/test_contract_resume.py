@@ -237,7 +237,7 @@ def test_a_checkpoint_that_was_written_anew_since_gets_a_fresh_key(tmp_path: Pat
     (tmp_path / "run/checkpoints/round-000003.safetensors").unlink()
     keys.Mark(Opening.read(tmp_path / "run").run).note_checkpoint(2, "0" * 64)
     found = fedflat.run(small, out=tmp_path / "run", resume=True)
-    assert any("another checkpoint was written after these rounds since" in note for note in found.notes)
+    assert any("does not say that these rounds were drawn from this checkpoint" in note for note in found.notes)
     charged = [line["round"] for line in lines(tmp_path / "run" / "ledger.jsonl") if "round" in line]
     assert charged.count(2) == 2
 

@@ -222,7 +222,7 @@ def test_hub_answers_are_read_like_files(monkeypatch: pytest.MonkeyPatch) -> Non
         rows = {split: image_rows(part) for split, part in (("train", slice(0, 20)), ("test", slice(20, 30)))}
         return {split: datasets.Dataset.from_dict(c, features=datasets.Features(f)) for split, (c, f) in rows.items()}
 
-    monkeypatch.setattr("fedflat.data.locate._download", answer)
+    monkeypatch.setattr(datasets, "load_dataset", answer)
     data = load({"dataset": "who/pictures", "partition": IID, "clients": 2})
     assert asked == [("who/pictures", None)] and data.name == "pictures"
     assert data.test_inputs is not None and len(data.inputs) == 20 and len(data.test_inputs) == 10
