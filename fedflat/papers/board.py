@@ -223,9 +223,10 @@ def markdown(found: Mapping[str, Any]) -> str:
     rows, at = ordered(found["rows"]), MEASURED_AT
     # On the page of the docs a row has no seeds, ε of the mechanism, audits, seconds and prior.
     brief = [texts[:5] for texts in (HEADS, *map(cells, rows))]
+    commands = [command(row).replace(" -o seed=0 ", " ") for row in rows]
     return text(
         "leaderboard.md", about=found["about"], plainly=PLAINLY, at=at, heads=AT_EPSILON, best=summary(found),
-        methods=methods(found, at), note=PAIRED, paired=paired(found, at), rows=brief, commands=map(command, rows),
+        methods=methods(found, at), note=PAIRED, paired=paired(found, at), rows=brief, commands=commands,
     ) + "\n"  # fmt: skip
 
 
