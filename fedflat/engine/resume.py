@@ -26,7 +26,7 @@ from fedflat.privacy.ledger import Entry, Ledger, run_of
 from fedflat.privacy.statement import is_whole
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import METRICS, OPENING, STATEMENT, set_aside
-from fedflat.records.opening import Opening, drawn_with, software
+from fedflat.records.opening import Opening, software
 from fedflat.records.signing import TIPS, keep_tips, tips_of
 
 Record = dict[str, Any]
@@ -79,7 +79,7 @@ def resume_run(job: Job, ledger: Ledger) -> Start:
     # Its weights would go on under another run's ledger.
     if facts.get("run", job.opening.run) != job.opening.run:
         raise wrong(str(job.folder.checkpoints), "a checkpoint of another run", "those of the run in this folder")
-    _check_noted(job, state.round, facts)
+    _check_noted(job, state.round, facts, ledger.entries)
     _check_events(job, ledger, max([state.round, *named]), facts.get("ledger"))
     history, private, damage = job.folder.keep_rounds(state.round)
     keep_tips(job.folder.path, state.round)
@@ -89,16 +89,17 @@ def resume_run(job: Job, ledger: Ledger) -> Start:
     return Start(state, heads, history, private)
 
 
-def _check_noted(job: Job, round: int, facts: Record) -> None:
+def _check_noted(job: Job, round: int, facts: Record, entries: Sequence[Entry]) -> None:
     """Refuse a newest checkpoint that tips.jsonl or the mark beside the noise key does not name."""
     path = job.folder.path  # type: ignore[union-attr]
     if not facts:
         return
-    marked = _marked(job, round)
+    # A folder that went on elsewhere gets a fresh key for that, whatever its checkpoints are.
+    marked = _marked(job, round) if job.stored and keys.compare(job.opening.run, entries) == ([], "") else []  # type: ignore[union-attr]
     for names, checksums in (TIPS, [tips_of(path).get(round, {}).get("checkpoint")]), ("the run's mark", marked):
         if checksums and checksums[-1] != "" and facts["sha256"] not in checksums:
             place = str(checkpoint.path_of(path / "checkpoints", round))
-            raise wrong(place, f"a checkpoint that {names} does not name", "the one that the run wrote after it")
+            raise wrong(place, f"a checkpoint that {names} does not name", f"the one that the run wrote after {round}")
 
 
 def _marked(job: Job, round: int) -> list[str]:
@@ -174,6 +175,7 @@ def _choose_key(job: Job, ledger: Ledger, start: int, begun: str) -> None:
     if job.stored:
         mark = keys.Mark(opening.run)
         mark.replace(ledger.path.read_bytes() if ledger.entries else b"")
+        mark.begin(start, begun)
         # From here each line reaches the mark before the round is released.
         ledger.copy_to(mark.append)
 
@@ -192,23 +194,27 @@ def _say_changed(job: Job, here: Record) -> None:
         job.say(f"{', '.join(changed)} differ from when the run was started: what follows may differ in its last bits")
 
 
-def note_software(job: Job, ledger: Ledger, round: int) -> None:
-    """Let the line of a round that was trained say with what, if that has changed since the run began or went on.
+def note_software(job: Job, ledger: Ledger, round: int, *, charged: bool) -> None:
+    """Note in private with what a round was trained, if that has changed since the run began or went on.
+
+    It may tell how much memory the cohort's clients took, so no public record has it. charged: whether the round was
+    charged just now, for a fresh key.
 
     Raises:
-        RunError: the round has its line already, and would be released a second time with the same noise.
+        RunError: the round was drawn before, and would be released a second time with the same noise.
     """
     opening: Opening = job.opening  # type: ignore[assignment]
     if job.folder is None or (here := software_of(job)) == opening.software:
         return
-    if any(entry["round"] == round and entry.get("key_id") == ledger.key_id for entry in ledger.entries):
-        names = ", ".join(name for name in here if here[name] != opening.software.get(name))
-        raise RunError(f"round {round}, drawn before, with other software ({names}); the run stops, resume it")
     changed = {**here, "changed": "while the run went on"}  # a round may have had both: no other is known to be equal
     if opening.software != changed:
         _say_changed(job, here)
         job.opening = replace(opening, software=changed)
-        ledger.describe(job.opening.public)
+        job.opening.write(job.folder.path)  # before the round's line: who takes it up again gets a fresh key
+    if not charged and any(e["round"] == round and e.get("key_id") == ledger.key_id for e in ledger.entries):
+        names = ", ".join(name for name in here if here[name] != opening.software.get(name))
+        found, allowed = f"another {names} than when it was drawn before", "the same"
+        raise RunError(f"round {round}: found {found}; allowed: {allowed}. Resumed again, it gets a fresh key.")
 
 
 def _root(job: Job) -> int | bytes:
@@ -254,9 +260,7 @@ def reasons(job: Job, ledger: Ledger, start: int, begun: str) -> tuple[list[str]
     if opened and job.folder.deployment:  # type: ignore[union-attr]
         why.append("other clients may answer the open round")
     # Of a seeded run a twin that was never stopped may exist, which draws the later rounds with the same key.
-    here, opening = software_of(job), job.opening
-    other = (opened or (entries and not job.stored)) and opening.software != here  # type: ignore[union-attr]
-    if other or any(drawn != here for drawn in drawn_with(entries, start, opening.key)):  # type: ignore[union-attr]
+    if (opened or (entries and not job.stored)) and job.opening.software != software_of(job):  # type: ignore[union-attr]
         why.append("the software or the engine differs")
     if opened and _marked(job, start)[-1:] not in ([], [begun]):
         why.append("the run's mark does not say that these rounds were drawn from this checkpoint")
@@ -294,10 +298,12 @@ def update_plan(job: Job, ledger: Ledger, start: int, round: int) -> None:
     vars(job).pop("last_round", None)  # whoever asked before now did not know what is charged again
 
 
-def charge_drawn(job: Job, ledger: Ledger, round: int) -> None:
-    """Charge a round once more that was drawn before with another key, and may have been released."""
-    if job.folder is not None and ledger.drawn_before(round):
+def charge_drawn(job: Job, ledger: Ledger, round: int) -> bool:
+    """Charge a round once more that was drawn before with another key, and may have been released; whether it was."""
+    again = job.folder is not None and bool(ledger.drawn_before(round))
+    if again:
         ledger.charge_again(f"{job.why}: drawn again with a fresh key", round=round)
+    return again
 
 
 def ledger_mark(ledger: Any) -> Record:

@@ -56,8 +56,8 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
                 stopped = f"stopped as asked after {state.round} rounds"
                 seen = peeked and not stop_signal()
                 break
-            charge_drawn(job, ledger, state.round)
-            turn = _Round(job, state)
+            charged = charge_drawn(job, ledger, state.round)
+            turn = _Round(job, state, charged)
             for cohort, broadcast in turn.cohorts():
                 turn.evaluate(cohort, heads)
                 # The back end maps, the round reduces: here, so that a step's gradient is one frame less away.
@@ -115,14 +115,14 @@ class _Round:
     What depends on the round's number only, its ε and large noise, is computed in threads meanwhile.
     """
 
-    def __init__(self, job: Job, state: RoundState) -> None:
-        self.job, self.state, self.left_out = job, state, 0
+    def __init__(self, job: Job, state: RoundState, charged: bool) -> None:
+        self.job, self.state, self.charged, self.left_out = job, state, charged, 0
         self.began, self.clock = time.perf_counter(), _Clock(job.stages)
         public = None if job.public_update is None else functools.partial(job.public_update, state)
         self.broadcast = broadcast_of(job.parts, state, job.seed, public)
         self.accumulator = accumulator_of(job.parts, self.broadcast, job.key)
-        plan, charged = job.parts.plan, state.round + 1 + job.charged_again
-        self.spent = in_background(lambda: plan.epsilon(charged))
+        plan, releases = job.parts.plan, state.round + 1 + job.charged_again
+        self.spent = in_background(lambda: plan.epsilon(releases))
         self.unit = _noise_ahead(job, state.round)
         first = job.round_zero_backend if state.round == 0 else None
         self.backend = job.backend if first is None else first
@@ -161,7 +161,7 @@ class _Round:
         job, plan, accumulator, state = self.job, self.job.parts.plan, self.accumulator, self.state
         aggregate = accumulator.result()
         saved()
-        note_software(job, ledger, state.round)
+        note_software(job, ledger, state.round, charged=self.charged)
         new, info = finish_round(
             job.parts, state, self.broadcast, aggregate, job.key, ledger.append,
             divisor=accumulator.divisor, unit=self.unit, scores=self.scores,

@@ -88,6 +88,10 @@ def forget(run: str) -> bool:
     return True
 
 
+_CHECKPOINT = re.compile(rb"(\d+) ([0-9a-f]{64})")
+"""A line of a mark's checkpoints: finished rounds, checksum."""
+
+
 class Mark:
     """How far a run's key was used: the run's ledger lines, each written before its round is released, and beside them
     the checksum of each checkpoint, from which a round begins. It stays when the key is deleted, and holds no secret.
@@ -98,20 +102,37 @@ class Mark:
         self._begun = self.path.with_name(f"{run}.checkpoints")
 
     def note_checkpoint(self, round: int, checksum: str) -> None:
-        """Note a checkpoint that is about to be written, durably. Raises OSError."""
-        durable.append(self._begun, f"{round} {checksum}\n".encode())
+        """Note a checkpoint that is about to be written, durably. Raises RunError."""
+        try:
+            durable.append(self._begun, f"{round} {checksum}\n".encode())
+        except OSError as error:
+            found = f"the mark of the noise key cannot be written ({error.strerror})"
+            raise RunError(f"{self._begun}: {found}; the run stops, resume it later.") from error
+
+    def begin(self, round: int, checksum: str) -> None:
+        """Note the checkpoint that a run goes on from ("": none), and leave out lines that are damaged."""
+        lines = self._lines()
+        good = [line for line in lines if _CHECKPOINT.fullmatch(line)]
+        if checksum or len(good) < len(lines):
+            new = [f"{round} {checksum}".encode()] if checksum else []
+            durable.replace(self._begun, b"".join(line + b"\n" for line in (*good, *new)))
 
     def checkpoints(self, round: int) -> list[str]:
         """Return the checksums of the checkpoints after ``round`` finished rounds, oldest first; none where none were
         noted, as before 1.0. Where the file is damaged the last one is "", which is nobody's.
         """
-        try:
-            lines = self._begun.read_bytes().splitlines()
-        except FileNotFoundError:
-            return []
-        parts = [re.fullmatch(rb"(\d+) ([0-9a-f]{64})", line) for line in lines]
+        parts = [_CHECKPOINT.fullmatch(line) for line in self._lines()]
         found = [part[2].decode() for part in parts if part and int(part[1]) == round]
         return found if all(parts) else [*found, ""]
+
+    def _lines(self) -> list[bytes]:
+        try:
+            return self._begun.read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            found = f"{self._begun}: the mark of the noise key cannot be read ({error.strerror})"
+            raise InputError(f"{found}; allowed: your own file.") from error
 
     def forget(self) -> None:
         """Delete it: of a run whose folder is deleted too."""

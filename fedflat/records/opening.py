@@ -13,8 +13,7 @@ import json
 import os
 import platform
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ import torch
 from fedflat.core import durable
 from fedflat.core.checks import wrong
 from fedflat.core.rng import digest
-from fedflat.privacy.ledger import RUN
 from fedflat.records.folder import OPENING
 
 FORMAT = 2
@@ -176,13 +174,11 @@ def arithmetic() -> dict[str, str]:
     """Return torch's settings of the process that decide how sums and products round: whatever this version can say of
     itself, and whether it flushes tiny numbers to zero, which only such a number shows."""
     found = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, read in _getters().items():
-            try:
-                found[name] = str(read())
-            except Exception as error:  # torch refuses to sum up settings that do not go together
-                found[name] = type(error).__name__
+    for name, read in _getters().items():
+        try:
+            found[name] = str(read())
+        except Exception as error:  # torch refuses to sum up settings that do not go together
+            found[name] = type(error).__name__
     return found
 
 
@@ -200,15 +196,6 @@ def _getters() -> dict[str, Callable[[], Any]]:
     read["einsum"] = lambda: (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy)
     read["flushes denormals"] = lambda: not float(torch.full((1,), 1e-39) * 0.5)
     return {f"torch {name}": read[name] for name in sorted(read)}
-
-
-def drawn_with(entries: Iterable[Mapping[str, Any]], start: int, key: str) -> Iterator[Mapping[str, Any]]:
-    """Yield with which software the events from round ``start`` on were computed that were drawn with a key."""
-    run: Mapping[str, Any] = {}
-    for entry in entries:
-        run = entry.get(RUN, run)
-        if entry["round"] >= start and entry.get("key_id") == key:
-            yield run.get("software", {})
 
 
 @functools.cache
