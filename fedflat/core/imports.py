@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedflat.core.checks import InputError, nearest, require, wrong
+from fedflat.core.checks import InputError, RunError, nearest, require, wrong
 
 USER_FILES = "fedflat_user_"
 """Before the names of modules that are read from a user's file."""
@@ -44,16 +44,20 @@ def imported(where: str, path: str) -> Callable[..., Any]:
 
 @contextmanager
 def calling(where: str) -> Iterator[None]:
-    """Let a user's own function run: what it raises becomes one line that names the function's place."""
+    """Let a user's own function run: what it raises becomes one line that names the function's place.
+
+    What no code of the user's raised is no mistake of the user's, and is left as it is.
+    """
     try:
         yield
-    except InputError:
+    except (InputError, RunError):
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not any(name in frame.filename for name in _INSTALLED)]
-        place = f"line {own[-1].lineno} of {Path(own[-1].filename).name}" if own else "its signature"
-        found = f"{type(error).__name__} at {place} ({error})"
+        if not own:
+            raise
+        found = f"{type(error).__name__} at line {own[-1].lineno} of {Path(own[-1].filename).name} ({error})"
         raise wrong(where, found, "a function that runs with these arguments") from error
 
 

@@ -99,7 +99,7 @@ def _check_noted(job: Job, round: int, facts: Record, entries: Sequence[Entry]) 
     for names, checksums in (TIPS, [tips_of(path).get(round, {}).get("checkpoint")]), ("the run's mark", marked):
         if checksums and checksums[-1] != "" and facts["sha256"] not in checksums:
             place = str(checkpoint.path_of(path / "checkpoints", round))
-            raise wrong(place, f"a checkpoint that {names} does not name", f"the one that the run wrote after {round}")
+            raise wrong(place, f"a checkpoint that {names} does not name", f"the run's own after {round} rounds")
 
 
 def _marked(job: Job, round: int) -> list[str]:

@@ -117,8 +117,9 @@ def spread_of(row: Row, digits: int = 2) -> str:
 def command(row: Row) -> str:
     """Return the command whose run is one of the row's, for its first seed."""
     task = task_of(row)
+    seed = {"seed": row["seeds"][0]} if row["seeds"][0] else {}  # 0 is the default
     keys = {
-        **task.changes(), "seed": row["seeds"][0], "privacy.epsilon": row["epsilon"],
+        **task.changes(), **seed, "privacy.epsilon": row["epsilon"],
         **{f"algorithm.{key}": value for key, value in row["method"].items()}, **row["setting"],
     }  # fmt: skip
     return " ".join([f"fedflat run {task.recipe}", *(f"-o {key}={value}" for key, value in keys.items())])
@@ -223,10 +224,9 @@ def markdown(found: Mapping[str, Any]) -> str:
     rows, at = ordered(found["rows"]), MEASURED_AT
     # On the page of the docs a row has no seeds, ε of the mechanism, audits, seconds and prior.
     brief = [texts[:5] for texts in (HEADS, *map(cells, rows))]
-    commands = [command(row).replace(" -o seed=0 ", " ") for row in rows]
     return text(
         "leaderboard.md", about=found["about"], plainly=PLAINLY, at=at, heads=AT_EPSILON, best=summary(found),
-        methods=methods(found, at), note=PAIRED, paired=paired(found, at), rows=brief, commands=commands,
+        methods=methods(found, at), note=PAIRED, paired=paired(found, at), rows=brief, commands=map(command, rows),
     ) + "\n"  # fmt: skip
 
 

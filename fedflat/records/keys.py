@@ -9,7 +9,8 @@ each was used for: a second copy of the run's ledger, which a backup of the fold
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from fedflat.core import durable
@@ -103,19 +104,17 @@ class Mark:
 
     def note_checkpoint(self, round: int, checksum: str) -> None:
         """Note a checkpoint that is about to be written, durably. Raises RunError."""
-        try:
+        with _writing(self._begun, "the run stops, resume it later."):
             durable.append(self._begun, f"{round} {checksum}\n".encode())
-        except OSError as error:
-            found = f"the mark of the noise key cannot be written ({error.strerror})"
-            raise RunError(f"{self._begun}: {found}; the run stops, resume it later.") from error
 
     def begin(self, round: int, checksum: str) -> None:
-        """Note the checkpoint that a run goes on from ("": none), and leave out lines that are damaged."""
+        """Note the checkpoint that a run goes on from ("": none), without lines that are damaged. Raises RunError."""
         lines = self._lines()
         good = [line for line in lines if _CHECKPOINT.fullmatch(line)]
         if checksum or len(good) < len(lines):
             new = [f"{round} {checksum}".encode()] if checksum else []
-            durable.replace(self._begun, b"".join(line + b"\n" for line in (*good, *new)))
+            with _writing(self._begun, "nothing was released"):
+                durable.replace(self._begun, b"".join(line + b"\n" for line in (*good, *new)))
 
     def checkpoints(self, round: int) -> list[str]:
         """Return the checksums of the checkpoints after ``round`` finished rounds, oldest first; none where none were
@@ -167,12 +166,18 @@ class Mark:
         Raises:
             RunError: it cannot be written.
         """
-        try:
+        with _writing(self.path, "nothing was released"):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             durable.replace(self.path, lines)
-        except OSError as error:
-            found = f"the mark of the noise key cannot be written ({error.strerror})"
-            raise RunError(f"{self.path}: {found}; nothing was released") from error
+
+
+@contextmanager
+def _writing(path: Path, then: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        found = f"the mark of the noise key cannot be written ({error.strerror})"
+        raise RunError(f"{path}: {found}; {then}") from error
 
 
 def compare(run: str, entries: Sequence[Entry]) -> tuple[list[Entry], str]:
