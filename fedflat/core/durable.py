@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +54,19 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def lock_file(path: Path, *, wait: bool) -> IO[bytes]:
+    """Return the lock file, locked for this process until it is closed; BlockingIOError if it is locked elsewhere."""
+    import fcntl
+
+    file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+")  # noqa: SIM115  # its holder closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 KEPT = 4 << 30

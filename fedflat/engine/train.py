@@ -4,6 +4,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,7 +46,7 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
         update_plan(job, ledger, start.state.round, state.round)
         stopped, peeked, seen = "", False, False
         # The newest checkpoint may still be on its way to the disk when the loop ends, or breaks.
-        saved: Callable[[], object] = contextlib.nullcontext
+        saved: Callable[[], object] = nullcontext
         stack.callback(lambda: saved())
         while state.round < plan.rounds:
             # Asked every round: what is charged again on a resume shortens the run.
@@ -98,7 +99,9 @@ def _opened(job: Job) -> Iterator[tuple[Ledger, Start]]:
         return
     path = job.folder.path / LEDGER
     made = [file for file in (path, path.with_suffix(".lock")) if not file.exists()]
-    with Ledger.open(path) as ledger:
+    # A copied folder has another ledger and the same key; a server asks before it touches the network.
+    shared = job.stored and not job.folder.deployment
+    with Ledger.open(path) as ledger, keys.alone(job.folder.path, job.folder.run) if shared else nullcontext():
         try:
             start = resume_run(job, ledger)
         except BaseException:

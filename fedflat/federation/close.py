@@ -21,7 +21,7 @@ from fedflat.core import durable
 from fedflat.core.checks import RunError, wrong
 from fedflat.engine.job import Job, Outcome
 from fedflat.federation.processes import program
-from fedflat.federation.server import ENDED, Settings, _only_server, _versions, job_of, run_id, stored_outcome
+from fedflat.federation.server import ENDED, Settings, _versions, job_of, run_id, stored_outcome
 from fedflat.federation.task import Task
 from fedflat.federation.tips import restore_lines
 from fedflat.privacy.ledger import Ledger
@@ -46,7 +46,7 @@ def close(task: Task, out: Path) -> tuple[dict[str, Any], str]:
         raise wrong("RUN", str(out), "the folder of a run of this app")
     job = job_of(task, Settings(out))
     run = run_id(out)
-    with _only_server(out), _only_server(out, run):
+    with keys.alone(out), keys.alone(out, run):
         gone = _deleted_before(out)
         _mark(out, gone)  # before the key goes: a kill in between must leave a run that is ended, not one without a key
         restore_lines(out, run)

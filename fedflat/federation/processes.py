@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import metadata, resources
 from pathlib import Path
-from typing import IO
 
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.imports import missing
@@ -67,19 +66,6 @@ def node_options(name: str, about: str) -> argparse.ArgumentParser:
     parser.add_argument("--root-certificates", required=True, type=Path, help="the authority's certificate")
     parser.add_argument("--auth-supernode-private-key", required=True, type=Path, help="the client's auth.key")
     return parser
-
-
-def lock_file(path: Path, *, wait: bool) -> IO[bytes]:
-    """Return the lock file, locked for this process until it is closed; BlockingIOError if it is locked elsewhere."""
-    import fcntl
-
-    file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+")  # noqa: SIM115  # its holder closes it
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise
-    return file
 
 
 def private() -> None:

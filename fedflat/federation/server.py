@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from fedflat.assembly.stating import Terms, state_privacy
 from fedflat.core import durable
@@ -31,7 +31,6 @@ from fedflat.engine.job import Job, Outcome
 from fedflat.engine.train import train
 from fedflat.federation.bounds import Limits
 from fedflat.federation.events import log_fields, serve_metrics
-from fedflat.federation.processes import lock_file
 from fedflat.federation.replies import CheckIns, Culprits
 from fedflat.federation.secagg.rounds import ClientShares, SecureFlower
 from fedflat.federation.store import read_examples
@@ -98,9 +97,9 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
     job = job_of(task, settings)
     return_large_blocks()  # before the first reply: the allocator keeps what it took in small blocks until the end
     with serve_metrics(settings.metrics, settings.beyond), ExitStack() as held:
-        held.enter_context(_only_server(settings.out))
+        held.enter_context(keys.alone(settings.out))
         folder = _folder(task, job, settings.out)
-        held.enter_context(_only_server(settings.out, folder.run))  # a copied folder has another path and the same key
+        held.enter_context(keys.alone(settings.out, folder.run))  # a copied folder has another path and the same key
         job.folder, job.stored, job.tell, job.operator = folder, True, log.warning, operator_key()
         restore_lines(folder.path, folder.run)
         outcome = stored_outcome(job, folder.path)
@@ -190,21 +189,6 @@ def job_of(task: Task, settings: Settings) -> Job:
     if isinstance(job.parts.mechanism, SharedDiscreteNoise):
         job.parts = replace(job.parts, mechanism=ClientShares(job.parts.mechanism))
     return job
-
-
-def _only_server(out: Path, run: str = "") -> IO[bytes]:
-    """Return the lock of a folder or, by its id, of a run, whose folder's copies share a key.
-
-    A second server is refused before it touches key, ledger or network.
-    """
-    path = keys.folder().parent / "servers" / f"{run}.lock" if run else out / "server.lock"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return lock_file(path, wait=False)
-    except BlockingIOError as error:
-        raise RunError(f"{out}: another server is running this run, or a copy of its folder") from error
-    except OSError as error:
-        raise wrong("out", f"{path.parent} ({error.strerror})", "a folder you may write to") from error
 
 
 def _folder(task: Task, job: Job, out: Path) -> RunFolder:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, wrong
-from fedflat.federation.processes import lock_file
 
 HEAD, STATES, ROUNDS, ACCURACY = "head.safetensors", "states.safetensors", "rounds.jsonl", "personal.jsonl"
 SESSION, NODE, LOCK = "session.json", "node.json", "answer.lock"
@@ -56,7 +55,7 @@ class Store:
 
     def alone(self) -> IO[bytes]:
         """Return the lock of the folder: one answer at a time, which counts what it counts before the next asks."""
-        return lock_file(self.folder / LOCK, wait=True)
+        return durable.lock_file(self.folder / LOCK, wait=True)
 
     def head(self, first: Tensor, round: int) -> Tensor:
         """Return the personal part ``(D − d,)`` that a round starts from: w^0's, or what the last earlier round left.

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, require, wrong
@@ -41,6 +42,30 @@ def check_outside(run_folder: Path) -> None:
     """
     if folder().resolve().is_relative_to(run_folder.resolve()):
         raise wrong("XDG_STATE_HOME", str(folder()), f"a folder outside {run_folder}, where the key would be published")
+
+
+def lock_of(run: str) -> Path:
+    """Return the file that the process which runs a run, or a copy of its folder, has locked."""
+    return path_of(run).parent.parent / "locks" / run
+
+
+def alone(out: Path, run: str = "") -> IO[bytes]:
+    """Return the lock of a server's folder or, by its name, of a run, whose folder's copies share a key.
+
+    Two processes that went on from one round on different software would draw it with the same noise.
+
+    Raises:
+        RunError: another process has it.
+        InputError: it cannot be written.
+    """
+    path = lock_of(run) if run else out / "server.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return durable.lock_file(path, wait=False)
+    except BlockingIOError as error:
+        raise RunError(f"{out}: another process is running this run, or a copy of its folder") from error
+    except OSError as error:
+        raise wrong("out", f"{path.parent} ({error.strerror})", "a folder you may write to") from error
 
 
 def create(run: str) -> bytes:
@@ -137,6 +162,7 @@ class Mark:
         """Delete it: of a run whose folder is deleted too."""
         self.path.unlink(missing_ok=True)
         self._begun.unlink(missing_ok=True)
+        lock_of(self.path.name).unlink(missing_ok=True)
 
     def entries(self) -> list[Entry] | None:
         """Return the events marked; None if there is no mark, or it was damaged (then it is set aside)."""

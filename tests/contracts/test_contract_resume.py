@@ -159,14 +159,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
     """A torn file costs rounds, never the run: the checkpoint before it is used, and the end is the same."""
     small = recipe("dp-fedpgn-ls") | {"rounds": 4}
     whole = fedflat.run(small, out=tmp_path / "whole")
-    count = 0
-
-    def stop() -> bool:
-        nonlocal count
-        count += 1
-        return count > 3
-
-    fedflat.run(small, out=tmp_path / "torn", should_stop=stop)
+    count = iter(range(9))
+    fedflat.run(small, out=tmp_path / "torn", should_stop=lambda: next(count) > 2)
     newest = sorted((tmp_path / "torn" / "checkpoints").glob("*.safetensors"))[-1]
     newest.write_bytes(newest.read_bytes()[:200])
     found = fedflat.run(small, out=tmp_path / "torn", resume=True)
@@ -265,12 +259,11 @@ def _killing(call: Any, after: bool, count: int) -> Any:
     return killed
 
 
-WRITE_LINE = RunFolder._line
+WRITE_LINE, WHOLE = RunFolder._line, iter(range(9))
 
 
-def _torn_line(folder: RunFolder, name: str, record: Any, count: list[int]) -> None:
-    count[0] += 1
-    if count[0] < 5:
+def _torn_line(folder: RunFolder, name: str, record: Any) -> None:
+    if next(WHOLE) < 4:
         WRITE_LINE(folder, name, record)
         return
     with (folder.path / name).open("a") as file:
@@ -278,30 +271,20 @@ def _torn_line(folder: RunFolder, name: str, record: Any, count: list[int]) -> N
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+POINTS: dict[str, Any] = {
+    "before the ledger line": (Ledger, "append", _killing(Ledger.append, False, 3)),
+    "after the ledger line": (Ledger, "append", _killing(Ledger.append, True, 3)),
+    "between the metric files": (RunFolder, "_line", _killing(RunFolder._line, True, 5)),
+    "inside a metric line": (RunFolder, "_line", _torn_line),
+    "before the checkpoint": (checkpoint, "save", _killing(checkpoint.save, False, 3)),
+    "before the checkpoint has its name": (checkpoint.os, "replace", _killing(os.replace, False, 5)),
+    "after the checkpoint": (checkpoint, "save", _killing(checkpoint.save, True, 3)),
+}
+
+
 def _in_the_child(point: str, folder: Path) -> None:
-    count = [0]
-    patches: dict[str, Any] = {
-        "before the ledger line": (Ledger, "append", _killing(Ledger.append, False, 3)),
-        "after the ledger line": (Ledger, "append", _killing(Ledger.append, True, 3)),
-        "between the metric files": (RunFolder, "_line", _killing(RunFolder._line, True, 5)),
-        "inside a metric line": (RunFolder, "_line", lambda f, name, record: _torn_line(f, name, record, count)),
-        "before the checkpoint": (checkpoint, "save", _killing(checkpoint.save, False, 3)),
-        "before the checkpoint has its name": (checkpoint.os, "replace", _killing(os.replace, False, 5)),
-        "after the checkpoint": (checkpoint, "save", _killing(checkpoint.save, True, 3)),
-    }
-    setattr(*patches[point])
+    setattr(*POINTS[point])
     fedflat.run(recipe("dp-fedpgn-ls") | {"rounds": SHORT}, out=folder)
-
-
-POINTS = [
-    "before the ledger line",
-    "after the ledger line",
-    "between the metric files",
-    "inside a metric line",
-    "before the checkpoint",
-    "before the checkpoint has its name",
-    "after the checkpoint",
-]
 
 
 @pytest.fixture(scope="module")
