@@ -139,10 +139,13 @@ def begin() -> int:
 def end_with_an_exit(status: int | None = None) -> None:
     """Turn every signal that asks for an end into SystemExit, so that ``finally`` and ``with`` clean up.
 
-    status: of the exit, where it is not to name the signal.
+    status: of the exit, where it is not to name the signal. An end that is under way is not cut short by another
+    signal: what cleans up has its own limit of time.
     """
 
     def leave(number: int, _: object) -> None:
+        for other in END_SIGNALS:
+            signal.signal(other, lambda *_: None)
         raise SystemExit(128 + number if status is None else status)
 
     for number in END_SIGNALS:

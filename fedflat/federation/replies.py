@@ -32,7 +32,7 @@ from fedflat.federation.bounds import DAMAGED, TOO_LARGE
 from fedflat.federation.wire import NONCE_BYTES, Malformed
 
 PROTOCOL_FAULTS = (
-    "unasked", "duplicate", "late", "replayed", "sender", "round", "form", "protocol", "shape", "dtype", "size",
+    "unasked", "duplicate", "late", "replayed", "sender", "early", "form", "protocol", "shape", "dtype", "size",
 )  # fmt: skip
 """Refusals that no honest client causes, whatever its data: their counts may be logged."""
 DATA_FAULTS = ("not finite", "failed", "missing", "too late")
@@ -103,7 +103,7 @@ class ReplyTracker:
             raise Malformed({TOO_LARGE: "size", DAMAGED: "form"}.get(code, "failed"))
         answer = self.read(reply.content)
         if answer.round != self.round:
-            raise Malformed("late" if answer.round < self.round else "round")
+            raise Malformed("late" if answer.round < self.round else "early")
         if not hmac.compare_digest(answer.nonce, pending.nonce):
             raise Malformed("replayed")
         return pending.client, answer

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +78,6 @@ def first_updates(fed: Path) -> tuple[torch.Tensor, list[Any]]:
     return broadcast.shared, found
 
 
-def last_bytes(updates: list[Any]) -> list[bytes]:
-    """What to look for in files."""
-    return [update.tobytes()[-WINDOW:] for update in updates]
-
-
 def check_numbers(federation: Federation, folder: Path) -> None:
     """The run in ``folder/fed/run`` is the simulation's, and left nothing where it should not be."""
     simulated = simulation.run(federation.task.recipe, out=folder / "sim")
@@ -102,14 +97,14 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
     end."""
     run = tmp_path / "fed" / "faults"
     federation = made(tmp_path / "fed", 2, algorithm="dp2-fedsam")
-    sent = last_bytes(first_updates(tmp_path / "fed")[1])
+    sent = [update.tobytes()[-WINDOW:] for update in first_updates(tmp_path / "fed")[1]]  # what to look for in files
     began = time.time()
     with federation:
         federation.start()
         assert federation.wait(federation.run(), PATIENCE) == "finished:completed", logs(federation)
         check_numbers(federation, tmp_path)
         before, updates = first_updates(tmp_path / "fed")  # others than in the first run: the heads have moved
-        sent += last_bytes(updates)
+        sent += [update.tobytes()[-WINDOW:] for update in updates]
         first = federation.run(config=f'out="{run}" answer-seconds=12.0')
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until and not programs("flwr-clientapp", federation.processes["client-1"].pid):
@@ -192,8 +187,9 @@ def test_an_ended_and_a_killed_launcher_leave_nothing(tmp_path: Path) -> None:
 
 
 def idle(project: Path) -> int:
-    """A launcher's work, with a process that only waits."""
-    with Federation(project) as federation:
+    """A launcher's work, with a process that only waits; a second signal comes while it tidies up."""
+    with Federation(project) as federation, ExitStack() as end:
+        end.callback(lambda: (signal.raise_signal(signal.SIGTERM), (project / "tidied").touch()))
         federation._spawn("idle", ["sleep", "600"])
         (project / "started").touch()
         time.sleep(600)
@@ -214,7 +210,7 @@ def test_every_signal_that_asks_for_an_end_ends_what_was_started(tmp_path: Path,
     assert "sleep" in of(tmp_path).values()
     os.kill(launcher.pid or 0, number)
     launcher.join(30)
-    assert launcher.exitcode == 128 + number
+    assert launcher.exitcode == 128 + number and (fed / "tidied").exists()
     end = time.monotonic() + 15
     while time.monotonic() < end and "sleep" in of(tmp_path).values():
         time.sleep(0.1)

@@ -90,12 +90,13 @@ def test_the_stream_tells_of_a_new_round(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_browser_shows_the_run(tmp_path: Path) -> None:
-    """Its policy blocks nothing that the page needs."""
-    with Server(Live(begun(tmp_path / "run", 4))) as server:
-        assert CHROMIUM is not None
+    """Its policy blocks nothing that the page needs; the axes' buttons, which need a script, are there with one."""
+    with Server(Live(write_run(tmp_path / "run", rounds=20))) as server:
+        assert CHROMIUM is not None and '<fieldset class="axis" hidden>' in server.live.page()
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", server.address]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "4 of 20" in done.stdout and "CONSOLE" not in done.stderr
+    assert "20 of 20" in done.stdout and "CONSOLE" not in done.stderr and '<fieldset class="axis">' in done.stdout
+    assert "<summary>Data" not in done.stdout  # a table of numbers that nothing fills
 
 
 def test_the_runs_of_a_folder(tmp_path: Path) -> None:
