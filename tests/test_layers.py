@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "records": _LOW | {"privacy"},
     "engine": _LOW | {"privacy", "data", "records"},
     "guard": _LOW | {"privacy", "pieces", "engine"},
-    "backends": _LOW | {"data", "engine"},
+    "backends": _LOW | {"data", "records", "engine"},
     "algorithms": _LOW | {"pieces"},
     "config": _LOW | {"algorithms"},
     "methods": _LOW | {"privacy", "pieces", "data", "engine", "config"},

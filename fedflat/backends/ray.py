@@ -36,6 +36,7 @@ from fedflat.engine.client import LocalResult
 from fedflat.engine.device import in_logical_order, in_memory_order, keep_freed_memory
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Clipped, Trained, states_of
+from fedflat.records.opening import processor
 
 RETRIES = 3
 """How often a task is run again whose worker process, or machine, was lost."""
@@ -148,7 +149,7 @@ def train_block(
 
 @functools.lru_cache(maxsize=1)
 def _unpacked(wanted: str, reference: Any) -> Sequential:
-    """In a worker: the run it works for. Raises RunError where other versions would compute it."""
+    """In a worker: the run it works for. Raises RunError where other versions or processors would compute it."""
     import ray
 
     if versions() != wanted:
@@ -159,8 +160,10 @@ def _unpacked(wanted: str, reference: Any) -> Sequential:
 
 
 def versions() -> str:
-    """Return what decides the numbers a worker computes."""
-    return ", ".join(f"{name} {sys.modules[name].__version__}" for name in ("fedflat", "torch", "numpy"))
+    """Return what decides the numbers a worker computes: were machines unlike, another client's coin, which moves all
+    behind it to other machines, would change their messages."""
+    found = [f"{name} {sys.modules[name].__version__}" for name in ("fedflat", "torch", "numpy")]
+    return ", ".join([*found, torch.backends.cpu.get_cpu_capability(), f"processor {processor()}"])
 
 
 class Made:

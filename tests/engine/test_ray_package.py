@@ -112,12 +112,11 @@ def test_large_things_travel_as_arrays_and_are_read_where_they_lie() -> None:
     opened.problem.module[2].count += 1  # buffers may be written to
 
 
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where, name, new", [(torch, "__version__", "0.0"), (ours, "processor", lambda: "0.0")])
+def test_other_versions_and_processors_are_refused(monkeypatch: Any, where: Any, name: str, new: Any) -> None:
     told = ours.versions()
-    monkeypatch.setattr(torch, "__version__", "0.0")
-    with pytest.raises(
-        RunError, match=r"^a machine of the Ray cluster has .*torch 0\.0.* the driver fedflat .*, torch"
-    ):
+    monkeypatch.setattr(where, name, new)
+    with pytest.raises(RunError, match=r"^a machine of the Ray cluster has .* 0\.0.* the driver fedflat .*, torch"):
         ours._unpacked(told, None)
 
 
