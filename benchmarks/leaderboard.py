@@ -1,8 +1,14 @@
-"""``python -m benchmarks.leaderboard DATA METHOD…``: measure rows of the leaderboard that are not there yet.
+"""Measure rows of the leaderboard, put a method of one's own beside them, and write its page.
 
-Each row is written to ``leaderboard.json`` as it comes, so that an end at any minute loses one row at most; a row that
-was tuned by the rule already is not measured again: take it out of the file first. ``METHOD`` is a name,
-``NAME,key=value`` or ``ceiling``.
+``python -m benchmarks.leaderboard cifar10 dp-fedsam "dp-fedavg-la,strength=0.5" ceiling`` measures what is not there
+yet. Each row is written to ``fedflat/papers/leaderboard.json`` as it comes, so that an end at any minute loses one row
+at most; a row that was tuned by the rule already is not measured again: take it out of the file first.
+
+``python -m benchmarks.leaderboard fashion-mnist --with my_method.py:my_method --out mine`` measures a method of one's
+own by the same rule and budget (minutes, and more where the data set's features are not in the cache yet) and writes
+the tables with it to ``mine``; the file stays as it is.
+
+``python -m benchmarks.leaderboard --out docs`` writes ``leaderboard.md`` and ``images/leaderboard.svg``.
 """
 
 from __future__ import annotations
@@ -11,17 +17,22 @@ import argparse
 import copy
 import itertools
 import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from torch import Tensor
 
+from benchmarks.leaderboard_cell import TUNING, Cell, Examples, examples, measure
+from benchmarks.leaderboard_page import markdown, picture
+from fedflat.assembly.plans import algorithm_of
+from fedflat.core.checks import InputError
 from fedflat.core.loss import CROSS_ENTROPY
 from fedflat.data.clients import FederatedData
-from fedflat.papers.board import FILE, TASKS, load, task_of
-from fedflat.papers.board_runs import TUNING, Cell, Examples, examples, measure
+from fedflat.papers.board import FILE, TASKS, Task, load, task_of
 from fedflat.report.pages import write
 
 FITTED = 100
@@ -30,29 +41,77 @@ PENALTIES = tuple(10.0**power for power in range(-5, 4))
 """Of ridge regression, per example."""
 
 
-def main() -> None:
-    """Measure what is asked for."""
-    asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("data", choices=sorted({task.data for task in TASKS}))
-    asked.add_argument("methods", nargs="+")
-    asked.add_argument("--alpha", type=float)
-    asked.add_argument("--epsilon", type=float, nargs="+", default=[8])
-    asked.add_argument("--prior", help="Of the body, where the data have two: public natural data.")
-    asked.add_argument("--encoder", help="The folder with a text encoder's weights and tokenizer.")
-    given = asked.parse_args()
-    named = (task for task in TASKS if task.data == given.data and given.alpha in (None, task.alpha))
-    task = next(task for task in named if given.prior in (None, task.prior))
-    known = examples(task, given.encoder)
-    for epsilon, text in itertools.product(given.epsilon, given.methods):
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure what is asked for, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", nargs="?", choices=sorted({task.data for task in TASKS}))
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help="NAME, NAME,key=value or ceiling")
+    parser.add_argument("--with", dest="own", metavar="FILE.py:METHOD", help="measured, and not kept in the file")
+    parser.add_argument("--alpha", type=float)
+    parser.add_argument("--epsilon", type=float, nargs="+", default=[8])
+    parser.add_argument("--prior", help="of the body, where the data have two: public natural data")
+    parser.add_argument("--encoder", help="the folder with a text encoder's weights and tokenizer")
+    parser.add_argument("--out", type=Path, help="the folder for leaderboard.md and images/leaderboard.svg")
+    given = parser.parse_args(words)
+    own: list[dict[str, Any]] = []
+    try:
+        if given.out is not None:
+            # Written before measuring too, so that a folder that cannot be written is reported early.
+            _write(given.out, [])
+        if given.data is not None:
+            own = _measured(_task(parser, given), given)
+        elif given.own or given.out is None:
+            parser.error("name a data set, or --out DIR")
+        if given.out is not None:
+            _write(given.out, own)
+    except InputError as error:
+        parser.error(str(error))
+
+
+def _task(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Task:
+    """Return the task that is asked for."""
+    found = [task for task in TASKS if task.data == given.data]
+    found = [task for task in found if given.alpha in (None, task.alpha) and given.prior in (None, task.prior)]
+    if not found:
+        parser.error(f"{given.data}: no task with --alpha {given.alpha} and --prior {given.prior}")
+    if found[0].public != (given.encoder is not None):
+        parser.error(f"{given.data} takes {'an' if found[0].public else 'no'} --encoder FOLDER")
+    return found[0]
+
+
+def _measured(task: Task, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure the methods that are named and keep their rows; return the rows of the method of one's own."""
+    rows = []
+    for epsilon, text in itertools.product(given.epsilon, [*given.methods, *([given.own] if given.own else [])]):
         if text == "ceiling":
-            _keep(load()["rows"], {task.features: ceiling(known)})
+            _keep(load()["rows"], {task.features: ceiling(examples(task, given.encoder))})
             continue
         name, *options = text.split(",")
         method = {"name": name} | {k: yaml.safe_load(v) for k, v in (o.split("=") for o in options)}
         cell = Cell(task, int(epsilon) if epsilon == int(epsilon) else epsilon, method, given.encoder)
-        if not any(_same(row, cell) and "tried" in row for row in load()["rows"]):
-            row = measure(cell, known, lambda text: print(text, flush=True))
+        if text != given.own and any(_same(row, cell) and "tried" in row for row in load()["rows"]):
+            continue
+        # A mistake in the method is reported before minutes are spent on features.
+        algorithm_of(cell.recipe(TUNING, {}))
+        row = measure(cell, examples(task, given.encoder), _note)
+        if text == given.own:
+            rows.append(row)
+        else:
             _keep([*(other for other in load()["rows"] if not _same(other, cell)), row], {})
+    return rows
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _write(out: Path, own: Sequence[dict[str, Any]]) -> None:
+    """Write the page and its picture. own: rows that are not in the file."""
+    found = load()
+    found["rows"] += own
+    (out / "images").mkdir(parents=True, exist_ok=True)
+    (out / "leaderboard.md").write_text(markdown(found), encoding="utf-8")
+    picture(found, out / "images" / "leaderboard.svg")
 
 
 def _same(row: dict[str, Any], cell: Cell) -> bool:

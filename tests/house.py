@@ -30,14 +30,14 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "code lines of the package": Limit(32_600, 26_000),
-    "files of the package": Limit(200, 200),
+    "code lines of the package": Limit(31_880, 26_000),
+    "files of the package": Limit(198, 200),
     "circles of files": Limit(0, 0),
     "frames from the command to a step's gradient": Limit(10, 10),
     "comment lines per 60 code lines": Limit(1, 1, least=True),
     "words of the docs": Limit(50_000, 50_000),
     "words of the README": Limit(850, 900),
-    "files of more than 300 lines": Limit(59),
+    "files of more than 300 lines": Limit(58),
     "functions of more than 40 lines": Limit(15),
     "lines of the tests": Limit(40_100),
 }

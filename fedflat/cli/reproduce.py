@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import math
-import shlex
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from fedflat import __version__, cli, report
+from fedflat import cli, report
 from fedflat.core.checks import one_of, wrong
 
 if TYPE_CHECKING:
     from fedflat.papers import figures, outcome, tables
-    from fedflat.papers.board import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,68 +32,37 @@ class Request:
             panels whose title contains it. May be repeated.
         method: Only this method, as printed; may be repeated.
         protocol: sound: the guarantee holds. published: the procedure that the paper released.
-        tuned: Each method at the strength (printed, a fifth, a 25th) that is best on clients held back.
         seeds: Runs of each cell. Default: the scale's; at full scale the paper's.
         out: Folder of a table's runs; of a figure, the one that its tables' are in.
         dry_run: Published values, claimed and proven ε; nothing is trained.
-        measured: Show what was measured here before, kept with fedflat; nothing runs.
-        keep: Add what was measured to this JSON file, with command and machine.
     """
 
     scale: str | None = None
     column: list[str] | None = None
     method: list[str] | None = None
     protocol: str = "sound"
-    tuned: bool = False
     override: cli.Overrides = None
     seeds: cli.Count = None
     out: Path | None = None
     processes: cli.Processes = None
     dry_run: bool = False
-    measured: bool = False
-    keep: cli.File = None
     as_json: cli.Json = False
 
     def check(self, drawing: bool) -> None:
         """Raise InputError for options that have no meaning beside each other, before anything runs."""
-        from fedflat.papers import measured, scales
+        from fedflat.papers import scales
 
         one_of("--protocol", self.protocol, ("sound", "published"))
         one_of("--scale", self.size, scales.SCALES)
-        published = self.protocol != "sound"
-        training: dict[str, Any] = {"--keep": self.keep, "--tuned": self.tuned}
-        if self.measured:
-            settings = {
-                "--dry-run": self.dry_run, "--scale": self.scale, "--protocol": published, "-o": self.override,
-                "--seeds": self.seeds, "--processes": self.processes, "--out": self.out and not drawing,
-            }  # fmt: skip
-            _refuse("--measured", training | settings, "{} where something runs")
-        if self.dry_run:
-            _refuse("--dry-run", training, "{} where something runs")
         if drawing:
-            only_tables = {"--method": self.method, "--protocol": published, "--tuned": self.tuned}
-            _refuse("a figure", only_tables | {"--json": self.as_json}, "a table")
-        if self.keep is not None:
-            measured.check_keep(self.keep)
+            only_tables = {"--method": self.method, "--protocol": self.protocol != "sound", "--json": self.as_json}
+            for option in (option for option, given in only_tables.items() if given):
+                raise wrong(option, "a figure", "a table")
 
     @property
     def size(self) -> str:
         """The scale, or its default."""
         return self.scale or ("full" if self.dry_run else "small")
-
-    def store(self, found: outcome.Outcome | figures.Drawn, seconds: float) -> None:
-        """Add what was measured to the file of ``--keep``, or say why not."""
-        from fedflat.papers import measured
-
-        reason = measured.keep(self.keep, _command(), found, self.override or (), seconds) if self.keep else ""
-        if reason:
-            print("\n".join(cli.wrapped(reason)), file=sys.stderr)
-
-
-def _refuse(beside: str, options: Mapping[str, Any], allowed: str) -> None:
-    """Raise InputError for the first option that is given and has no meaning ``beside`` another."""
-    for option in (option for option, given in options.items() if given):
-        raise wrong(option, beside, allowed.format(option))
 
 
 def reproduce(
@@ -115,8 +81,6 @@ def reproduce(
     Example: fedflat reproduce --list
 
     Example: fedflat reproduce 000 table-1 --dry-run
-
-    Example: fedflat reproduce 000 table-1 --measured
 
     Example: fedflat reproduce 002 II --column "CIFAR-10, Dirichlet 0.6" --method DP-FedAvg --method DP-FedPGN
 
@@ -151,32 +115,10 @@ def reproduce(
         _fill(tables.find(paper, table).only(request.column or (), request.method or ()), request)
 
 
-def _command() -> str:
-    """Return the command as it can be given again: without where its files go."""
-    kept: list[str] = []
-    words = iter(sys.argv[1:])
-    for word in words:
-        # Where files go does not change what is measured.
-        if word in ("--out", "--keep", "--processes"):
-            next(words, None)
-        elif not word.startswith(("--out=", "--keep=", "--processes=")):
-            kept.append(word)
-    return shlex.join(["fedflat", *kept])
-
-
 def _fill(table: tables.Table, request: Request) -> None:
-    """Print a table with our numbers in it: measured before, only planned, or trained."""
-    from fedflat.papers import measured
+    """Print a table with our numbers in it: only planned, or trained."""
     from fedflat.papers.rows import dry, train
 
-    if request.measured:
-        kept = measured.outcomes(table)
-        if request.as_json:
-            cli.print_json([as_dict(outcome) | {"source": vars(source)} for source, outcome in kept])
-        else:
-            texts = [[*lines(outcome), *cli.wrapped(source.sentence())] for source, outcome in kept]
-            print("\n\n".join("\n".join(text) for text in texts))
-        return
     if request.dry_run:
         found = dry(table, request.size, request.protocol, request.override or ())
     else:
@@ -184,48 +126,40 @@ def _fill(table: tables.Table, request: Request) -> None:
         with report.ExperimentProgress(quiet=request.as_json) as progress:
             found = train(
                 table, request.out or Path("runs") / name, request.size, request.protocol, request.override or (),
-                request.seeds, request.processes, progress.update, request.tuned,
+                request.seeds, request.processes, progress.update,
             )  # fmt: skip
     if request.as_json:
         cli.print_json(as_dict(found))
     else:
         print("\n".join(lines(found, request.dry_run)))
-    request.store(found, found.seconds)
     if not request.dry_run and not found.complete:
         raise typer.Exit(1)
 
 
 def _draw(figure: figures.PaperFigure, request: Request) -> None:
-    """Draw a figure: a page, and each drawing as SVG, PNG and PDF beside it; its runs are trained, or only planned."""
-    from fedflat.papers import figures, measured
+    """Draw a figure; its runs are trained, or only planned."""
+    from fedflat.papers import figures
 
     overrides, folder = request.override or (), request.out or Path("runs")
     if request.dry_run:
         print("\n".join(planned_lines(figure, request.size, overrides)))
         return
-    if request.measured:
-        for place, (source, kept) in enumerate(measured.drawings(figure), start=1):
-            _write_drawn(kept, folder, source.sentence(), "" if place == 1 else f"-{place}")
-        return
-    from fedflat.report.metrics import seconds
-
     with report.ExperimentProgress() as progress:
         found = figures.draw(
             figure, folder, request.size, overrides, request.seeds, request.processes, progress.update, progress.say
         )
-    _write_drawn(found, folder)
-    request.store(found, sum(map(seconds, found.runs)))
+    write_drawn(found, folder / f"reproduce-{figure.paper}-{figure.name}")
 
 
-def _write_drawn(found: figures.Drawn, parent: Path, source: str = "", suffix: str = "") -> None:
+def write_drawn(found: figures.Drawn, folder: Path) -> None:
+    """Write a page, and each drawing as SVG, PNG and PDF beside it; print the files, and what differs."""
     from fedflat.report import flatness
 
-    folder = parent / f"reproduce-{found.of.paper}-{found.of.name}{suffix}"
-    for page in write_pages(found, folder, source):
+    for page in write_pages(found, folder):
         print(page)
     curves = [figure for record in found.landscapes for figure in flatness.figures(record)]
     cli.print_plates([*found.figures, *curves], folder, found.landscapes)
-    for text in notes(found, source):
+    for text in notes(found):
         cli.say(text)
 
 
@@ -326,18 +260,11 @@ def _remarks(found: outcome.Outcome, dry_run: bool) -> list[str]:
     changed: dict[tuple[str, ...], list[str]] = {}
     for column, texts in found.changed.items():
         changed.setdefault(tuple(texts), []).append(column)
-    tuned = {method for _, method in found.chosen}
     return cli.filled(
         "reproduce.txt", found=found, table=found.table, dry_run=dry_run, head=_epsilon_head(found.rows),
         measures=[tables.MEASURES[kind] for kind in kinds], private=bool({"train", "gap"} & set(kinds)),
         simulated=any(row.simulated is not None for row in found.rows), changed=changed,
         fates=[f"{MARKS[fate]} {_sentence(text)}" for fate, text in FATES.items() if fate in fates],
-        several=len({column for column, _ in found.chosen}) > 1,
-        untuned={
-            row.cell.method: row.cell.personal
-            for row in found.rows
-            if row.recipe is not None and row.cell.method not in tuned
-        },
     )  # fmt: skip
 
 
@@ -373,10 +300,6 @@ def as_dict(found: outcome.Outcome) -> dict[str, Any]:
         "rows": [_record(row) for row in found.rows],
         "verdicts": {name: report.plain(asdict(v)) | {"text": outcome.sentences(v)} for name, v in verdicts.items()},
         "changed": {name: list(texts) for name, texts in found.changed.items()},
-        "tuned": found.tuned,
-        "chosen": [
-            {"column": column, "method": method, **asdict(one)} for (column, method), one in found.chosen.items()
-        ],
         "notes": table.said(found.protocol), "missing": list(found.missing),
         "folder": None if found.folder is None else str(found.folder),
     }  # fmt: skip
@@ -393,8 +316,8 @@ def _record(row: outcome.Row) -> dict[str, Any]:
     return found
 
 
-def write_pages(found: figures.Drawn, folder: Path, source: str = "") -> list[Path]:
-    """Write ``NAME.html`` with the drawings, ``landscape-N.html`` for each landscape. source: of the numbers."""
+def write_pages(found: figures.Drawn, folder: Path) -> list[Path]:
+    """Write ``NAME.html`` with the drawings, and ``landscape-N.html`` for each landscape."""
     from fedflat.methods.published import CITED
     from fedflat.report import flatness, pages
 
@@ -406,114 +329,32 @@ def write_pages(found: figures.Drawn, folder: Path, source: str = "") -> list[Pa
     if found.figures:
         figure = found.of
         title = f"{CITED[figure.paper]}, {figure.name.replace('-', ' ')}"
-        differs = pages.Section("notes", "What differs", "prose", notes(found, source))
+        differs = pages.Section("notes", "What differs", "prose", notes(found))
         sections = [pages.Section("drawings", "", "cards", pages.cards(list(found.figures))), differs]
         page = pages.page(title, figure.about, sections, "fedflat")
         written.append(pages.write(page, folder / f"{figure.name}.html"))
     return written
 
 
-def notes(found: figures.Drawn, source: str = "") -> list[str]:
+def notes(found: figures.Drawn) -> list[str]:
     """Return what differs from the paper's figure, in sentences."""
     scale = [] if found.scale == "full" else [f"Scale {found.scale}: not comparable with the paper's drawing."]
     differences = [f"{_sentence(text)}." for text in found.of.notes]
     missing = [f"Missing: {text}" for text in found.missing]
-    return [*scale, *found.remarks, *differences, *missing, *([source] if source else [])]
+    return [*scale, *found.remarks, *differences, *missing]
 
 
-def leaderboard(
-    *,
-    own: Annotated[str | None, Option("--with", metavar="FILE.py:METHOD")] = None,
-    data: str = "fashion-mnist",
-    alpha: float | None = None,
-    epsilon: float = 8.0,
-    encoder: Annotated[str | None, Option(metavar="FOLDER")] = None,
-    out: cli.Folder = None,
-    as_json: Annotated[bool, Option("--json", help="Print a list of all rows as JSON.")] = False,
-) -> None:
-    """Accuracies under a proven ε, as measured for this release: mean ± sd, ceiling, the command of each row.
+def leaderboard(*, as_json: cli.Json = False) -> None:
+    """Accuracies under a proven ε, as measured for this release: mean ± sd, and the ceiling.
 
-    With --with, a method in a file of your own is tuned on training data and
-    tested as the others were (minutes, and more where the data set's features
-    are not in the cache yet), and joins the tables that are written.
-
-    Example: fedflat leaderboard --out docs
-
-    Example: fedflat leaderboard --with my_method.py:my_method --out mine
-
-    Args:
-        own: Measure this method too, by the same rule and budget.
-        data: Where --with is measured: a data set of the table.
-        alpha: Dirichlet concentration of --with, where there are two.
-        epsilon: ε of --with.
-        encoder: The text encoder that sst2 and mrpc need (save_pretrained).
-        out: Write md, .html and images/ there.
+    Example: fedflat leaderboard
     """
     from fedflat.papers import board
 
-    defaults = {"--data": (data, "fashion-mnist"), "--epsilon": (epsilon, 8.0), "--alpha": (alpha, None)}
-    for option, (given, default) in (defaults | {"--encoder": (encoder, None)}).items():
-        if own is None and given != default:
-            raise wrong(option, given, "only with --with, whose method is measured there")
     found = board.load()
-    if out is not None:
-        # Written before measuring too, so that a folder that cannot be written is reported early.
-        _write(found, out)
-    if own is not None:
-        found["rows"].append(_row_of(own, _task(data, alpha, encoder), epsilon, encoder))
-        if out is not None:
-            _write(found, out)
     if as_json:
         cli.print_json([board.record(row) for row in found["rows"]])
         return
-    heads = ["", *(f"ε = {value}" for value in board.EPSILONS), "ceiling"]
-    cli.print_columns([heads, *board.summary(found, short=True)])
-    if own is not None:
-        print()
-        cli.print_columns(zip(board.HEADS, board.cells(found["rows"][-1])))
+    cli.print_columns([["", *(f"ε = {value}" for value in board.EPSILONS), "ceiling"], *board.summary(found)])
     print("Test accuracy in %, mean±sd over seeds, by Dirichlet α; –: not measured.")
-    print("All rows: --out DIR, or --json.")
-
-
-def _task(data: str, alpha: float | None, encoder: str | None) -> Task:
-    from fedflat.papers.board import TASKS
-
-    one_of("--data", data, tuple(dict.fromkeys(task.data for task in TASKS)))
-    own = [task for task in TASKS if task.data == data]
-    found = next((task for task in own if alpha in (None, task.alpha)), None)
-    if found is None:
-        raise wrong("--alpha", alpha, " or ".join(f"{task.alpha:g}" for task in own if task.alpha) or "nothing")
-    if found.public and encoder is None:
-        raise wrong("--data", data, "with --encoder FOLDER, whose features its rows are of")
-    if encoder is not None and not found.public:
-        raise wrong("--encoder", encoder, f"nothing: {data} has a body of its own")
-    return found
-
-
-def _row_of(own: str, task: Task, epsilon: float, encoder: str | None) -> dict[str, Any]:
-    from fedflat.assembly.plans import algorithm_of
-    from fedflat.papers.board_runs import TUNING, Cell, examples, measure
-    from fedflat.report import Progress
-
-    if ":" not in own:
-        raise wrong("--with", own, "FILE.py:METHOD, as in a recipe's algorithm.name")
-    cell = Cell(task, epsilon, {"name": own}, encoder)
-    recipe = cell.recipe(TUNING, {})
-    # A mistake in the method is reported before minutes are spent on features.
-    algorithm_of(recipe)
-    _note(f"preparing {task.data}")
-    with Progress(recipe, what=f"preparing {task.data}", stderr=True):
-        known = examples(task, encoder)
-    return measure(cell, known, _note)
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _write(found: dict[str, Any], out: Path) -> None:
-    from fedflat.papers import board
-
-    page = board.html(found, f"fedflat {__version__}")
-    cli.write_files(out, {"leaderboard.md": board.markdown(found), "leaderboard.html": page})
-    board.picture(found, out / "images" / "leaderboard.svg")
+    print("All rows: --json.")

@@ -10,6 +10,7 @@ Example: a row of a table at a small scale, with what is claimed of the paper's 
     print(train(table, "runs/table-1", "smoke").rows[0].ours)
 
 A YAML file for each table (``tables``) and one for all figures (``figures``) say what the papers print and from which
-recipe. ``scales`` makes recipes smaller and tunes all methods alike, ``rows`` plans and trains them, ``outcome`` says
-whether ours rank as printed, ``measured`` keeps what was measured here. ``board`` is the leaderboard.
+recipe. ``scales`` makes recipes smaller, ``rows`` plans and trains them, ``outcome`` says whether ours rank as printed.
+``board`` is the leaderboard. What measures its rows and writes its page is in ``benchmarks/`` of the repository, as are
+the records of the papers' tables and what tunes their methods.
 """

@@ -17,7 +17,6 @@ import numpy as np
 
 from fedflat.config.recipe import Recipe
 from fedflat.core.rng import stream
-from fedflat.papers.scales import Chosen
 from fedflat.papers.tables import LOWER, Cell, Table
 
 LEVEL = 0.95
@@ -208,8 +207,8 @@ def _signed(value: float) -> str:
 class Outcome:
     """The rows of a table, what each column changes against the paper's setting, and why data or runs are missing.
 
-    seconds: of all rounds that ran, by the runs' own clocks. tuned: whether strengths were tried; chosen: by column and
-    method, which one was. overrides: what was changed by hand in every recipe, ``key=value``.
+    seconds: of all rounds that ran, by the runs' own clocks. overrides: what was changed by hand in every recipe,
+    ``key=value``.
     """
 
     table: Table
@@ -220,8 +219,6 @@ class Outcome:
     missing: tuple[str, ...] = ()
     folder: Path | None = None
     seconds: float = 0.0
-    tuned: bool = False
-    chosen: Mapping[tuple[str, str], Chosen] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
 
     @property
@@ -232,12 +229,7 @@ class Outcome:
     @property
     def comparable(self) -> bool:
         """Whether the numbers may stand beside the published ones: at the paper's setting, as far as it is known."""
-        return self.scale == "full" and self.as_printed and not self.by_hand
-
-    @property
-    def as_printed(self) -> bool:
-        """Whether every method has the numbers that the paper prints."""
-        return all(one.strength == 1.0 for one in self.chosen.values())
+        return self.scale == "full" and not self.by_hand
 
     @property
     def complete(self) -> bool:

@@ -1,7 +1,7 @@
 """Turn a table's cells into rows: planned only, or trained through the same experiment as ``fedflat compare``."""
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
 from pathlib import Path
@@ -14,7 +14,7 @@ from fedflat.core.cohorts import Poisson
 from fedflat.core.params import layout_of
 from fedflat.methods.published import CITED, PAPERS, formula, with_tensors
 from fedflat.papers.outcome import Outcome, Row
-from fedflat.papers.scales import SCALES, at, choose, differences, scaled
+from fedflat.papers.scales import SCALES, differences, scaled
 from fedflat.papers.tables import COUNTED, RELATIVE, Cell, Table, find
 from fedflat.privacy.accounting.epsilon import default_delta
 from fedflat.report import metrics
@@ -127,48 +127,29 @@ def _account(text: str, shape: tuple[int, ...], classes: int) -> tuple[float, fl
 def train(
     table: Table, folder: Path, scale: str = "small", protocol: str = "sound", overrides: Sequence[str] = (),
     seeds: int | None = None, processes: int | None = None, update: Callable[[RunEvent], None] | None = None,
-    tuned: bool = False,
 ) -> Outcome:  # fmt: skip
     """Train every cell whose data can be had, as ``fedflat compare`` does (what is done in ``folder`` is kept).
 
-    Cells that are numbers of the same runs share them. seeds: default the scale's, at full scale the paper's. tuned:
-    at the strength that ``strengths.choose`` finds for each method, first. Raises InputError as ``dry`` does, before
-    any training.
+    Cells that are numbers of the same runs share them. seeds: default the scale's, at full scale the paper's. Raises
+    InputError as ``dry`` does, before any training.
     """
-    plan = dry(table, scale, protocol, overrides)
+    return fill(dry(table, scale, protocol, overrides), folder, seeds, processes, update)
+
+
+def fill(
+    plan: Outcome, folder: Path, seeds: int | None = None, processes: int | None = None,
+    update: Callable[[RunEvent], None] | None = None,
+) -> Outcome:  # fmt: skip
+    """Train what ``dry`` has planned, as ``train`` does, and return the plan with its numbers."""
     absent = lacking([row.recipe for row in plan.rows if row.recipe is not None])
-    count = seeds or SCALES[scale].seeds or table.seeds
-    if tuned:
-        plan = _tuned(plan, absent, folder, count, processes, update)
+    count = seeds or SCALES[plan.scale].seeds or plan.table.seeds
     chosen = [row for row in plan.rows if row.recipe is not None and row.recipe.data.dataset not in absent]
     recipes = {row.cell.run: row.recipe for row in chosen if row.recipe is not None}
     found, missing = trained(list(recipes.values()), count, folder, processes, update)
     runs = dict(zip(recipes, found))
-    rows = tuple(_measured(row, runs, table.first) for row in plan.rows)
+    rows = tuple(_measured(row, runs, plan.table.first) for row in plan.rows)
     spent = sum(metrics.summary(run)["seconds"] for found in runs.values() for run in found.values())
-    spent += sum(one.seconds for one in plan.chosen.values())
     return replace(plan, rows=rows, missing=(*absent.values(), *missing), folder=folder, seconds=spent)
-
-
-def _tuned(
-    plan: Outcome, absent: Container[str], folder: Path, seeds: int, processes: int | None,
-    update: Callable[[RunEvent], None] | None,
-) -> Outcome:  # fmt: skip
-    """Return the plan with each method at the strength that trials chose; personal ones stay as they are printed."""
-    recipes = {
-        row.cell.run: row.recipe
-        for row in plan.rows
-        if row.recipe is not None and row.recipe.data.dataset not in absent and not row.cell.personal
-    }
-    reported = {one.seed + number for one in recipes.values() for number in range(seeds)}
-    found = dict(zip(recipes, choose(list(recipes.values()), sorted(reported), folder, processes, update)))
-    chosen = {key: one for key, one in found.items() if one is not None}
-
-    def moved(row: Row) -> Row:
-        one = chosen.get(row.cell.run)
-        return row if one is None or row.recipe is None else replace(row, recipe=at(row.recipe, one.strength))
-
-    return replace(plan, rows=tuple(map(moved, plan.rows)), chosen=chosen, tuned=True)
 
 
 def trained(

@@ -10,12 +10,10 @@ import pytest
 
 from fedflat.cli.reproduce import Request, reproduce, write_pages
 from fedflat.core.checks import InputError
-from fedflat.papers import measured
 from fedflat.papers.figures import DRAWS, Drawn, Line, Panel, _moved, draw, figure_names, find_figure, is_figure
-from fedflat.papers.outcome import Outcome
-from fedflat.papers.rows import train
+from fedflat.papers.rows import dry
 from fedflat.papers.scales import SCALES
-from fedflat.papers.tables import find, load, names
+from fedflat.papers.tables import find, names
 from fedflat.report import groups, plates
 from fedflat.report.groups import styles
 from fedflat.report.metrics import Run
@@ -97,10 +95,8 @@ def test_a_scale_shrinks_sizes_in_proportion_and_nothing_else() -> None:
 def test_a_column_by_its_name_runs_what_the_whole_table_runs() -> None:
     """Rounds to a target are counted at every round, whether the column that shows them is asked for or not."""
     name = "CIFAR-10, Dirichlet 0.6"
-    whole = {
-        row.cell.method: row.recipe for row in measured.dry(find("002", "II"), "small").rows if row.cell.of == name
-    }
-    part = {row.cell.method: row.recipe for row in measured.dry(find("002", "II").only([name]), "small").rows}
+    whole = {row.cell.method: row.recipe for row in dry(find("002", "II"), "small").rows if row.cell.of == name}
+    part = {row.cell.method: row.recipe for row in dry(find("002", "II").only([name]), "small").rows}
     assert part == whole and all(recipe is not None and recipe.evaluation.every == 1 for recipe in part.values())
 
 
@@ -167,7 +163,7 @@ def test_bars_stand_in_pairs() -> None:
 def test_a_page_and_three_files_of_each_drawing(tmp_path: Path) -> None:
     figure = find_figure("000", "figure-4")
     found = Drawn(figure, "small", (replace(drawn(figure.panels[0]), key="axis-0"),), (landscape(),))
-    pages = write_pages(found, tmp_path, "Measured <here>.")
+    pages = write_pages(replace(found, remarks=("Measured <here>.",)), tmp_path)
     assert [page.name for page in pages] == ["landscape-0.html", "figure-4.html"]
     text = pages[1].read_text(encoding="utf-8")
     assert "not comparable with the paper" in text and "Measured &lt;here&gt;" in text and 'class="whisker' in text
@@ -220,95 +216,24 @@ def landscape() -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("quick_workers")
-def test_a_figure_trained_on_digits_kept_and_shown_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_trained_on_digits(tmp_path: Path) -> None:
     figure = find_figure("000", "figure-4").only(["radius"])
     few = replace(figure, panels=(replace(figure.panels[0], lines=figure.panels[0].lines[:2]),))
     given = ["data.dataset=digits", "data.max_examples=500", "data.clients=25", "engine.backend=sequential"]
     found = draw(few, tmp_path, "smoke", given, 1, 1)
     assert [len(each.series[0].y) for each in found.figures] == [2] and found.missing == ()
-    monkeypatch.setattr(measured, "FOLDER", tmp_path)
-    for _ in range(2):  # the same command's record is replaced
-        measured.keep(tmp_path / "000-figure-4.json", "fedflat reproduce 000 figure-4", found, given, 60.0)
-    [(source, again)] = measured.drawings(figure)
-    assert again.figures == found.figures and "1 minutes of rounds" in source.sentence()
-    assert again.remarks == found.remarks and any("data.dataset emnist → digits" in text for text in again.remarks)
-    with pytest.raises(InputError, match=r"no results of .*, Local epochs; allowed: Radius"):
-        measured.drawings(find_figure("000", "figure-4").only(["Local epochs"]))
-    with pytest.raises(InputError, match=r"--out: found .*000-figure-4\.json"):
-        write_pages(again, tmp_path / "000-figure-4.json")
-
-
-@pytest.mark.parametrize("file", sorted(measured.FOLDER.glob("*figure*.json")), ids=lambda file: file.stem)
-def test_every_record_of_a_figure_can_be_shown(file: Path) -> None:
-    """Records of older versions have fields that a figure has no more."""
-    found = measured.drawings(find_figure(*file.stem.split("-", 1)))
-    assert found and all(drawn.figures or drawn.landscapes for _, drawn in found)
-
-
-@pytest.mark.usefixtures("quick_workers")
-def test_a_table_kept_and_shown_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = find("000", "1").only(["CIFAR-10, IID"], ["DP-FedAvg", "DP-FedSAM"])
-    given = ["data.dataset=digits", "data.max_examples=500", "data.clients=25"]
-    found = train(chosen, tmp_path / "runs", "smoke", overrides=given, processes=1)
-    monkeypatch.setattr(measured, "FOLDER", tmp_path)
-    measured.keep(tmp_path / "000-table-1.json", "fedflat reproduce 000 table-1", found, given, found.seconds)
-    [(source, again)] = measured.outcomes(find("000", "1"))
-    assert isinstance(again, Outcome) and again.changed == found.changed and source.seconds > 0
-    for row, kept in zip(found.rows, again.rows):
-        assert kept.ours == pytest.approx(dict(row.ours), abs=1e-4) and kept.cell == row.cell
-        assert kept.proven == pytest.approx(row.proven, rel=1e-4)
-    with pytest.raises(InputError, match="--measured: found no results of paper 000, Table 2; allowed: 000 table-1"):
-        measured.outcomes(find("000", "2"))
-    with pytest.raises(InputError, match="Table 1, EMNIST, IID; allowed: CIFAR-10, IID"):
-        measured.outcomes(find("000", "1").only(["EMNIST, IID"]))
-    before = (tmp_path / "000-table-1.json").read_bytes()
-    less = replace(found, rows=(found.rows[0], replace(found.rows[1], ours={})))
-    nothing = replace(found, rows=tuple(replace(row, ours={}) for row in found.rows))
-    for worse, why in ((less, "1 were measured now"), (nothing, "nothing was measured")):
-        said = measured.keep(tmp_path / "000-table-1.json", "fedflat reproduce 000 table-1", worse, given, 1.0)
-        assert why in said and (tmp_path / "000-table-1.json").read_bytes() == before
-
-
-@pytest.mark.parametrize("text", ["{spoilt", "[]", "{}", '{"records": [{}]}', '{"records": 3}'])
-def test_a_spoilt_file_of_records_is_refused_before_anything_runs(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "kept.json"
-    file.write_text(text, encoding="utf-8")
-    with pytest.raises(InputError, match=r"kept\.json: found .*; allowed: a file that --keep wrote, or none"):
-        reproduce("000", "table-1", Request(keep=file))
-    assert file.read_text(encoding="utf-8") == text
-    for place in (tmp_path, file / "x.json"):
-        with pytest.raises(InputError, match=r"--keep: found .*; allowed: a file in a folder that can be written to"):
-            reproduce("000", "table-1", Request(keep=place))
-    measured.check_keep(tmp_path / "new" / "kept.json")
-
-
-@pytest.mark.parametrize(
-    "given", [{"scale": "full"}, {"protocol": "published"}, {"seeds": 9}, {"override": ["rounds=5"]}, {"dry_run": True}]
-)
-def test_what_was_measured_takes_no_setting(given: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"found --measured; allowed: .* where something runs"):
-        reproduce("000", "table-1", Request(measured=True, **given))
-
-
-@pytest.mark.parametrize("path", sorted(measured.FOLDER.glob("*-table-*.json")), ids=lambda path: path.stem)
-def test_what_is_kept_is_what_would_run_now(path: Path) -> None:
-    """A result whose settings have moved since must be measured again."""
-    for source, found in measured.outcomes(load(path.stem)):
-        assert any(row.ours for row in found.rows) and source.commit
-        record = next(r for r in json.loads(path.read_text())["records"] if r["command"] == source.command)
-        parts = find(found.table.paper, found.table.table)
-        part = replace(parts, cells=tuple(row.cell for row in found.rows))
-        planned = measured.dry(part, record["scale"], record["protocol"], record["overrides"])
-        assert planned.changed == found.changed
-        assert all(row["published"] == cell.cell.published for row, cell in zip(record["rows"], found.rows))
+    assert any("data.dataset emnist → digits" in text for text in found.remarks)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"--out: found .*file"):
+        write_pages(found, tmp_path / "file")
 
 
 def test_the_command_lists_and_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     reproduce(list_all=True)
     shown = capsys.readouterr().out
     assert "000 figure-4" in shown and "004 by-alpha" in shown and "002 table-5" in shown
-    with pytest.raises(InputError, match="--tuned: found a figure; allowed: a table"):
-        reproduce("000", "figure-4", Request(tuned=True))
+    with pytest.raises(InputError, match="--method: found a figure; allowed: a table"):
+        reproduce("000", "figure-4", Request(method=["DP-FedSAM"]))
 
 
 def test_every_figure_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:

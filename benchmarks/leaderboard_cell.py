@@ -36,7 +36,7 @@ from fedflat.simulation.run import run
 TUNING, REPORTED = 100, (0, 1, 2)
 """Seeds of partition, noise and all else: of the trials, and of what is reported."""
 HELD_BACK = 0.1
-"""Share of the training examples that trials are tested on; of the clients in ``strengths``."""
+"""Share of the training examples that trials are tested on; of the clients in ``benchmarks/strengths.py``."""
 FACTORS = (0.25, 0.5, 1.0, 2.0)
 """What of the advised ``server.lr`` is tried, with the packaged recipe's rounds, clip and local steps."""
 BEYOND = 4
@@ -125,7 +125,7 @@ def examples(task: Task, public: str | None = None) -> Examples:
     module, _, _ = module_of(recipe, None, loaded, CROSS_ENTROPY)
     found = with_features(loaded, module)
     if found.test_inputs is None:
-        raise wrong("leaderboard --data", task.data, "a data set with a test set")
+        raise wrong("leaderboard", task.data, "a data set with a test set")
     head = module
     if isinstance(module, Headed):
         only = module.get_submodule(module.trained.rstrip("."))

@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedflat.cli.reproduce import as_dict, lines
+from benchmarks import papers, strengths
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
-from fedflat.papers import measured, scales
-from fedflat.papers.outcome import Outcome
-from fedflat.papers.rows import train
+from fedflat.papers.rows import dry, fill
 from fedflat.papers.tables import find
 from fedflat.simulation.experiment import data_for
 
@@ -28,18 +26,18 @@ def recipe(algorithm: dict[str, Any]) -> Recipe:
 
 def test_a_strength_leads_every_number_towards_dp_fedavg() -> None:
     whole = {"name": "dp-fedpgn-ls", "rho": 0.2, "beta": 0.3, "smoothing": 0.01}
-    assert scales.options_of(recipe(whole), 1.0) == {"rho": 0.2, "beta": 0.3, "smoothing": 0.01}
-    assert scales.options_of(recipe(whole), 0.2) == {"rho": 0.04, "beta": 0.86, "smoothing": 0.002}
-    assert scales.options_of(recipe({"name": "dp-fedavg-blurs"}), 0.0) == {"lam": 0, "sparsity": 0}  # printed: 0.4
-    assert scales.options_of(recipe({"name": "dp-fedavg"}), 0.2) == {}
-    assert scales.options_of(recipe({"name": "ddgauss"}), 0.2) == {}
-    weak = scales.at(recipe({"name": "fed-smp-randk", "keep": 0.5}), 0.04)
+    assert strengths.options_of(recipe(whole), 1.0) == {"rho": 0.2, "beta": 0.3, "smoothing": 0.01}
+    assert strengths.options_of(recipe(whole), 0.2) == {"rho": 0.04, "beta": 0.86, "smoothing": 0.002}
+    assert strengths.options_of(recipe({"name": "dp-fedavg-blurs"}), 0.0) == {"lam": 0, "sparsity": 0}  # printed: 0.4
+    assert strengths.options_of(recipe({"name": "dp-fedavg"}), 0.2) == {}
+    assert strengths.options_of(recipe({"name": "ddgauss"}), 0.2) == {}
+    weak = strengths.at(recipe({"name": "fed-smp-randk", "keep": 0.5}), 0.04)
     assert weak.algorithm.options == {"keep": 0.98} and weak.name == "r_strength-0.04"
 
 
 def test_a_trial_sees_neither_test_data_nor_its_own_clients_in_the_score() -> None:
     one = Recipe.of(recipe({"name": "dp-fedsam", "rho": 0.1}), ["seed=100"])
-    whole, found = data_for(one), scales.apart(one)
+    whole, found = data_for(one), strengths.apart(one)
     assert (whole.clients, found.clients) == (20, 18)
     trained = {int(row) for part in found.parts for row in part}
     held = [part for part in whole.parts if not set(map(int, part)) <= trained or not len(part)]
@@ -53,61 +51,53 @@ def test_clients_without_examples_are_not_held_back_and_one_alone_is_refused(mon
     one = Recipe.of(recipe({"name": "dp-fedsam", "rho": 0.1}), ["seed=100"])
     whole, empty = data_for(one), np.empty(0, dtype=np.int64)
     few = dataclasses.replace(whole, parts=(empty, whole.parts[0], empty, whole.parts[1]))
-    monkeypatch.setattr(scales, "data_for", lambda recipe: few)
-    found = scales.apart(one)
+    monkeypatch.setattr(strengths, "data_for", lambda recipe: few)
+    found = strengths.apart(one)
     assert [len(part) for part in found.parts].count(0) == 2 and found.clients == 3
     assert found.test_targets is not None and len(found.test_targets)
     few = dataclasses.replace(whole, parts=(empty, whole.parts[0]))
     with pytest.raises(InputError, match="--tuned: found 1 clients with examples; allowed: two or more"):
-        scales.apart(one)
+        strengths.apart(one)
 
 
 def test_the_best_is_chosen_and_equals_stay_as_printed() -> None:
     one = recipe({"name": "dp-fedsam", "rho": 0.5})
-    found = scales._best(one, {1.0: 10.0, 0.2: 30.0, 0.04: 20.0})
+    found = strengths._best(one, {1.0: 10.0, 0.2: 30.0, 0.04: 20.0})
     assert found is not None and (found.strength, dict(found.options)) == (0.2, {"rho": 0.1})
     assert found.sentence("SAM") == (
         "SAM: 0.2 of the printed strength (rho 0.1); held-back clients: 10.0 % at 1, 30.0 % at 0.2, 20.0 % at 0.04"
     )
-    same = scales._best(one, dict.fromkeys(scales.STRENGTHS, 10.0))
+    same = strengths._best(one, dict.fromkeys(strengths.STRENGTHS, 10.0))
     assert same is not None and same.strength == 1.0
     assert same.sentence("SAM").endswith("; no difference, so as printed")
-    assert scales._best(recipe({"name": "dp-fedavg"}), {}) is None
+    assert strengths._best(recipe({"name": "dp-fedavg"}), {}) is None
 
 
 def test_a_trial_keeps_the_share_of_a_round_and_its_seed_is_not_reported(tmp_path: Path) -> None:
     one = recipe({"name": "dp-fedsam", "rho": 0.5})
-    tried = scales._trial(one)
+    tried = strengths._trial(one)
     assert (tried.seed, tried.cohort.size, tried.evaluation.every) == (100, 4.5, 2)
-    assert scales._trial(Recipe.of(one, ["cohort.sampling=fixed"])).cohort.size == 4
+    assert strengths._trial(Recipe.of(one, ["cohort.sampling=fixed"])).cohort.size == 4
     with pytest.raises(InputError, match="--tuned: found seed 100 among those that are reported"):
-        scales.choose([one], [99, 100, 101], tmp_path)
+        strengths.choose([one], [99, 100, 101], tmp_path)
 
 
 @pytest.mark.long
 def test_a_tuned_table_says_what_was_chosen_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = find("000", "1").only(["CIFAR-10, IID"], ["DP-FedAvg", "DP-FedSAM"])
-    found = train(part, tmp_path, "smoke", overrides=SMALL, processes=1, tuned=True)
-    [chosen] = found.chosen.values()
-    assert set(chosen.tried) == set(scales.STRENGTHS) and chosen.tried[chosen.strength] == max(chosen.tried.values())
-    assert [row.recipe.algorithm.options for row in found.rows if row.recipe] == [{}, dict(chosen.options)]
-    assert all(row.ours for row in found.rows)
-    text = " ".join(" ".join(lines(found)).split())
-    assert "Tuned: DP-FedSAM: " in text and "no ε here covers that." in text
-    assert "As printed, not tuned: DP-FedAvg." in text
-    assert as_dict(found)["chosen"][0]["method"] == "DP-FedSAM"
+    plan, chosen = strengths.tuned(dry(part, "smoke", overrides=SMALL), tmp_path, processes=1)
+    found = fill(plan, tmp_path, processes=1)
+    [one] = chosen.values()
+    assert set(one.tried) == set(strengths.STRENGTHS) and one.tried[one.strength] == max(one.tried.values())
+    assert [row.recipe.algorithm.options for row in found.rows if row.recipe] == [{}, dict(one.options)]
+    assert all(row.ours for row in found.rows) and one.seconds > 0
     runs = len(list(tmp_path.rglob("privacy.json")))
-    again = train(part, tmp_path, "smoke", overrides=SMALL, processes=1, tuned=True)
-    assert again.rows == found.rows and len(list(tmp_path.rglob("privacy.json"))) == runs
-    measured.keep(tmp_path / "000-table-1.json", "fedflat …", found, SMALL, 1.0)
-    monkeypatch.setattr(measured, "FOLDER", tmp_path)
-    [(_, kept)] = measured.outcomes(part)
-    assert isinstance(kept, Outcome) and kept.tuned and dict(kept.chosen) == dict(found.chosen)
-    whole = dataclasses.replace(found, scale="full")
-    assert not as_dict(whole)["comparable"]  # changed by hand
-    whole = dataclasses.replace(whole, overrides=("engine.backend=sequential",))
-    assert as_dict(whole)["comparable"] == (chosen.strength == 1)
-    assert found.seconds > chosen.seconds > 0
+    assert fill(strengths.tuned(dry(part, "smoke", overrides=SMALL), tmp_path)[0], tmp_path).rows == found.rows
+    assert len(list(tmp_path.rglob("privacy.json"))) == runs
+    papers.keep(tmp_path / "000-table-1.json", "python …", found, SMALL, 1.0, chosen, True)
+    monkeypatch.setattr(papers, "FOLDER", tmp_path)
+    [(_, _, kept)] = papers.outcomes(part)
+    assert dict(kept) == dict(chosen)
 
 
 def test_a_trial_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,11 +106,11 @@ def test_a_trial_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     def failed(*given: Any) -> Any:
         return SimpleNamespace(failed={"r_dp-fedsam/seed-100": "no memory"})
 
-    monkeypatch.setattr(scales, "compare", failed)
+    monkeypatch.setattr(strengths, "compare", failed)
     with pytest.raises(RunError, match="--tuned: the trial r_dp-fedsam/seed-100 failed: no memory"):
-        scales.choose([one], [0], tmp_path)
-    monkeypatch.setattr(scales, "compare", lambda *given: SimpleNamespace(failed={}))
+        strengths.choose([one], [0], tmp_path)
+    monkeypatch.setattr(strengths, "compare", lambda *given: SimpleNamespace(failed={}))
     short = SimpleNamespace(metrics=[{"round": 0}], path=tmp_path)
-    monkeypatch.setattr(scales.metrics, "read_run", lambda place: short)
+    monkeypatch.setattr(strengths.metrics, "read_run", lambda place: short)
     with pytest.raises(RunError, match="ended before its last round and has no accuracy"):
-        scales.choose([one], [0], tmp_path)
+        strengths.choose([one], [0], tmp_path)
