@@ -308,7 +308,7 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
     from fedflat.assembly.jobs import prepare
     from fedflat.assembly.plans import algorithm_of, plan_of, server_of
     from fedflat.landscape.bounds import Facts
-    from fedflat.landscape.statements import Setting, cost_of
+    from fedflat.landscape.statements import Setting
 
     method = algorithm_of(recipe)
     if method.kind != "update" or not method.private:
@@ -328,21 +328,17 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
     if recipe.start is not None:
         raise wrong("start", recipe.start.kind, "nothing", hint="The theorems take all rounds to be the method's.")
     plan = plan_of(recipe, method, clients, size)
-    local = recipe.local
     facts = Facts(
-        lr=local.lr, steps=count, rounds=recipe.rounds, clients=clients, cohort=plan.divisor, clip=_clip(recipe),
+        lr=recipe.local.lr, steps=count, rounds=recipe.rounds, clients=clients, cohort=plan.divisor, clip=_clip(recipe),
         noise_multiplier=plan.event_multiplier, dimension=size, server_lr=server_of(recipe, method).lr or 1.0,
         **constants,
     )  # fmt: skip
-    # Without a number of examples each client is taken to have one batch.
-    batches = math.ceil((samples or local.batch_size * clients) / clients / local.batch_size)
     factory = ALGORITHMS.get(recipe.algorithm.name)
-    known = {} if factory is None else inspect.signature(factory).parameters
-    defaults = {key: known[key].default for key in ("rho", "lam", "beta", "keep") if key in known}
+    defaults = {} if factory is None else {k: p.default for k, p in inspect.signature(factory).parameters.items()}
     numbers: Any = {key: recipe.algorithm.options.get(key, defaults.get(key)) for key in ("rho", "lam", "beta", "keep")}
     return Setting(
         facts, q=plan.sampler.q, delta=plan.delta, epsilon=plan.epsilon(), relation=plan.relation, samples=samples,
-        cost=cost_of(method, size, count, batches), **numbers,
+        **numbers,
     )  # fmt: skip
 
 

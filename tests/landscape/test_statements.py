@@ -121,9 +121,6 @@ def test_the_command(command: Any) -> None:
     assert "Lemma 4's condition FAILS" in said.out and "Zhang et al. 2024, Theorem 1 (DP2-FedSAM)" in said.out
     found = json.loads(command("bounds", "cifar10-dp-fedsam", "--dimension", "9", "--json").out)
     assert found["setting"]["facts"]["dimension"] == 9 and found["setting"]["rho"] == 0.5
-    values = {each["what"]: each["value"] for each in found["statements"]}
-    assert values["gradient passes of a local step"] == 2 and values["gradient passes in all"] == 120
-    assert values["bytes sent"] == values["bytes received"] == 36
     assert "N, the number of training examples, is not known" in " ".join(said.out.split())
 
 
