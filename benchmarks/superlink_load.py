@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,17 @@ def usage(process: int) -> tuple[float, float]:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(peak.split()[1]) / 1024
 
 
+def operator_lines() -> list[dict[str, Any]]:
+    """What the operator's files say: refused replies by round, and excluded clients."""
+    found = sorted((Path(os.environ["XDG_STATE_HOME"]) / "fedflat" / "operator").glob("*.jsonl"))
+    return [json.loads(line) for path in found for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def lost(counts: Mapping[str, int]) -> int:
+    """How many clients' answers a round did not add, of its counts of refusals."""
+    return sum(count for kind, count in counts.items() if kind not in ("round", "duplicate", "unasked", "too late"))
+
+
 def connected(folder: Path) -> int:
     """How many SuperNodes are online, as the SuperLink notes for its operator."""
     status = folder / "server" / "status.json"
@@ -179,6 +191,8 @@ def report(
     print(f"{clients} clients, d = {dimension:,} ({dimension * 4 / 2**20:.2f} MiB an update): {status}; {load}")
     rounds = ", ".join(f"{after - before:.0f} s" for before, after in zip([0.0, *ends], ends[:-1], strict=False))
     print(f"rounds, the first with its start: {rounds}; run {wall:.0f} s")
+    told = {line["round"]: clients - lost(line) for line in operator_lines() if "excluded" not in line}
+    print(f"answers added: {', '.join(f'{told[round]} of {clients}' for round in sorted(told))}")
     print(f"SuperLink, no run: {100 * share:.0f} % of a core for SuperNodes that ask every {POLL:g} s for work")
     work = paid[0] - idle[0]
     print(f"SuperLink: {work:.1f} s of CPU in the run, {1000 * (work - share * wall) / asked:.0f} ms for each answer")

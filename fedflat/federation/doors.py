@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -30,6 +31,8 @@ STRANGERS, EACH, SECONDS = 128, 32, 15.0
 credential must be shown."""
 ROOM = 1 << 20
 """Bytes beyond one reply that a key's requests may hold at a time: their frames, and what else it asks meanwhile."""
+PIECE = 1 << 16
+"""Bytes of an answer that are handed to a connection at a time."""
 SILENCE = 60.0
 """Seconds between two log lines on one limit: whoever floods a door does not fill the disk."""
 ALIVE = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
@@ -133,7 +136,8 @@ def fleet_only(
     Nothing is read of a request without the signature of a ``known`` key (PEM), of one that is longer than a reply's
     ``limit`` allows, or of one key's beyond what a reply comes to. blame: is called with the key of a request that was
     too long by itself. Requests that are too long together may be one that was cut off and its repetition, which an
-    honest client sends: they are put off, and nobody is blamed.
+    honest client sends: they are put off, and nobody is blamed. What an object takes that is asked for
+    counts until it was read.
     """
     held: Counter[bytes] = Counter()
 
@@ -153,13 +157,14 @@ def fleet_only(
             gate.say("length", "a client's request was longer than a reply can be, and was not read")
             blame(key)
             return await _refuse(413, scope, receive, send)
+        length += limit.object if path.endswith(("/pull-object", "/get-fab")) else 0
         if held[key] + length > limit.total + ROOM:
             gate.say("sum", "a client's requests at one time were longer than a reply can be; one has to wait")
             # Flower's client sends it again; after a 429 it would give up.
             return await _refuse(503, scope, receive, send)
         held[key] += length
         try:
-            await app(scope, receive, send)
+            await app(scope, receive, partial(_piecewise, send))
         finally:
             held[key] -= length
 
@@ -181,6 +186,14 @@ def this_machine_only(app: Any, allowed: Callable[[str, Mapping[str, str]], bool
             await app(scope, receive, send)
 
     return door
+
+
+async def _piecewise(send: Any, message: Any) -> None:
+    """Send a part of an answer as its reader takes it: uvicorn waits between two pieces, and keeps one."""
+    body = message.get("body", b"")
+    for start in range(0, len(body) - PIECE, PIECE):
+        await send({**message, "body": body[start : start + PIECE], "more_body": True})
+    await send({**message, "body": body[-(len(body) % PIECE or PIECE) :]} if body else message)
 
 
 async def _refuse(status: int, *connection: Any) -> None:

@@ -94,11 +94,13 @@ class Federation:
         """``flwr run``: submit the app; returns Flower's run id."""
         command = ["flwr", "run", str(self.project / "app"), "fedflat", "--format", "json"]
         found = self._flwr([*command, *(["--run-config", config] if config else [])])
+        said = (found.stdout + found.stderr)[-500:]
         with suppress(ValueError, KeyError):
             answer = json.loads(found.stdout[found.stdout.index("{") :])
             if answer["success"]:
                 return int(answer["run-id"])
-        raise RunError(f"flwr run failed: {(found.stdout + found.stderr).strip()[-500:]}")
+            said = answer["error-message"]
+        raise RunError(f"flwr run failed: {' '.join(said.split())}")
 
     def _flwr(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -181,9 +183,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _whole_run(project: Path) -> int:
-    settings = tomllib.loads((project / "app" / "pyproject.toml").read_text(encoding="utf-8"))
-    records = Path(settings["tool"]["flwr"]["app"]["config"]["out"]).expanduser() / METRICS
     with Federation(project) as federation:
+        records = _folder_of_run(project) / METRICS
         federation.start()
         seen = len(read_lines(records))
         run = federation.run()
@@ -200,6 +201,15 @@ def _whole_run(project: Path) -> int:
             status = federation.wait(run, float("inf"), tell)
         print(status)
     return 0 if status == "finished:completed" else 1
+
+
+def _folder_of_run(project: Path) -> Path:
+    path = project / "app" / "pyproject.toml"
+    try:
+        config = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+        return Path(config["out"]).expanduser()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise wrong(str(path), f"{type(error).__name__}: {error}", "what fedflat deploy wrote, with out = …") from error
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import hmac
 import ipaddress
 import json
 import os
+import re
 import secrets
 import sys
 import tomllib
@@ -74,7 +75,7 @@ def read_lock(path: Path) -> bytes:
 def address_of(where: str, text: Any) -> tuple[str, int]:
     """Return host and port of ``host:port`` (an IPv6 address in brackets); InputError if it is none."""
     host, _, port = str(text).rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not re.fullmatch(r"[\w.:[\]-]+", host) or not port.isdigit() or not 0 < int(port) < 65536:
         raise wrong(where, str(text), "HOST:PORT")
     return host.strip("[]"), int(port)
 

@@ -22,8 +22,8 @@ from fedflat.core.checks import InputError, wrong
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job
+from fedflat.federation import lock
 from fedflat.federation.bounds import Limits
-from fedflat.federation.lock import ADDRESSES_FILE, LOCK, write_authority_and_server, write_client_keys, write_lock
 from fedflat.federation.processes import QUIET
 from fedflat.federation.store import write_examples
 from fedflat.federation.task import RECIPE, DataSpec, Roster, Task, check_deployable
@@ -68,6 +68,7 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
     """
     if out.exists() and any(out.iterdir()):
         raise wrong("--out", f"{out}, which is not empty", "a new folder")
+    lock.address_of("--host", f"{host}:{port}")
     recipe, note = _taking_turns(_for_nodes(recipe, nodes), "sampling" not in recipe.cohort.model_fields_set)
     method = algorithm_of(recipe)
     check_deployable(recipe, method, trust_of(recipe, method))
@@ -143,7 +144,7 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
     data, app = job.data, out / "app" / PACKAGE
     app.mkdir(parents=True)
     out.chmod(0o700)
-    write_authority_and_server(out / "certificates", list(dict.fromkeys([host, HERE, "localhost"])))
+    lock.write_authority_and_server(out / "certificates", list(dict.fromkeys([host, HERE, "localhost"])))
     keys = [_write_client(client_folder(out, client), data, client) for client in range(data.clients)]
     # With all that depends on data or calibration as numbers: every party has the same.
     frozen = settled(recipe, job.parts, data.clients, job.problem.pristine)
@@ -156,7 +157,7 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
         test = str((out / "server" / "test.safetensors").absolute())
         write_examples(test, data.test_inputs, data.test_targets)
     control = f"{HERE}:{port + 1}"
-    write_lock(out / "server" / LOCK, out / "flower" / "credentials.yaml", control)
+    lock.write_lock(out / "server" / lock.LOCK, out / "flower" / "credentials.yaml", control)
     facts = {
         "version": fedflat.__version__, "package": PACKAGE, "out": (out / "run").absolute(), "nodes": data.clients,
         "test": test, "listen": f"{host}:{port}", "control": control, "ca": (out / CONTROL_CERTIFICATE).absolute(),
@@ -165,7 +166,7 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
     _fill(out / "app" / "pyproject.toml", "pyproject.txt", facts)
     for side in ("server", "client"):
         _fill(app / f"{side}_app.py", "app.txt", {"side": side, "title": side.capitalize()})
-    _fill(out / ADDRESSES_FILE, "superlink.toml", facts)
+    _fill(out / lock.ADDRESSES_FILE, "superlink.toml", facts)
     _fill(out / "flower" / "config.toml", "flower.toml", facts)
     pin = Task.read(app).pin
     _fill(out / "README.md", "README.md", _readme(recipe, out, job, _places(out, 0, host, port, pin, at="")))
@@ -177,7 +178,7 @@ def client_folder(out: Path, client: int) -> Path:
 
 
 def _write_client(folder: Path, data: FederatedData, client: int) -> str:
-    public = write_client_keys(folder)
+    public = lock.write_client_keys(folder)
     inputs, targets = data.client(client)
     write_examples(folder / DATA, inputs.contiguous(), targets)
     rows = torch.from_numpy(data.held_back[client])

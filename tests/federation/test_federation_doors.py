@@ -230,7 +230,7 @@ def test_a_wrong_address_or_lock_is_refused_before_the_start(
     for text in ("0.0.0.0:8444", "10.0.0.1:8444", "fed.example.org:8444", "localhost:8444", "[::]:8444"):
         addresses.write_text(good.replace("127.0.0.1:8444", text))
         assert f"control: found {text}; allowed: an address of this machine alone, as 127.0.0.1:8444" in said()
-    for text in ("127.0.0.1:8443", "127.0.0.1", "127.0.0.1:0", ":8444"):
+    for text in ("127.0.0.1:8443", "127.0.0.1", "127.0.0.1:0", ":8444", "127.0.0.1 x:8444"):
         addresses.write_text(good.replace("127.0.0.1:8444", text))
         assert "control: found" in said()
     for text in ("", "listen = 3", "control = ["):
@@ -293,8 +293,14 @@ def test_a_process_that_ended_by_itself_is_named_with_its_last_line(tmp_path: Pa
 
 def test_a_launcher_reads_how_a_run_stands(tmp_path: Path) -> None:
     """It asks no door, which may be full; before the SuperLink has noted anything, nothing is known."""
+    with pytest.raises(InputError, match=r"found .*nothing; allowed: a folder that fedflat deploy wrote"):
+        local._whole_run(tmp_path / "nothing")
     write_project(small(), tmp_path / "fed", port=free_port())
     federation = Federation(tmp_path / "fed")
+    for text in ("[[", "", "tool = 3", "[tool.flwr.app.config]\nout = 3"):
+        (tmp_path / "fed" / "app" / "pyproject.toml").write_text(text)
+        with pytest.raises(InputError, match=r"pyproject.toml: found \w+Error"):
+            local._folder_of_run(tmp_path / "fed")
     assert federation.status(1) == "unknown"
     (tmp_path / "fed" / "server" / "status.json").write_text('{"run 1": "finished:failed"}\n')
     assert [federation.status(1), federation.status(2)] == ["finished:failed", "unknown"]
@@ -445,38 +451,41 @@ def test_the_network_s_door_passes_the_nodes_interface_alone() -> None:
     assert ask(app, "/v1/control/start-run") == [] and reached[-1] == "/v1/control/start-run"  # the twin: no door
 
 
-def test_a_connection_that_was_cut_makes_no_culprit() -> None:
-    """A client whose connection died in mid-upload asks again while the dead one still counts: it has to wait."""
+@pytest.mark.parametrize(("what", "most"), [("push", 17), ("pull", 16)])
+def test_a_connection_that_was_cut_makes_no_culprit(what: str, most: int) -> None:
+    """A client whose connection died in mid-upload, or before it had read what it asked for, asks again while the dead
+    one still counts: it has to wait."""
     import asyncio
 
     from cryptography.hazmat.primitives.asymmetric import ec
     from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-    key, blamed, statuses, parted = ec.generate_private_key(ec.SECP384R1()), list[bytes](), list[int](), asyncio.Event()
+    key, blamed, sent, parted = ec.generate_private_key(ec.SECP384R1()), list[bytes](), list[Any](), asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await parted.wait()  # the rest of a body that never comes
+        await send({"body": bytes(100_000) if what == "pull" else b""})
 
     async def send(event: Any) -> None:
-        statuses.append(event.get("status", 0))
+        sent.append(event)
 
     gate = doors.Gate("listen", "127.0.0.1", 0)
     door = doors.fleet_only(app, {public_key_to_bytes(key.public_key())}, Limit(1000, 1000), gate, blamed.append)
     said = {**headers_of(key), "content-length": "60000"}
     raw = [(name.lower().encode(), value.encode()) for name, value in said.items()]
-    scope = {"type": "http", "path": "/v1/fleet/push-object", "headers": raw, "client": ("127.0.0.1", 1)}
+    scope = {"type": "http", "path": f"/v1/fleet/{what}-object", "headers": raw, "client": ("127.0.0.1", 1)}
 
     async def upload() -> None:
-        dead = [asyncio.create_task(door(scope, None, send)) for _ in range((1 << 20) // 60_000)]
+        dead = [asyncio.create_task(door(scope, None, send)) for _ in range(most)]
         await asyncio.sleep(0)
         await door(scope, None, send)
-        assert statuses[0] == 503 and blamed == []
+        assert [event.get("status", 0) for event in sent] == [503, 0] and blamed == []
         parted.set()  # the kernel closes what answers no keepalive (ALIVE), and there is room again
         await asyncio.gather(*dead)
         await door(scope, None, send)
 
     asyncio.run(upload())
-    assert statuses == [503, 0] and blamed == []
+    assert [len(event["body"]) for event in sent[2:]] == ([65_536, 34_464] if what == "pull" else [0]) * (most + 1)
     gate.listen()
     with socket.create_connection(gate.getsockname()), gate.accept()[0] as accepted:
         assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

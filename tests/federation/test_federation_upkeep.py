@@ -114,9 +114,7 @@ def test_a_client_s_new_key_in_mid_run(
     renewed = Task.read(app)
     assert capsys.readouterr().out.strip() == renewed.pin
     for words in (["7", f"{own}/auth.pub"], ["2", f"{own}/auth.pub"], ["1", f"{own}/auth.key"], ["x", "y"]):
-        assert (
-            tasks.main([str(app), *words]) == 2 and Task.read(app).pin == renewed.pin
-        )  # no such client, key or number
+        assert tasks.main([str(app), *words]) == 2 and Task.read(app).pin == renewed.pin  # no such client, key, number
     assert renewed.pin != task.pin and renewed.identity == task.identity
     with pytest.raises(InputError, match="pin"):
         Client(renewed, 0, clients[0].data, clients[0].store, task.pin)

@@ -61,9 +61,7 @@ def test_an_operator_sees_how_the_superlink_does_in_private_alone(tmp_path: Path
 def test_an_operator_sees_refused_replies_in_private_alone(tmp_path: Path) -> None:
     with (begun(tmp_path / "run", 8) / "recipe.yaml").open("a") as recipe:
         recipe.write("versions: {run: abc}\n")
-    (tmp_path / "abc.jsonl").write_text(
-        '{"round": 0, "missing": 1, "size": 2}\n{"round": 1}\n{"round": 2, "size": 1}\n'
-    )
+    (tmp_path / "abc.jsonl").write_text('{"round": 0, "missing": 1, "size": 2}\n{"round": 2, "size": 1}\n')
     pages = [Live(tmp_path / "run", private, tmp_path).page() for private in (False, True)]
     assert ['id="replies"' in page for page in pages] == [False, True]
     assert re.search(r"size</t[dh]>\s*<td[^>]*>3<", pages[1]) and "missing" not in pages[0]
