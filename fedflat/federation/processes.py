@@ -124,12 +124,16 @@ def raise_descriptor_limit() -> int:
 def begin() -> int:
     """Prepare a program of Flower's, and return how many files it may open.
 
-    Its files are private, a closed terminal (SIGHUP) ends it as SIGTERM does, which is all that Flower handles, and
-    its lines have no colour codes unless a terminal shows them.
+    Its files are private, a closed terminal (SIGHUP) ends it as SIGTERM does, which is all that Flower handles, its
+    lines have no colour codes unless a terminal shows them, and what ends a thread of Flower's is one of them.
     """
     os.environ.update(QUIET)  # before anything of Flower's is imported, which reads them once
     from flwr.supercore.logger import update_console_handler
 
+    def ended(how: threading.ExceptHookArgs) -> None:
+        log.error("a thread has ended: %s: %s", how.exc_type.__name__, str(how.exc_value).partition("\n")[0])
+
+    threading.excepthook = ended
     private()
     signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     update_console_handler(colored=sys.stderr.isatty())

@@ -181,12 +181,12 @@ def test_the_authority_s_commands(tmp_path: Path) -> None:
 
 
 def test_flower_s_telemetry_is_off_from_the_start() -> None:
-    """Whatever the surroundings say: a program that a person starts by hand sends nothing either."""
-    program = "from fedflat.federation import processes; processes.begin()\n"
-    program += "from flwr.supercore import telemetry; print(telemetry.FLWR_TELEMETRY_ENABLED)"
+    """Whatever the surroundings say: a program that a person starts by hand sends nothing. A thread's end is a line."""
+    program = "from fedflat.federation import processes; processes.begin(); from threading import Thread as T\n"
+    program += "from flwr.supercore import telemetry; print(telemetry.FLWR_TELEMETRY_ENABLED); T(target=open).start()"
     own = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
-    said = subprocess.run([sys.executable, "-c", program], env=own, capture_output=True, text=True, check=True).stdout
-    assert said.strip() == "0"
+    found = subprocess.run([sys.executable, "-c", program], env=own, capture_output=True, text=True, check=True)
+    assert found.stdout == "0\n" and re.fullmatch("a thread has ended: TypeError: .*\n", found.stderr), found.stderr
 
 
 def test_a_superlink_notes_its_nodes_runs_and_memory_for_its_operator(tmp_path: Path) -> None:
