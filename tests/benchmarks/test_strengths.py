@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import papers, strengths
+from benchmarks import reproduced, strengths
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.papers.rows import dry, fill
@@ -94,9 +94,9 @@ def test_a_tuned_table_says_what_was_chosen_and_keeps_it(tmp_path: Path, monkeyp
     runs = len(list(tmp_path.rglob("privacy.json")))
     assert fill(strengths.tuned(dry(part, "smoke", overrides=SMALL), tmp_path)[0], tmp_path).rows == found.rows
     assert len(list(tmp_path.rglob("privacy.json"))) == runs
-    papers.keep(tmp_path / "000-table-1.json", "python …", found, SMALL, 1.0, chosen, True)
-    monkeypatch.setattr(papers, "FOLDER", tmp_path)
-    [(_, _, kept)] = papers.outcomes(part)
+    reproduced.keep(tmp_path / "000-table-1.json", "python …", found, SMALL, 1.0, chosen, True)
+    monkeypatch.setattr(reproduced, "FOLDER", tmp_path)
+    [(_, _, kept)] = reproduced.outcomes(part)
     assert dict(kept) == dict(chosen)
 
 

@@ -6,24 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import papers
+from benchmarks import reproduced
 from fedflat.papers.figures import Drawn, find_figure
 from fedflat.papers.rows import dry, train
 from fedflat.papers.tables import find, load
 from fedflat.report.figures import Figure, Series
 
 
-@pytest.mark.parametrize("file", sorted(papers.FOLDER.glob("*figure*.json")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(reproduced.FOLDER.glob("*figure*.json")), ids=lambda file: file.stem)
 def test_every_record_of_a_figure_can_be_shown(file: Path) -> None:
     """Records of older versions have fields that a figure has no more."""
-    found = papers.drawings(find_figure(*file.stem.split("-", 1)))
+    found = reproduced.drawings(find_figure(*file.stem.split("-", 1)))
     assert found and all(drawn.figures or drawn.landscapes for _, drawn in found)
 
 
-@pytest.mark.parametrize("path", sorted(papers.FOLDER.glob("*-table-*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(reproduced.FOLDER.glob("*-table-*.json")), ids=lambda path: path.stem)
 def test_what_is_kept_is_what_would_run_now(path: Path) -> None:
     """A result whose settings have moved since must be measured again."""
-    for source, found, _ in papers.outcomes(load(path.stem)):
+    for source, found, _ in reproduced.outcomes(load(path.stem)):
         assert any(row.ours for row in found.rows) and source.commit
         record = next(r for r in json.loads(path.read_text())["records"] if r["command"] == source.command)
         parts = find(found.table.paper, found.table.table)
@@ -38,14 +38,14 @@ def test_a_figure_kept_and_shown_again(tmp_path: Path, monkeypatch: pytest.Monke
     line = Series("DP-FedSAM", {"round": (0.1, 0.3)}, (0.5, 0.6))
     drawing = Figure("axis-0", figure.panels[0].title, (line,), "%", percent=True, kind="points")
     found = Drawn(figure, "small", (drawing,), remarks=("Changed: all.",))
-    monkeypatch.setattr(papers, "FOLDER", tmp_path)
+    monkeypatch.setattr(reproduced, "FOLDER", tmp_path)
     for _ in range(2):  # the same command's record is replaced
-        papers.keep(tmp_path / "000-figure-4.json", "python …", found, [], 60.0)
-    [(source, again)] = papers.drawings(figure)
+        reproduced.keep(tmp_path / "000-figure-4.json", "python …", found, [], 60.0)
+    [(source, again)] = reproduced.drawings(figure)
     assert (again.figures, again.remarks) == (found.figures, found.remarks)
     assert "1 minutes of rounds" in source.sentence()
-    with pytest.raises(papers.InputError, match="none of these cells of 000-figure-4; allowed: with --keep"):
-        papers.drawings(figure.only(["Local epochs"]))
+    with pytest.raises(reproduced.InputError, match="none of these cells of 000-figure-4; allowed: with --keep"):
+        reproduced.drawings(figure.only(["Local epochs"]))
 
 
 @pytest.mark.usefixtures("quick_workers")
@@ -55,20 +55,20 @@ def test_a_table_kept_and_shown_again(
     chosen = find("000", "1").only(["CIFAR-10, IID"], ["DP-FedAvg", "DP-FedSAM"])
     given = ["data.dataset=digits", "data.max_examples=500", "data.clients=25"]
     found = train(chosen, tmp_path / "runs", "smoke", overrides=given, processes=1)
-    monkeypatch.setattr(papers, "FOLDER", tmp_path)
+    monkeypatch.setattr(reproduced, "FOLDER", tmp_path)
     file = tmp_path / "000-table-1.json"
-    papers.keep(file, "python …", found, given, found.seconds)
-    [(source, again, _)] = papers.outcomes(find("000", "1"))
+    reproduced.keep(file, "python …", found, given, found.seconds)
+    [(source, again, _)] = reproduced.outcomes(find("000", "1"))
     assert again.changed == found.changed and source.seconds > 0
     for row, kept in zip(found.rows, again.rows):
         assert kept.ours == pytest.approx(dict(row.ours), abs=1e-4) and kept.cell == row.cell
         assert kept.proven == pytest.approx(row.proven, rel=1e-4)
-    papers.main(["000", "table-1"])
+    reproduced.main(["000", "table-1"])
     assert "Measured " in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        papers.main(["000", "table-2"])
+        reproduced.main(["000", "table-2"])
     before = file.read_bytes()
     less = replace(found, rows=(found.rows[0], replace(found.rows[1], ours={})))
     nothing = replace(found, rows=tuple(replace(row, ours={}) for row in found.rows))
     for worse, why in ((less, "1 were measured now"), (nothing, "Nothing was measured")):
-        assert why in papers.keep(file, "python …", worse, given, 1.0) and file.read_bytes() == before
+        assert why in reproduced.keep(file, "python …", worse, given, 1.0) and file.read_bytes() == before

@@ -1,7 +1,7 @@
 """Measure the papers' tables and figures for the record, and show the records (``benchmarks/measured/*.json``).
 
-``python -m benchmarks.papers 000 table-1 --column CIFAR-10`` prints what was measured, beside what is published;
-``python -m benchmarks.papers 000 figure-4 --out DIR`` draws it. With ``--keep`` it is measured first, as ``fedflat
+``python -m benchmarks.reproduced 000 table-1 --column CIFAR-10`` prints what was measured, beside what is published;
+``python -m benchmarks.reproduced 000 figure-4 --out DIR`` draws it. With ``--keep`` it is measured first, as ``fedflat
 reproduce`` does, and added to the records, with the command, the machine in words and the commit. ``--tuned``, for a
 table that is measured: each method at the strength that ``benchmarks/strengths.py`` chooses.
 """
@@ -106,7 +106,7 @@ def command() -> str:
             next(words, None)
         elif not word.startswith(("--out=", "--processes=")):
             kept.append(word)
-    return shlex.join(["python", "-m", "benchmarks.papers", *kept])
+    return shlex.join(["python", "-m", "benchmarks.reproduced", *kept])
 
 
 @dataclass(frozen=True)
