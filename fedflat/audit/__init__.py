@@ -22,7 +22,7 @@ from torch import nn
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.tasks import refuse_other_tasks
 from fedflat.audit.bounds import AuditResult
-from fedflat.audit.injection import one_run, one_shot
+from fedflat.audit.injection import one_run
 from fedflat.audit.mechanism import RUNS, audit_all, audit_method
 from fedflat.audit.movements import audit_worlds, is_given
 from fedflat.audit.noise import audit_noise
@@ -32,7 +32,7 @@ from fedflat.core.checks import one_of, whole, wrong
 
 __all__ = ["AuditResult", "audit_all", "audit_method", "audit_noise", "audit_run", "audit_worlds", "write_audit"]
 
-KINDS = ("quick", "worlds", "noise", "mechanism", "canaries", "one-run", "all")
+KINDS = ("quick", "worlds", "noise", "mechanism", "one-run", "all")
 AUDITED = {"clip", "trust", "protocol", "published", "secure_rng"}
 """What of a recipe's ``privacy`` the mechanism's audit keeps."""
 
@@ -46,9 +46,9 @@ def audit_run(
 
     kind: ``quick`` (worlds for about 40 s, noise and mechanism), ``worlds`` (pairs of worlds on every back end, on all
     data), ``noise`` (the noise and the cohorts of real rounds, measured against the plan),
-    ``mechanism`` (its method, one round, the fixed configuration), ``canaries`` (estimate for the whole run),
-    ``one-run`` (lower bound for the whole run), ``all``. The two before train the recipe once each, with ``canaries``
-    additional clients. runs: of the mechanism audit. model, clients, test: as for ``fedflat.run``.
+    ``mechanism`` (its method, one round, the fixed configuration), ``one-run`` (lower bound for the whole run: it
+    trains the recipe once, with ``canaries`` additional clients), ``all``. runs: of the mechanism audit. model,
+    clients, test: as for ``fedflat.run``.
     folder: of the run whose recipe it is (a path of a run says so itself).
     Raises InputError for an unknown kind, fewer than 20 canaries, or a method that is not private.
     """
@@ -69,13 +69,11 @@ def audit_run(
         sections = {"privacy": privacy, "server": parsed.server.model_dump(mode="json")}
         named = parsed.algorithm
         found.append(audit_method(named.name, options=named.options, sections=sections, runs=runs))
-    for name, audited in {"canaries": one_shot, "one-run": one_run}.items():
-        if name in chosen:
-            job = prepare(parsed, **given)
-            if not job.parts.plan.private:
-                method = f"{job.parts.algorithm.name}, which is not private"
-                raise wrong("audit", method, "a private method for canary audits")
-            found.append(audited(job, canaries))
+    if "one-run" in chosen:
+        job = prepare(parsed, **given)
+        if not job.parts.plan.private:
+            raise wrong("audit", f"{job.parts.algorithm.name}, which is not private", "a private method for one-run")
+        found.append(one_run(job, canaries))
     return found
 
 

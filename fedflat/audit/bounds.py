@@ -1,7 +1,7 @@
 """Turn counts into lower bounds on ε, and name an audit's result."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,46 +86,6 @@ def event_bound(event: Event, absent: Floats, present: Floats, delta: float, fai
     return float(bound_of(*event.counts(absent, present), len(absent), delta, failure))
 
 
-def gaussian_pair_epsilon(
-    mean0: float, std0: float, mean1: float, std1: float, delta: float, top: float = 1e3
-) -> float:
-    """Return the smallest ε with δ(ε) ≤ ``delta`` in both directions between N(mean0, std0²) and N(mean1, std1²).
-
-    By quadrature on a grid; ``top`` where the two are further apart than that. Standard deviations > 0.
-    """
-    low = min(mean0 - 12 * std0, mean1 - 12 * std1)
-    high = max(mean0 + 12 * std0, mean1 + 12 * std1)
-    points = int(min(200_001, max(4001, 40 * (high - low) / min(std0, std1))))
-    x = np.linspace(low, high, points)
-    step = float(x[1] - x[0])
-    logs = [-0.5 * ((x - m) / s) ** 2 - math.log(s * math.sqrt(2 * math.pi)) for m, s in ((mean0, std0), (mean1, std1))]
-    return max(_smallest(logs[0], logs[1], step, delta, top), _smallest(logs[1], logs[0], step, delta, top))
-
-
-def _smallest(log_p: Floats, log_q: Floats, step: float, delta: float, top: float) -> float:
-    """Return the smallest ε ≥ 0 with ∫ max(0, p − e^ε q) ≤ δ, by bisection."""
-    p, loss = np.exp(log_p), log_p - log_q
-
-    def excess(epsilon: float) -> float:
-        above = loss > epsilon
-        return float((p[above] * -np.expm1(epsilon - loss[above])).sum()) * step
-
-    if excess(0.0) <= delta:
-        return 0.0
-    if excess(top) > delta:
-        return top
-    return _halved(lambda epsilon: excess(epsilon) > delta, top)[1]
-
-
-def _halved(holds: Callable[[float], bool], high: float) -> tuple[float, float]:
-    """Return the ends of where ``holds`` stops to be true between 0 and ``high``, after 50 halvings."""
-    low = 0.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low, high
-
-
 def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
     """Return how likely ≥ ``correct`` of ``guesses`` right guesses are under (ε, δ)-DP, at most (Steinke et al. 2023,
     Theorem 5.2: m canaries included by fair coins, one run; the number of guesses fixed beforehand).
@@ -152,10 +112,13 @@ def one_run_bound(canaries: int, guesses: int, correct: int, delta: float, failu
 
     if not refuted(0.0):
         return 0.0
-    high = 1.0
+    low, high = 0.0, 1.0
     while refuted(high):
         high *= 2
-    return _halved(refuted, high)[0]
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if refuted(middle) else (low, middle)
+    return low
 
 
 def assumptions(kind: str, **numbers: float) -> tuple[str, ...]:
@@ -168,11 +131,11 @@ def assumptions(kind: str, **numbers: float) -> tuple[str, ...]:
 class AuditResult:
     """One audit of one method or run.
 
-    kind: worlds, noise, mechanism, canaries or one-run. claimed: ε the accounting claims for what was audited;
+    kind: worlds, noise, mechanism or one-run. claimed: ε the accounting claims for what was audited;
     proven: ε that is proven for it (inf where no bound exists). lower_bound: ε it has at least, except with probability
-    1 − ``confidence``; None for an estimate, which bounds nothing and is in ``estimate``. canary, statistic: those
-    that gave the number. runs: releases looked at, per world for a mechanism. violations: of the exact contract 2b
-    (empty: it holds), for worlds every pair further apart than C, for noise every difference from the plan. details: of
+    1 − ``confidence``; None where the audit gives none. canary, statistic: those that gave the number. runs: releases
+    looked at, per world for a mechanism. violations: of the exact contract 2b (empty: it holds), for worlds every pair
+    further apart than C, for noise every difference from the plan. details: of
     worlds, the greatest ``movement`` over C, by back end and data in ``table``; of noise, its std over the plan's,
     ``ratio``. assumptions: what the number rests on, one sentence each.
     """
@@ -189,7 +152,6 @@ class AuditResult:
     seconds: float = 0.0
     assumptions: tuple[str, ...] = ()
     violations: tuple[str, ...] = ()
-    estimate: float | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property

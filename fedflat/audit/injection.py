@@ -1,10 +1,10 @@
-"""Bound ε from below with canary clients in a real training run (Andrew et al. 2023, Steinke et al. 2023)."""
+"""Bound ε from below with canary clients in a real training run (Steinke et al. 2023)."""
 
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedflat.audit.bench import linear_message
-from fedflat.audit.bounds import AuditResult, Floats, assumptions, gaussian_pair_epsilon, one_run_bound
+from fedflat.audit.bounds import AuditResult, Floats, assumptions, one_run_bound
 from fedflat.core.checks import wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.core.params import PersonalState
@@ -81,9 +81,7 @@ class CanaryBackend:
     included: NDArray[np.bool_]
     first: int
     name: str = "canaries"
-    start: Tensor | None = None
     last: Tensor | None = None
-    largest: Floats = field(default_factory=lambda: np.zeros(0))
     total: Floats = field(default_factory=lambda: np.zeros(0))
     drawn: int = 0
 
@@ -106,22 +104,17 @@ class CanaryBackend:
         """Score the step that led to a released vector ``(d,)``."""
         shared = shared.detach().clone().cpu()
         if self.last is None:
-            self.start, self.last = shared, shared
-            self.largest = np.full(self.directions.count, -np.inf)
             self.total = np.zeros(self.directions.count)
-            return
-        cosines = self.directions.cosines(shared - self.last)
-        self.largest, self.total = np.maximum(self.largest, cosines), self.total + cosines
+        else:
+            self.total = self.total + self.directions.cosines(shared - self.last)
         self.last = shared
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What the adversary saw, for every direction ``(count,)``: the final model's cosine, the largest and the sum of
-    the rounds' cosines. drawn: canary messages in the whole run."""
+    """What the adversary saw, for every direction ``(count,)``: the sum of the rounds' cosines. drawn: canary messages
+    in the whole run."""
 
-    final: Floats
-    largest: Floats
     total: Floats
     rounds: int
     drawn: int
@@ -166,8 +159,7 @@ def observe(job: Job) -> Observed:
     outcome = train(job)
     backend = cast(CanaryBackend, job.backend)
     backend.look(outcome.state.shared)
-    final = backend.directions.cosines(outcome.state.shared - cast(Tensor, backend.start))
-    return Observed(final, backend.largest, backend.total, outcome.state.round, backend.drawn)
+    return Observed(backend.total, outcome.state.round, backend.drawn)
 
 
 GUESSED = 0.2
@@ -177,28 +169,23 @@ CONFIDENCE = 0.95
 ONE_RUN_ASSUMES = assumptions("one-run", loud=LOUD)
 
 
-def _result(kind: str, job: Job, seen: Observed, canaries: int, details: dict[str, Any], **facts: Any) -> AuditResult:
-    """Return the result of a whole run that was trained once with canaries."""
-    plan = job.parts.plan
-    proven = plan.epsilon(seen.rounds)
-    common = {"canaries": canaries, "canary_messages": seen.drawn, "rounds": seen.rounds, "delta": plan.delta}
-    return AuditResult(
-        kind, job.parts.algorithm.name, claimed=proven, proven=proven, runs=1, details=common | details, **facts
-    )
-
-
 def one_run(job: Job, canaries: int) -> AuditResult:
     """Return the lower bound on ε of a run at its δ, from ``canaries`` clients that are included by fair coins."""
-    began, delta = time.perf_counter(), job.parts.plan.delta
+    began, plan = time.perf_counter(), job.parts.plan
     included = stream(job.seed, "audit: coins").random(canaries) < 0.5
     directions = Directions(job.seed, canaries, job.parts.layout.dimension)
     seen = observe(with_canaries(job, directions, included))
     guesses, correct = guess(seen.total, included, GUESSED)
-    most = one_run_bound(canaries, guesses, guesses, delta, 1 - CONFIDENCE)
-    counts = {"included": int(included.sum()), "guesses": guesses, "correct": correct, "largest_possible": most}
-    return _result(
-        "one-run", job, seen, canaries, counts, confidence=CONFIDENCE, assumptions=ONE_RUN_ASSUMES,
-        lower_bound=one_run_bound(canaries, guesses, correct, delta, 1 - CONFIDENCE),
+    proven, failure = plan.epsilon(seen.rounds), 1 - CONFIDENCE
+    details = {
+        "canaries": canaries, "canary_messages": seen.drawn, "rounds": seen.rounds, "delta": plan.delta,
+        "included": int(included.sum()), "guesses": guesses, "correct": correct,
+        "largest_possible": one_run_bound(canaries, guesses, guesses, plan.delta, failure),
+    }  # fmt: skip
+    return AuditResult(
+        "one-run", job.parts.algorithm.name, claimed=proven, proven=proven, runs=1, details=details,
+        confidence=CONFIDENCE, assumptions=ONE_RUN_ASSUMES,
+        lower_bound=one_run_bound(canaries, guesses, correct, plan.delta, failure),
         canary="random direction at C, in or out", statistic="sum of cosines over rounds",
         seconds=time.perf_counter() - began,
     )  # fmt: skip
@@ -213,41 +200,3 @@ def guess(scores: NDArray[np.float64], included: NDArray[np.bool_], share: float
     order = np.argsort(scores, kind="stable")
     correct = int(included[order[len(order) - each :]].sum()) + int((~included[order[:each]]).sum())
     return 2 * each, correct
-
-
-BOOTSTRAPS = 200
-ONE_SHOT_ASSUMES = assumptions("canaries", loud=LOUD)
-
-
-def one_shot(job: Job, canaries: int) -> AuditResult:
-    """Return the estimate ε at the run's δ from ``canaries`` clients that train and as many directions that do not."""
-    began, delta = time.perf_counter(), job.parts.plan.delta
-    directions = Directions(job.seed, 2 * canaries, job.parts.layout.dimension)
-    seen = observe(with_canaries(job, directions, np.ones(canaries, dtype=np.bool_)))
-    # Algorithm 1 looks at w^T − w^0, Algorithm 2 at the largest cosine over the rounds; the rest was never included.
-    scores = {"final model": seen.final, "all rounds": seen.largest}
-    pairs = {name: (cosines[:canaries], cosines[canaries:]) for name, cosines in scores.items()}
-    estimates = {name: estimate(*pair, delta) for name, pair in pairs.items()}
-    best = max(estimates, key=lambda name: estimates[name])
-    details = {"estimates": estimates, "interval_95": spread(*pairs[best], delta, job.seed)}
-    return _result(
-        "canaries", job, seen, canaries, details, estimate=estimates[best], assumptions=ONE_SHOT_ASSUMES,
-        canary="random direction at C", statistic=f"cosine, {best}", seconds=time.perf_counter() - began,
-    )  # fmt: skip
-
-
-def estimate(observed: Floats, unseen: Floats, delta: float) -> float:
-    """Return ε at ``delta`` between Gaussians fitted to the statistic of canaries and of unseen directions."""
-    stds = [max(float(x.std(ddof=1)), 1e-12) for x in (unseen, observed)]
-    return gaussian_pair_epsilon(float(unseen.mean()), stds[0], float(observed.mean()), stds[1], delta)
-
-
-def spread(observed: Floats, unseen: Floats, delta: float, seed: int) -> tuple[float, float]:
-    """Return 2.5 % and 97.5 % points of the estimate over resampled canaries (bootstrap)."""
-    generator = stream(seed, "audit: bootstrap")
-    found = []
-    for _ in range(BOOTSTRAPS):
-        draws = [x[generator.integers(0, len(x), len(x))] for x in (observed, unseen)]
-        found.append(estimate(draws[0], draws[1], delta))
-    low, high = np.quantile(found, [0.025, 0.975])
-    return float(low), float(high)

@@ -47,8 +47,8 @@ def audit(
 
     Args:
         target: A run's folder, a packaged recipe's name or a YAML file.
-        kind: quick, worlds, noise, mechanism, canaries, one-run or all.
-        canaries: Canary clients added by canaries and one-run.
+        kind: quick, worlds, noise, mechanism, one-run or all.
+        canaries: Canary clients added by one-run.
         methods: Audit named methods instead: a,b,c, or all.
         runs: Runs per world of the mechanism audit.
     """

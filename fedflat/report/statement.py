@@ -120,24 +120,20 @@ NARROW = 11
 
 
 def audited_text(audit: Record) -> str:
-    """``≥ 1.23`` for a lower bound, ``≈ 1.23`` for an estimate, ``1.000 C`` for a movement, ``1.000 σC`` for noise."""
+    """``≥ 1.23`` for a lower bound, ``1.000 C`` for a movement, ``1.000 σC`` for noise."""
     if "movement" in _details(audit):
         return "–" if audit.get("runs") == 0 else _times(_details(audit)["movement"])
     if audit.get("kind") == "noise":
         ratio = number(_details(audit).get("ratio"))
         return "–" if ratio is None else f"{ratio:.3f} σC"
-    bound, estimate = number(audit.get("lower_bound")), number(audit.get("estimate"))
-    if bound is not None:
-        return f"≥ {metrics.epsilon_text(bound)}"
-    return "–" if estimate is None else f"≈ {metrics.epsilon_text(estimate)}"
+    bound = number(audit.get("lower_bound"))
+    return "–" if bound is None else f"≥ {metrics.epsilon_text(bound)}"
 
 
 def confidence_text(audit: Record) -> str:
-    """Return ``95 %``; an estimate has none, and a movement needs none."""
-    if "movement" in _details(audit):
-        return "–"
+    """Return ``95 %``; a movement needs none."""
     found = number(audit.get("confidence"))
-    return "none (estimate)" if found is None else f"{100 * found:.10g} %"
+    return "–" if found is None else f"{100 * found:.10g} %"
 
 
 def exceeded(audit: Record) -> bool:
@@ -156,7 +152,7 @@ def verdict(audit: Record) -> str:
         over = bound is not None and proven is not None and bound > proven
         return "over the proven ε" if over else "contract 2b broken"
     if bound is None:
-        return "an estimate, no bound"
+        return "no bound"
     return "within the proof" if proven is not None else "nothing is proven"
 
 
@@ -222,20 +218,14 @@ def _details(audit: Record) -> Record:
     return found if isinstance(found, dict) else {}
 
 
-def of_whole_run(run: Run) -> list[Record]:
-    """Return the audits that look at the whole run: the only ones that compare with the run's own ε."""
-    return [audit for audit in run.audits if audit.get("kind") in ("one-run", "canaries")]
-
-
 def short(run: Run) -> str:
-    """Return the run's audited ε in a few words: the largest lower bound, else the largest estimate."""
-    for key in ("lower_bound", "estimate"):
-        known = [(value, audit) for audit in of_whole_run(run) if (value := number(audit.get(key))) is not None]
-        if known:
-            best = max(known, key=lambda pair: pair[0])[1]
-            text = audited_text(best)
-            return f"{text} at {confidence_text(best)} confidence" if key == "lower_bound" else f"{text} (estimate)"
-    return ""
+    """Return the run's audited ε in a few words: the largest lower bound of the audits that look at the whole run."""
+    known = [(value, audit) for audit in run.audits if (value := number(audit.get("lower_bound"))) is not None]
+    whole = [(value, audit) for value, audit in known if audit.get("kind") == "one-run"]
+    if not whole:
+        return ""
+    best = max(whole, key=lambda pair: pair[0])[1]
+    return f"{audited_text(best)} at {confidence_text(best)} confidence"
 
 
 def cells(audit: Record) -> list[str]:

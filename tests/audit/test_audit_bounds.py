@@ -5,14 +5,13 @@ import math
 import numpy as np
 import pytest
 from defects import largest_bound
-from scipy.stats import binom, norm
+from scipy.stats import binom
 
 from fedflat.audit.bounds import (
     Event,
     choose_event,
     epsilon_from_rates,
     event_bound,
-    gaussian_pair_epsilon,
     highest_rate,
     lowest_rate,
     one_run_bound,
@@ -77,21 +76,6 @@ def test_bound_from_fresh_runs_is_wrong_no_more_often_than_it_says():
         event, _ = choose_event(absent[:200], present[:200], 1e-2, 0.05)
         exceeded += event_bound(event, absent[200:], present[200:], 1e-2, 0.05) > exact
     assert exceeded <= 10
-
-
-@pytest.mark.parametrize("mu", [0.2, 1 / 3, 2.0, 8.0])
-def test_gaussian_pair_is_the_gaussian_mechanism_at_equal_spread(mu):
-    assert gaussian_pair_epsilon(0.0, 2.0, 2.0 * mu, 2.0, 1e-5) == pytest.approx(gaussian_epsilon(mu, 1e-5), rel=2e-3)
-
-
-def test_gaussian_pair_is_symmetric_and_sees_a_difference_in_spread_alone():
-    assert gaussian_pair_epsilon(0, 1, 1, 2, 1e-4) == pytest.approx(gaussian_pair_epsilon(1, 2, 0, 1, 1e-4))
-    wider = gaussian_pair_epsilon(0, 1, 0, 3, 1e-4)
-    cut = math.sqrt((2 * math.log(3) + 2 * wider) / (1 - 1 / 9))  # where the wider density is e^ε times the other
-    delta = 2 * (norm.sf(cut / 3) - math.exp(wider) * norm.sf(cut))
-    assert delta == pytest.approx(1e-4, rel=1e-2)
-    assert gaussian_pair_epsilon(0, 1, 0, 1, 1e-4) == 0.0
-    assert gaussian_pair_epsilon(0, 1, 1e4, 1, 1e-5, top=50.0) == 50.0
 
 
 def reference_p_value(canaries, guesses, correct, epsilon, delta):

@@ -1,4 +1,4 @@
-"""Canary clients in a real run, the one-shot estimate, the one-run bound, the command line and its files."""
+"""Canary clients in a real run, the one-run bound, the command line and its files."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ import torch
 
 from fedflat.assembly.jobs import prepare
 from fedflat.audit import AuditResult, audit_run, write_audit
-from fedflat.audit.injection import CanaryBackend, Directions, estimate, guess, observe, spread, with_canaries
+from fedflat.audit.injection import CanaryBackend, Directions, guess, observe, with_canaries
 from fedflat.cli.audit import table
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
@@ -85,7 +85,7 @@ def test_canaries_are_sampled_clipped_and_summed_like_clients():
     seen = observe(with_all)
     assert isinstance(with_all.backend, CanaryBackend)
     assert 8 <= seen.drawn <= 32  # Binomial(40, 1/2)
-    cosines = np.sort(seen.final)
+    cosines = np.sort(seen.total)
     assert cosines[-seen.drawn :].mean() > cosines[: 40 - seen.drawn].mean() + 0.05
 
 
@@ -93,30 +93,7 @@ def test_a_canary_that_is_out_contributes_nothing():
     width = job().parts.layout.dimension
     out = observe(with_canaries(job(), Directions(0, 30, width), np.zeros(30, dtype=np.bool_)))
     assert out.drawn == 0
-    assert abs(out.final.mean()) < 0.03
-
-
-def test_one_shot_estimate_grows_with_less_noise_and_is_no_bound():
-    found = []
-    for sigma in (8.0, 0.3):
-        privacy = {"clip": 1.0, "noise_multiplier": sigma, "delta": 1e-3}
-        (result,) = audit_run(recipe(privacy=privacy), kind="canaries", canaries=60, model=model(), clients=clients())
-        assert result.lower_bound is None and result.confidence is None
-        assert not result.exceeds_proven
-        low, high = result.details["interval_95"]
-        assert low <= high
-        found.append(result.estimate)
-    assert 0 <= found[0] < found[1]
-
-
-def test_estimate_of_known_gaussians():
-    generator = stream(3, "test")
-    observed, unseen = generator.standard_normal(20_000) + 1.0, generator.standard_normal(20_000)
-    from fedflat.privacy.accounting.gaussian import gaussian_epsilon
-
-    assert estimate(observed, unseen, 1e-3) == pytest.approx(gaussian_epsilon(1.0, 1e-3), rel=0.1)
-    low, high = spread(observed[:2000], unseen[:2000], 1e-3, 0)
-    assert low < gaussian_epsilon(1.0, 1e-3) < high
+    assert abs(out.total.mean() / out.rounds) < 0.03
 
 
 def test_one_run_bound_is_under_the_proof_and_positive_when_noise_is_little():
@@ -148,8 +125,8 @@ def test_canaries_go_through_every_kind_of_method(method):
 @pytest.mark.parametrize(
     ("changes", "arguments", "words"),
     [
-        ({}, {"kind": "cannaries"}, "Did you mean canaries"),
-        ({}, {"kind": "canaries", "canaries": 3}, "--canaries: found 3"),
+        ({}, {"kind": "one-rum"}, "Did you mean one-run"),
+        ({}, {"kind": "one-run", "canaries": 3}, "--canaries: found 3"),
         ({"algorithm": {"name": "fedavg"}}, {"kind": "one-run"}, "not private"),
     ],
 )
@@ -171,18 +148,17 @@ def test_exit_status_follows_the_findings():
     assert not result().exceeds_proven
     assert result(lower_bound=1.3).exceeds_proven
     assert result(violations=("the noise is not the same",)).exceeds_proven
-    assert not result(kind="canaries", lower_bound=None, estimate=5.0, confidence=None).exceeds_proven
 
 
 def test_table_fits_eighty_columns_and_shows_claim_and_proof_together():
     text = table([
         result(), result(method="published clip", violations=("x " * 70,)),
-        result(kind="canaries", lower_bound=None, estimate=2.0, confidence=None), result(proven=math.inf, claimed=1.0),
+        result(kind="one-run", lower_bound=None, confidence=None), result(proven=math.inf, claimed=1.0),
         result(lower_bound=1.5), result(violations=("broken",)),
     ])  # fmt: skip
     assert max(map(len, text.splitlines())) <= 80
-    for words in ("within the proof", "an estimate, no bound", "OVER THE PROVEN ε", "none",
-                  "CONTRACT 2b BROKEN", "99.9999 %", "no confidence level", "What canaries rests on"):  # fmt: skip
+    for words in ("within the proof", "no bound", "OVER THE PROVEN ε", "none",
+                  "CONTRACT 2b BROKEN", "99.9999 %", "no confidence level", "What one-run rests on"):  # fmt: skip
         assert words in text
 
 
