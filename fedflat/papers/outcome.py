@@ -1,9 +1,7 @@
 """Say what came of a table: a row for each published number, and whether ours rank alike (Kendall's τ).
 
-τ is τ-b of ``scipy.stats.kendalltau`` between the published means and ours. Its 95 % interval is a parametric bootstrap
-(percentiles of 50,000 draws): each mean is redrawn as mean + sd/√n·t with n − 1 degrees of freedom, ours from its seeds
-and the published one from its printed sd and the paper's trials; a number printed without sd stays. An ordering is told
-here by the paired t test over the seeds that both methods ran, two-sided at 5 %: either may turn out the better.
+τ is τ-b of ``scipy.stats.kendalltau`` between the published means and ours. An ordering is told here by the paired t
+test over the seeds that both methods ran, two-sided at 5 %: either may turn out the better.
 """
 
 import math
@@ -13,20 +11,14 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
-
 from fedflat.config.recipe import Recipe
-from fedflat.core.rng import stream
 from fedflat.papers.tables import LOWER, Cell, Table
 
 LEVEL = 0.95
-DRAWS = 50_000
 NAMED = 4
 """Orderings of a kind that the verdict names."""
 Mean = tuple[float, float | None]
 """A mean and its standard deviation, None for a single value."""
-Sample = tuple[float, float | None, int]
-"""The same, and of how many values."""
 
 
 UNSEEN = ("engine.", "evaluation.", "name=", "seed=")
@@ -87,11 +79,9 @@ class Ordering:
 
 @dataclass(frozen=True)
 class Verdict:
-    """τ (None where fewer than two methods, or all equal, are compared), its interval (None for a single seed each),
-    and every ordering that the paper prints among the methods that ran."""
+    """τ (None where all are equal), and every ordering that the paper prints among the methods that ran."""
 
     tau: float | None
-    interval: tuple[float, float] | None
     orderings: tuple[Ordering, ...]
 
     def which(self, here: int, told: bool) -> list[Ordering]:
@@ -99,49 +89,17 @@ class Verdict:
         return [each for each in self.orderings if each.here == here and each.told == told]
 
 
-def judge(rows: Sequence[Row], seeds: int) -> Verdict | None:
-    """Return the verdict on one column; None where fewer than two of its methods have both numbers. seeds: the
-    trials."""
-    known = [(row, row.cell.value, row.spread) for row in rows]
-    kept = [(row, (*theirs, seeds), (*ours, len(row.ours))) for row, theirs, ours in known if theirs and ours]
-    if len(kept) < 2:
-        return None
+def judge(rows: Sequence[Row]) -> Verdict | None:
+    """Return the verdict on one column; None where fewer than two of its methods have both numbers."""
     from scipy.stats import kendalltau
 
-    judged, published, ours = zip(*kept)
-    tau = float(kendalltau(*([mean for mean, _, _ in side] for side in (published, ours))).statistic)
-    return Verdict(tau if math.isfinite(tau) else None, _interval(published, ours), tuple(_orderings(judged)))
-
-
-def _interval(published: Sequence[Sample], ours: Sequence[Sample]) -> tuple[float, float] | None:
-    """Return percentiles of τ over redrawn means; None where no method of ours has two seeds."""
-    if all(count < 2 for _, _, count in ours):
+    known = [(row, row.cell.value, row.spread) for row in rows]
+    kept = [(row, theirs[0], ours[0]) for row, theirs, ours in known if theirs and ours]
+    if len(kept) < 2:
         return None
-    # A fixed seed gives the same table the same interval every time.
-    draw = stream(0, "rank agreement")
-    found = taus(*(np.stack([_redrawn(draw, *each) for each in side], 1) for side in (published, ours)))
-    found = found[np.isfinite(found)]
-    if not found.size:
-        return None
-    low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
-
-
-def taus(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """τ-b of each row of two ``(n, methods)`` arrays, NaN where one is all equal: scipy's, for many rows at once."""
-    one, two = np.triu_indices(left.shape[1], 1)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        signs = [np.nan_to_num(np.sign(values[:, one] - values[:, two])) for values in (left, right)]
-        ties = [np.abs(each).sum(1) for each in signs]
-        found: np.ndarray = (signs[0] * signs[1]).sum(1) / np.sqrt(ties[0] * ties[1])
-    return found
-
-
-def _redrawn(draw: np.random.Generator, mean: float, sd: float | None, count: int) -> np.ndarray:
-    """Return DRAWS means ``(DRAWS,)`` that could have been seen instead."""
-    if not sd or count < 2:
-        return np.full(DRAWS, mean)
-    return mean + sd / math.sqrt(count) * draw.standard_t(count - 1, DRAWS)
+    judged, published, found = zip(*kept)
+    tau = float(kendalltau(published, found).statistic)
+    return Verdict(tau if math.isfinite(tau) else None, tuple(_orderings(judged)))
 
 
 def _orderings(rows: Sequence[Row]) -> Iterator[Ordering]:
@@ -177,9 +135,7 @@ def sentences(found: Verdict | None) -> list[str]:
     """Return the verdict in words: agreement, how many orderings hold, and which do not."""
     if found is None:
         return []
-    tau = "cannot be given: all are equal" if found.tau is None else f"= {_signed(found.tau)}"
-    if found.tau is not None and found.interval is not None:
-        tau += f" [{_signed(found.interval[0])}, {_signed(found.interval[1])}]"
+    tau = "cannot be given: all are equal" if found.tau is None else f"= {found.tau:.2f}".replace("-", "−")
     said = [f"Rank agreement: Kendall τ {tau}."]
     if total := len(found.orderings):
         sure = found.which(1, True)
@@ -197,10 +153,6 @@ def _names(found: Sequence[Ordering]) -> str:
     shown = [f"{each.better} over {each.worse}" for each in found[:NAMED]]
     more = len(found) - len(shown)
     return "; ".join(shown) + (f"; {more} more" if more else "")
-
-
-def _signed(value: float) -> str:
-    return f"{value:.2f}".replace("-", "−")
 
 
 @dataclass(frozen=True)
@@ -245,5 +197,5 @@ class Outcome:
 
     def verdicts(self) -> dict[str, Verdict]:
         """Return for each column with two methods or more that ran whether it ranks them as the paper does."""
-        judged = {name: judge(rows, self.table.seeds) for name, rows in self.columns().items()}
+        judged = {name: judge(rows) for name, rows in self.columns().items()}
         return {name: found for name, found in judged.items() if found is not None}
