@@ -7,15 +7,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError, wrong
 from fedflat.papers.outcome import UNSEEN, Row
 from fedflat.papers.rows import accounted, lacking, measured, planned, trained
 from fedflat.papers.scales import SCALES, differences, scaled
 from fedflat.papers.tables import Cell, Table, asked_for, load, named
-from fedflat.report.figures import Figure, Series, declared, figures_of_groups, figures_of_run, quantiles, thin
+from fedflat.report.figures import Figure, Series, figures_of_groups, figures_of_run
 from fedflat.report.groups import Group, flatten, spread, styles
 from fedflat.report.metrics import FATES, Run, fate, plain
 from fedflat.report.progress import RunEvent
@@ -189,7 +187,6 @@ def _varied(line: Line, vary: Mapping[str, Any]) -> Iterable[Line]:
         yield replace(line, x=float(value), changes=(*line.changes, *changes), varied=varied)
 
 
-BINS = 40
 Ran = Sequence[tuple[Line, Sequence[Run]]]
 """A panel's lines with their runs that have ended, by seed."""
 
@@ -303,52 +300,9 @@ def _rounds(panel: Panel, ran: Ran) -> list[Figure]:
     return [replace(each, overlay=False, y_title=each.title) for each in kept]
 
 
-def _spread(panel: Panel, ran: Ran) -> list[Figure]:
-    """Return update norms by round: the mean over clients, with a band of one standard deviation over clients."""
-    import pandas
-
-    series, kept = [], ["update_norm_mean", "update_norm_sd"]
-    for (line, runs), style in zip(ran, _styles(ran)):
-        records = pandas.DataFrame([record for run in runs for record in run.private])
-        found = records.groupby("round")[kept].mean().dropna()
-        found = found.iloc[thin(len(found))]
-        y, sd = (found[key] for key in kept)
-        middle, low, high = (tuple(each.tolist()) for each in (y, y - sd, y + sd))
-        series.append(Series(line.label, {"round": tuple(map(float, found.index))}, middle, low, high, style))
-    note = "Mean over the cohort with one standard deviation over clients, before the clip; means over seeds."
-    return [replace(declared("run", "norms"), note=note, series=tuple(series), y_title="Update norm")]
-
-
 def _styles(ran: Ran) -> list[int]:
     """Return the lines' colours and dashes: their methods' own, as on every page."""
     return styles([runs[0].algorithm for _, runs in ran])
-
-
-def _norms(panel: Panel, ran: Ran) -> list[Figure]:
-    """Return the shares of updates by norm, over all rounds and seeds, from each round's quantiles with straight lines
-    between.
-    """
-    known = [(line, [quantiles(r, "update_norm_quantiles") for run in runs for r in run.private]) for line, runs in ran]
-    points = [(line, [sorted(_quantile_points(found)) for found in rows if found]) for line, rows in known]
-    ends = [pair[1] for _, rows in points for row in rows for pair in row]
-    edges = np.linspace(min(ends), max(ends), BINS + 1)
-    series = []
-    for (line, rows), style in zip(points, _styles(ran)):
-        curves = [np.interp(edges, [v for _, v in row], [p for p, _ in row], left=0.0, right=1.0) for row in rows]
-        shares = np.diff(np.mean(curves, axis=0))
-        x = {"round": tuple(float(each) for each in (edges[1:] + edges[:-1]) / 2)}
-        series.append(Series(line.label, x, tuple(float(each) for each in shares), style=style))
-    clip = panel.lines[0].cell.recipe.privacy.clip if panel.lines[0].cell.recipe else ""
-    note = f"Share of updates in each of {BINS} intervals of the norm before the clip (C = {clip}), all rounds."
-    return [Figure(
-        "norms", panel.title, tuple(series), "%", note, True, percent=True, x_title="norm", zero=True,
-        y_title="Share of updates",
-    )]  # fmt: skip
-
-
-def _quantile_points(found: Mapping[str, float]) -> list[tuple[float, float]]:
-    places = {"min": 0.0, "max": 1.0}
-    return [(places[name] if name in places else float(name), value) for name, value in found.items()]
 
 
 def _bands(panel: Panel, ran: Ran) -> list[Figure]:
@@ -424,5 +378,5 @@ def _landscape(panel: Panel, ran: Ran, say: Callable[[str], None] | None) -> Map
 
 
 DRAWS: dict[str, Callable[[Panel, Ran], list[Figure]]] = {
-    "rounds": _rounds, "spread": _spread, "norms": _norms, "bands": _bands, "axis": _axis, "bars": _bars,
+    "rounds": _rounds, "bands": _bands, "axis": _axis, "bars": _bars,
 }  # fmt: skip

@@ -30,7 +30,7 @@ def run_of(line: Line, seed: int, accuracy: float = 0.5, norm: float = 0.3) -> R
     public = [{"round": turn, "test_accuracy": accuracy + 0.01 * (turn + seed)} for turn in range(4)]
     secret = [
         {
-            "round": turn, "update_norm_mean": norm, "update_norm_sd": 0.1, "personal_accuracy": accuracy + 0.2,
+            "round": turn, "update_norm_mean": norm, "personal_accuracy": accuracy + 0.2,
             "update_norm_quantiles": {name: norm + value for name, value in spread.items()},
         }
         for turn in range(4)
@@ -106,10 +106,9 @@ def test_runs_are_shared_with_the_table() -> None:
     assert [line.cell for line in panel.lines] == list(cells.values())
 
 
-@pytest.mark.parametrize("name", ["figure-2", "figure-3"])
-def test_a_line_has_its_method_s_colour(name: str) -> None:
+def test_a_line_has_its_method_s_colour() -> None:
     """As on every page; one colour for all lines once came of a merge."""
-    panel = find_figure("000", name).panels[0]
+    panel = find_figure("000", "figure-2").panels[0]
     methods = [line.cell.recipe.algorithm.name for line in panel.lines if line.cell.recipe is not None]
     assert [series.style for series in drawn(panel).series] == styles(methods)
     assert len(set(styles(methods))) == len(methods) > 1
@@ -125,18 +124,12 @@ def test_points_have_the_t_interval_of_their_seeds() -> None:
     assert series.high[2] - series.y[2] == pytest.approx(half) and series.low[0] == pytest.approx(0.135 - half)
 
 
-def test_norms_are_shares_of_all_updates_and_bands_are_over_clients() -> None:
-    norms, mean = find_figure("000", "figure-3").panels
-    figure = drawn(norms)
-    assert [sum(series.y) for series in figure.series] == pytest.approx([1.0, 1.0]) and figure.private
-    middle = max(zip(figure.series[0].y, figure.series[0].x["round"]))[1]
-    assert middle == pytest.approx(0.3, abs=0.06)
-    assert drawn(mean).series[0].y == pytest.approx([0.3] * 4)
-    [panel] = find_figure("001", "figure-5").panels
-    series = drawn(panel).series[0]
-    assert series.low == pytest.approx([0.2] * 4) and series.high == pytest.approx([0.4] * 4)
-    [bands] = find_figure("004", "figure-2").panels
-    assert drawn(bands).key.startswith("norms-")
+@pytest.mark.parametrize(("paper", "name"), [("000", "figure-3"), ("001", "figure-5"), ("004", "figure-2")])
+def test_norms_are_quantiles_by_round(paper: str, name: str) -> None:
+    figure = drawn(find_figure(paper, name).panels[0])
+    wide, narrow, middle = figure.series
+    assert figure.key == "norms-0" and figure.private
+    assert (wide.low[0], narrow.low[0], middle.y[0]) == pytest.approx((0.2, 0.25, 0.3))
 
 
 def test_an_axis_that_a_scale_shrinks_says_what_ran() -> None:
