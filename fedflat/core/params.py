@@ -189,7 +189,7 @@ class PersonalState:
         """Return the heads and states as named tensors, for the private half of a checkpoint."""
         found = _packed("heads", self.kept, self.first.numel()) if self.first.numel() else {}
         for name, kept in self.states.items():
-            found |= _packed(STATE + name, kept, 0) if kept else {}
+            found |= _packed(STATE + name, kept, 0)  # of nobody too: that there is a half tells nothing of who came
         return found
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> None:

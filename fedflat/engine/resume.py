@@ -52,7 +52,9 @@ def first_start(job: Job) -> Start:
     """Return the start of a run that has no record yet: w^0, before round 0."""
     size = job.parts.layout.dimension
     state = job.parts.first_state(job.initial_weights[:size], job.threshold)
-    kept: dict[str, dict[int, Tensor]] = {found.name: {} for found in job.parts.algorithm.client_state}
+    # A server keeps no client's state, so it has no place for them either.
+    states = () if job.folder is not None and job.folder.deployment else job.parts.algorithm.client_state
+    kept: dict[str, dict[int, Tensor]] = {found.name: {} for found in states}
     return Start(state, PersonalState(job.initial_weights[size:].clone(), states=kept), [], [])
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -25,6 +26,7 @@ import fedflat
 from fedflat.assembly import jobs, plans
 from fedflat.config.reference import recipe_keys
 from fedflat.core.loss import CROSS_ENTROPY
+from fedflat.core.params import PersonalState
 from fedflat.core.rng import stream
 from fedflat.data import sources
 from fedflat.engine import device, evaluate, resume
@@ -132,13 +134,9 @@ NAMED: dict[str, Any] = {
     "privacy": {"clip": {"kind": "adaptive", "initial": 0.5, "count_noise": 3.0}, "noise_multiplier": 1.0},
     "engine": {"backend": "vectorized"},
 }
-GIVEN: dict[str, Any] = {
-    "rounds": 2,
-    "algorithm": "dp-scaffold",
-    "cohort": {"size": 6},
-    "privacy": {"clip": 0.5, "noise_multiplier": 1.0},
-    "engine": {"backend": "sequential"},
-}
+GIVEN: dict[str, Any] = {key: NAMED[key] for key in ("rounds", "cohort")} | {
+    "algorithm": "dp-scaffold", "privacy": {"clip": 0.5, "noise_multiplier": 1.0}, "engine": {"backend": "sequential"},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +169,15 @@ def test_public_files_are_equal_but_for_the_noise(recipe: dict[str, Any], tmp_pa
     for name, whose in WORLDS.items():
         found = both_moved(base, made(recipe, whose, tmp_path / name / "run"))
         assert found == [], "\n".join([name, *found[:40]])
+
+
+def test_a_checkpoint_does_not_tell_whether_anybody_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else has data. The broken twin writes a private half only where there is a client's state."""
+    monkeypatch.setattr(sys.modules[__name__], "CLIENTS", [WORLDS["no data"]] * 8)
+    base, pack = made(GIVEN, LAST, tmp_path / "base" / "run"), PersonalState.pack
+    assert both_moved(base, made(GIVEN, WORLDS["no data"], tmp_path / "none" / "run")) == []
+    monkeypatch.setattr(PersonalState, "pack", lambda self: pack(self) if any(self.states.values()) else {})
+    assert "private_half" in str(moved(base, made(GIVEN, WORLDS["no data"], tmp_path / "twin" / "run")))
 
 
 def test_the_noise_is_held_fixed_and_the_data_move_what_is_noised(tmp_path: Path) -> None:

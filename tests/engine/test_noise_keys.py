@@ -132,7 +132,7 @@ def test_a_restored_folder_is_charged_and_draws_anew(tmp_path: Path, complete: b
 
 
 @pytest.mark.parametrize("locked", [True, False])
-def test_two_copies_of_a_run_never_go_on_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool) -> None:
+def test_two_copies_never_go_on_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool) -> None:
     """Without the lock, the broken twin, both draw a round with one key, whatever each one's software."""
     stopped(tmp_path / "run", 1)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
