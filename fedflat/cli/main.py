@@ -66,7 +66,7 @@ def _assemble() -> None:
 
     commands: dict[str, Callable[..., None]] = {
         "run": training.run, "compare": training.compare, "plan": planning.plan, "tune": planning.tune,
-        "pretrain": training.pretrain, "budget": privacy.budget, "calibrate": privacy.calibrate, "audit": audit.audit,
+        "budget": privacy.budget, "calibrate": privacy.calibrate, "audit": audit.audit,
         "deploy": training.deploy, "landscape": audit.landscape, "reproduce": reproduce.reproduce,
         "leaderboard": reproduce.leaderboard, "bounds": audit.bounds, "list": catalogue.list_names,
         "report": catalogue.report, "explain": catalogue.explain, "predict": finished.predict, "data": catalogue.data,

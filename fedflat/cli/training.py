@@ -1,4 +1,4 @@
-"""Commands that train: ``run``, ``compare``, ``pretrain``, and ``deploy`` for a Flower federation."""
+"""Commands that train: ``run``, ``compare``, and ``deploy`` for a Flower federation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -192,46 +191,6 @@ def compare(
         report.print_comparison(found, time.perf_counter() - began)
     if not found.complete:
         raise typer.Exit(1)
-
-
-def pretrain(
-    *,
-    out: Path = Path("body.safetensors"),
-    seed: int = 0,
-    steps: int = 1000,
-    images: int = 10_000,
-    batch: int = 256,
-    side: int = 32,
-    precision: str = "fp32",
-    as_json: Json = False,
-) -> None:
-    """Train a small network without labels on random-process images, for model.body.kind=contrastive.
-
-    No photograph and nobody's data are met. After Ctrl-C or a failure the
-    same command goes on.
-
-    Example: fedflat pretrain --steps 1000 --out network.safetensors
-
-    Args:
-        out: The file to write. Its card lies beside it.
-        seed: Of the random process and of all draws.
-        steps: Steps of the optimiser.
-        images: Synthetic images to choose from.
-        batch: Images a step, two views each.
-        side: A view's height and width in pixels.
-        precision: fp32, or bf16: faster where the processor has it.
-    """
-    from fedflat.models.pretraining import Pretraining
-    from fedflat.models.pretraining import pretrain as train
-
-    options = Pretraining(seed, steps, images, batch, side, precision)
-    with report.Progress(SimpleNamespace(name="pretrain", rounds=steps), as_json, "images of a random process"):
-        card = train(options, out)
-    if as_json:
-        print_json(card)
-        return
-    print(f"{out}: sha256 {card['sha256']}")
-    print(f"loss {card['loss']} after {steps} steps, {card['minutes']} minutes; card: {out.with_suffix('.json')}")
 
 
 def deploy(

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from fedflat.core.checks import in_range, one_of, whole, wrong
 from fedflat.core.durable import cache_folder, digest_of, keep, read_tensors
 from fedflat.core.process import report_progress, using_threads
+from fedflat.models.contrastive import ContrastiveOptions, Network
 from fedflat.models.patches import Patches, PatchOptions, Scattering, ScatteringOptions, dead_leaves
-from fedflat.models.pretraining import ContrastiveOptions, Network
 from fedflat.models.vision import image_shape
 
 
@@ -374,10 +374,10 @@ def representation(
     ``body``: ``patches`` or ``{kind: patches, filters: 800, size: 6, stride: 1, cells: 3, threshold: 0.25, dimension:
     2000, whitening: 0.8, images: 4000, flip: false, seed: 0}``, a dictionary made from random-process images, of which
     no one's data is a part; ``scattering``, with ``scales: 2, angles: 8, order: 2, cells: null`` and the keys from
-    ``dimension`` on; or ``{kind: contrastive, network: FILE, sha256: …, cells: 2, …}``, a network that ``fedflat
-    pretrain`` trained on such images. ``head``: ``linear`` (starts at zero) or ``{kind: mlp, hidden: 64}``. ``path``:
-    a file with the body, the ``body.safetensors`` of a run; ``sha256``: the digest that it must have. Raises
-    InputError.
+    ``dimension`` on; or ``{kind: contrastive, network: FILE, sha256: …, cells: 2, …}``, a network that
+    ``examples/pretrain_body.py`` trained on such images. ``head``: ``linear`` (starts at zero) or ``{kind: mlp, hidden:
+    64}``. ``path``: a file with the body, the ``body.safetensors`` of a run; ``sha256``: the digest that it must have.
+    Raises InputError.
     """
     shape = image_shape(NAME, input_shape)
     made = body_of(BodyOptions.of(body), shape, path, sha256)

@@ -23,8 +23,8 @@ from fedflat.config.recipe import Recipe
 LONG = pytest.mark.documented
 """Not in ``make test``: it takes more than some seconds."""
 
-SMALL = {"compare": "-o rounds=10", "pretrain": "--steps 2 --images 16 --batch 8 --side 8"}
-"""Options for commands whose documented size takes minutes (the network of ``pretrain``: hours)."""
+SMALL = {"compare": "-o rounds=10"}
+"""Options for commands whose documented size takes minutes."""
 
 EXAMPLES = ROOT / "examples"
 HEADERS = {

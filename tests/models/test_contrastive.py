@@ -1,29 +1,31 @@
 """A network trained without labels on random images: a function of its seed, one image at a time, known by digest."""
 
-import json
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import fedflat
 from fedflat.backends import features
 from fedflat.backends.features import with_features
-from fedflat.cli.main import _assemble, app
 from fedflat.core.checks import InputError
 from fedflat.core.durable import digest_of, read_tensors, write_tensors
 from fedflat.core.rng import stream
 from fedflat.data.clients import from_pairs
-from fedflat.models import build, pretraining
-from fedflat.models.pretraining import Pretraining, info_nce, pretrain, view_of
-from fedflat.models.representation import BodyOptions
+from fedflat.models import build
 from fedflat.simulation.inspection import inspect_run
 from fedflat.simulation.result import export
 
-TINY = Pretraining(steps=4, images=12, batch=6, side=8)
+SPEC = importlib.util.spec_from_file_location(
+    "pretrain_body", Path(__file__).parents[2] / "examples" / "pretrain_body.py"
+)
+assert SPEC is not None and SPEC.loader is not None
+example = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(example)
+TINY = {"seed": 0, "steps": 4, "images": 12, "batch": 6, "side": 8, "bf16": False}
 SHAPE = (1, 8, 8)
 
 
@@ -31,7 +33,7 @@ SHAPE = (1, 8, 8)
 def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A network's file, hardly trained."""
     file = tmp_path_factory.mktemp("network") / "network.safetensors"
-    pretrain(TINY, file)
+    example.pretrain(file, **TINY)
     return file
 
 
@@ -47,56 +49,27 @@ def images(count: int, seed: int = 0, shape: tuple[int, int, int] = SHAPE) -> to
     return torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_network_is_a_function_of_its_seed_and_its_card_says_which(network: Path, tmp_path: Path) -> None:
+def test_a_network_is_a_function_of_its_seed(network: Path, tmp_path: Path) -> None:
     again, other = tmp_path / "again.safetensors", tmp_path / "other.safetensors"
-    pretrain(TINY, again)
-    pretrain(Pretraining(**{**vars(TINY), "seed": 1}), other)
-    card = json.loads(again.with_suffix(".json").read_text())
-    tensors = read_tensors(again)
-    assert tensors is not None and card["sha256"] == digest_of(tensors) == digest_of(read_tensors(network) or {})
-    assert digest_of(read_tensors(other) or {}) != card["sha256"]
-    assert "--seed 0 --steps 4 --images 12 --batch 6 --side 8" in card["command"]
-    assert card["prior"] == "random process" and not again.with_suffix(".state").exists()
-
-
-def test_a_training_that_was_stopped_ends_as_one_that_was_not(
-    network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, whole = tmp_path / "network.safetensors", pretraining._step
-    monkeypatch.setattr(pretraining, "KEPT", 2)
-
-    def killed(*args: Any) -> float:
-        if args[4] == 3:
-            raise KeyboardInterrupt
-        return whole(*args)
-
-    monkeypatch.setattr(pretraining, "_step", killed)
-    with pytest.raises(KeyboardInterrupt):
-        pretrain(TINY, file)
-    seen: list[int] = []
-    monkeypatch.setattr(pretraining, "_step", lambda *args: seen.append(args[4]) or whole(*args))
-    pretrain(TINY, file)
-    assert seen == [2, 3] and digest_of(read_tensors(file) or {}) == digest_of(read_tensors(network) or {})
-    file.unlink()
-    with pytest.raises(KeyboardInterrupt):
-        monkeypatch.setattr(pretraining, "_step", killed)
-        pretrain(TINY, file)
-    state = file.with_suffix(".state").read_bytes()
-    with pytest.raises(InputError, match="the state of fedflat pretrain --seed 0"):  # what another one has come to
-        pretrain(Pretraining(**{**vars(TINY), "seed": 1}), file)
-    assert file.with_suffix(".state").read_bytes() == state
-    file.with_suffix(".state").write_bytes(state[:-1])
-    with pytest.raises(InputError, match="a damaged file"):
-        pretrain(TINY, file)
+    told = example.pretrain(again, **TINY)
+    assert told == digest_of(read_tensors(again) or {}) == digest_of(read_tensors(network) or {})
+    assert example.pretrain(other, **{**TINY, "seed": 1}) == digest_of(read_tensors(other) or {}) != told
 
 
 def test_training_lowers_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses: list[float] = []
-    whole = pretraining._step
-    monkeypatch.setattr(pretraining, "_step", lambda *args: losses.append(whole(*args)) or losses[-1])
+    whole = example.info_nce
+
+    def noted(found: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = whole(found)
+        losses.append(float(loss.detach()))
+        return loss
+
+    monkeypatch.setattr(example, "info_nce", noted)
     for name, value in (("WARM", 1), ("JITTER", 0.1), ("SMALLEST", 0.7)):
-        monkeypatch.setattr(pretraining, name, value)
-    pretrain(Pretraining(steps=30, images=20, batch=20, side=12), tmp_path / "network.safetensors")
+        monkeypatch.setattr(example, name, value)
+    sizes = {**TINY, "steps": 30, "images": 20, "batch": 20, "side": 12}
+    example.pretrain(tmp_path / "network.safetensors", **sizes)
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
@@ -104,18 +77,18 @@ def test_the_loss_is_that_of_finding_the_other_view() -> None:
     found = torch.nn.functional.normalize(images(6, shape=(1, 1, 5)).flatten(1))
     expected = []
     for i in range(6):
-        others = torch.tensor([float(found[i] @ found[j]) / pretraining.TEMPERATURE for j in range(6) if j != i])
-        mine = float(found[i] @ found[(i + 3) % 6]) / pretraining.TEMPERATURE
+        others = torch.tensor([float(found[i] @ found[j]) / example.TEMPERATURE for j in range(6) if j != i])
+        mine = float(found[i] @ found[(i + 3) % 6]) / example.TEMPERATURE
         expected.append(torch.logsumexp(others, 0) - mine)
-    torch.testing.assert_close(info_nce(3 * found), torch.stack(expected).mean())
+    torch.testing.assert_close(example.info_nce(3 * found), torch.stack(expected).mean())
 
 
 def test_views_follow_their_stream_and_their_own_image() -> None:
     x = images(5, shape=(3, 12, 12))
     changed = torch.cat([x[:1], 5 * x[1:]])
-    first, again, other = (view_of(x, 8, stream(0, "views", i)) for i in (0, 0, 1))
+    first, again, other = (example.view_of(x, 8, stream(0, "views", i)) for i in (0, 0, 1))
     assert first.shape == (5, 3, 8, 8) and torch.equal(first, again) and not torch.equal(first, other)
-    assert torch.equal(view_of(changed, 8, stream(0, "views", 0))[0], first[0])
+    assert torch.equal(example.view_of(changed, 8, stream(0, "views", 0))[0], first[0])
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 10, 9)])
@@ -154,7 +127,7 @@ def test_a_run_keeps_the_network_and_needs_its_file_no_more(network: Path, tmp_p
 
 
 def test_a_file_is_known_by_its_digest(network: Path, tmp_path: Path) -> None:
-    digest = json.loads(network.with_suffix(".json").read_text())["sha256"]
+    digest = digest_of(read_tensors(network) or {})
     first, moved = made(network), tmp_path / "moved.safetensors"
     moved.write_bytes(network.read_bytes())
     assert made(moved, sha256=digest).sha256 == first.sha256
@@ -165,13 +138,13 @@ def test_a_file_is_known_by_its_digest(network: Path, tmp_path: Path) -> None:
     write_tensors(strange, load_file(network))
     assert made(strange).prior == "unknown"  # it does not say what it was made from
     write_tensors(strange, {"a": torch.zeros(3)})
-    with pytest.raises(InputError, match=r"model\.body\.network: found a; allowed: a file that fedflat pretrain wrote"):
+    with pytest.raises(InputError, match=r"model\.body\.network: found a; allowed: a file that examples/pretrain"):
         made(strange)
     altered = load_file(network)
     altered["gain0"] += 1
     save_file(altered, strange, metadata={"sha256": digest})
     for bad in (strange, tmp_path / "none.safetensors"):
-        with pytest.raises(InputError, match="a sound file that fedflat pretrain wrote"):
+        with pytest.raises(InputError, match="a sound file that examples/pretrain"):
             made(bad)
 
 
@@ -189,38 +162,3 @@ def test_mistakes_are_one_sentence(network: Path, options: dict[str, Any], told:
         made(network, **options)
     with pytest.raises(InputError, match="1 or 3 channels"):
         made(network, (2, 8, 8))
-
-
-def test_options_are_checked() -> None:
-    for name, value in (("steps", 0), ("images", 5), ("batch", 1), ("side", 4), ("precision", "fp8"), ("seed", -1)):
-        with pytest.raises(InputError, match=f"--{'images' if name == 'images' else name}"):
-            Pretraining(**{name: value})
-    assert BodyOptions.of({"kind": "contrastive", "network": "a"}).text(SHAPE) == BodyOptions.of(
-        {"kind": "contrastive", "network": "b"}
-    ).text(SHAPE)
-
-
-def test_the_command(tmp_path: Path) -> None:
-    _assemble()
-    options = ["--steps", "2", "--images", "4", "--batch", "2", "--side", "8", "--out", str(tmp_path / "n.safetensors")]
-    said = CliRunner().invoke(app, ["pretrain", *options])
-    assert said.exit_code == 0 and "sha256" in said.output and "minutes" in said.output
-    (tmp_path / "n.safetensors").unlink()
-    told = json.loads(CliRunner().invoke(app, ["pretrain", *options, "--json"]).output)
-    assert told["sha256"] in said.output and told["command"].startswith("fedflat pretrain --seed 0 --steps 2")
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [("there.safetensors", "which exists"), ("body.json", "ends in .safetensors"), ("file/a.safetensors", "cannot be")],
-)
-def test_where_it_cannot_go_is_told_before_it_is_trained(
-    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing that was trained is written over, or lost at the end."""
-    (tmp_path / "there.safetensors").write_bytes(b"trained")
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(pretraining, "_step", lambda *rest: pytest.fail("it was trained"))
-    with pytest.raises(InputError, match=told):
-        pretrain(TINY, tmp_path / name)
-    assert (tmp_path / "there.safetensors").read_bytes() == b"trained"
