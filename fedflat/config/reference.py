@@ -1,7 +1,6 @@
-"""Read every recipe key's type, default and meaning off the schema (``fedflat explain``, docs/recipe.md)."""
+"""Read every recipe key's type, default and meaning off the schema (``fedflat explain``)."""
 
 import inspect
-import re
 import types
 import typing
 from collections.abc import Iterator
@@ -19,8 +18,6 @@ from fedflat.config.sections import ClipSection, NamedSection, section_in
 from fedflat.core.checks import nearest, wrong
 
 EXAMPLE = "Example: "
-UNLISTED = ("data.input", "data.label", "start.kind", "privacy.selection", "engine.compile")
-"""Old keys, and those that ``fedflat tune`` writes: known to ``fedflat explain``, not on the page."""
 PLURALS: dict[type, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 ALGORITHM_KEYS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("algorithm_keys.yaml").read_text("utf-8"))
 """What each option of the named methods means."""
@@ -55,48 +52,6 @@ def explain(path: str) -> list[Key]:
     same = [known for known in paths if known.rpartition(".")[2] == path]
     hint = f"Did you mean {' or '.join(same)}?" if same else nearest(path, paths)
     raise wrong("explain", path, "a recipe key, for example privacy.clip (fedflat explain lists all)", hint=hint)
-
-
-def markdown() -> str:
-    """Return docs/recipe.md: a list for each section, with what a key means in short."""
-    lines = [
-        "# Recipe keys",
-        "",
-        "Find the key to change here, then ask for its type, limits, whole meaning and an example:",
-        "",
-        "```sh",
-        "fedflat explain privacy.clip",
-        "```",
-        "",
-        "In brackets: the default, then the other values to choose from. A key is written in YAML, in a dict, or as",
-        "`-o KEY=VALUE`. Made from the schema by `python -m fedflat.config.reference > docs/recipe.md`.",
-    ]
-    sections: dict[str, list[Key]] = {}
-    for key in recipe_keys():
-        if not key.path.startswith(UNLISTED) or key.path == "data.inputs":
-            sections.setdefault(key.path.rpartition(".")[0], []).append(key)
-    for name, inside in sections.items():
-        lines += ["", f"## {name or 'The recipe'}", ""]
-        lines += [f"- `{key.path}`{_in_brackets(key)}: {_short(key)}" for key in inside]
-    return "\n".join(lines) + "\n"
-
-
-def _in_brackets(key: Key) -> str:
-    """Return the values that a key chooses from, its default first, or its default alone."""
-    default = [] if key.default in ("none", "", "()") else [key.default]
-    found = ", ".join([*default, *(choice for choice in _choices(key) if choice not in default)])
-    return f" ({found})" if found else ""
-
-
-def _choices(key: Key) -> list[str]:
-    return key.kind.split(", ") if re.fullmatch(r"[\w-]+(, [\w-]+)+", key.kind) else []
-
-
-def _short(key: Key) -> str:
-    """Return the first sentence of a key's meaning, and those on None and on each value to choose."""
-    first, *rest = re.split(r"(?<=(?<!et al)[.]) (?=[^\W\d])", key.meaning)
-    kept = {"None", *_choices(key)}
-    return " ".join([first, *(said for said in rest if said.partition(":")[0].partition(" (")[0] in kept)])
 
 
 def _keys_of(model: type[BaseModel], before: str) -> Iterator[Key]:
@@ -169,7 +124,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")
