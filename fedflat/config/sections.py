@@ -148,6 +148,11 @@ class DataSection(Section):
     """Number of classes, a public number. None: of the listed categories, of a data set of fedflat list datasets, or
     one more than the largest label of the public test data; never the largest label of a client. Example: 10"""
 
+    @property
+    def natural(self) -> bool:
+        """Whether a column of the data says whose each row is."""
+        return self.partition.kind == "natural"
+
     @model_validator(mode="before")
     @classmethod
     def _split(cls, given: Any) -> Any:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import in_range, one_of, wrong
+from fedflat.config.sections import DataSection
+from fedflat.core.checks import wrong
 from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData, bounded, hold_back, leave_out, refuse_private_test
 from fedflat.data.decoding import normalise
 from fedflat.data.locate import Split, Written, is_path, locate
 from fedflat.data.partition import partition
 from fedflat.data.preparation import DATASETS, Kind, Preparation
-from fedflat.data.tables import Meaning, Options, Table, read
+from fedflat.data.tables import Meaning, Table, read
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ USED: dict[Kind, tuple[str, ...]] = {
 """Keys of the data section that a data set of that kind may use, beside those that all do."""
 
 
-def load(spec: Any, seed: int = 0) -> FederatedData:
-    """Return the federation that a recipe's ``data`` section describes (a dict, or any object with those attributes).
+def load(spec: DataSection | Mapping[str, Any], seed: int = 0) -> FederatedData:
+    """Return the federation that a recipe's ``data`` section describes.
 
     ``dataset`` is ``digits``, a short name of ``DATASETS``, a hub id ``owner/name``, or a path. Names are first
     looked up as a folder under ``$FEDFLAT_DATA``; the network is used only when that has none. Images become
@@ -50,7 +50,7 @@ def load(spec: Any, seed: int = 0) -> FederatedData:
     return _loaded(_options(spec), seed)[0]
 
 
-def load_validation(spec: Any, seed: int = 0) -> Pair:
+def load_validation(spec: DataSection | Mapping[str, Any], seed: int = 0) -> Pair:
     """Return the public examples that ``validation_fraction`` sets apart: inputs and targets, as ``load`` makes them.
 
     Raises InputError: there is no public test data, or nothing is set apart.
@@ -62,7 +62,7 @@ def load_validation(spec: Any, seed: int = 0) -> Pair:
     return apart
 
 
-def _loaded(options: Options, seed: int) -> tuple[FederatedData, Pair | None]:
+def _loaded(options: DataSection, seed: int) -> tuple[FederatedData, Pair | None]:
     """Return the federation, and the public examples that are set apart from its test data."""
     meaning, train, given_test = _digits() if options.dataset == "digits" else _read(options)
     _refuse_unused(options, meaning, given_test is not None)
@@ -72,8 +72,8 @@ def _loaded(options: Options, seed: int) -> tuple[FederatedData, Pair | None]:
     train = _at_most(train, options, seed, own)
     # Clients are counted after those left out for testing.
     number = None if options.test_clients is not None else options.clients
-    labels = _one_label(train.targets, options.partition.get("kind"))
-    parts = partition(labels, options.partition, number, seed, train.natural)
+    labels = _one_label(train.targets, options.partition.kind)
+    parts = partition(labels, options.partition.model_dump(exclude_none=True), number, seed, train.natural)
     found = FederatedData(
         inputs=_resident(train.inputs, meaning),
         targets=train.targets,
@@ -102,7 +102,7 @@ def _loaded(options: Options, seed: int) -> tuple[FederatedData, Pair | None]:
     return dataclasses.replace(found, parts=parts, held_back=held, most=options.max_per_client), apart
 
 
-def _at_most(train: Table, options: Options, seed: int, own: bool) -> Table:
+def _at_most(train: Table, options: DataSection, seed: int, own: bool) -> Table:
     """Return at most ``max_examples`` of the training rows."""
     if options.max_examples is None:
         return train
@@ -114,7 +114,7 @@ def _at_most(train: Table, options: Options, seed: int, own: bool) -> Table:
 
 
 def _without_test_clients(
-    found: FederatedData, train: Table, options: Options, which: float | Sequence[str], seed: int
+    found: FederatedData, train: Table, options: DataSection, which: float | Sequence[str], seed: int
 ) -> FederatedData:
     """Return the federation without whole clients, whose rows become the public test data."""
     owners = train.natural if options.natural else None
@@ -128,7 +128,6 @@ def _without_test_clients(
 
 def _set_apart(data: FederatedData, share: float, seed: int) -> tuple[FederatedData, Pair | None]:
     """Return the federation without a share of its test rows, and those rows."""
-    in_range("data.validation_fraction", share, 0.0, 1.0, open_high=True)
     inputs, targets = data.test_inputs, data.test_targets
     if not share:
         return data, None
@@ -141,38 +140,21 @@ def _set_apart(data: FederatedData, share: float, seed: int) -> tuple[FederatedD
     return found, (inputs[apart], targets[apart])
 
 
-def _options(spec: Any) -> Options:
-    names = [field.name for field in dataclasses.fields(Options)]
-    if isinstance(spec, dict):
-        for key in spec:
-            one_of("key of data", key, names)
-        options = Options(**spec)
-    else:
-        options = Options(**{name: getattr(spec, name) for name in names if hasattr(spec, name)})
-    if not isinstance(options.dataset, (str, os.PathLike)) or not str(options.dataset):
-        raise wrong("data.dataset", options.dataset, "a name, a hub id or a path")
+def _options(spec: DataSection | Mapping[str, Any]) -> DataSection:
+    """Return the section with its columns under their new names."""
+    section = DataSection.model_validate(spec)
+    if not section.dataset:
+        raise wrong("data.dataset", section.dataset, "a name, a hub id or a path")
     for old, new in (("input", "inputs"), ("label", "target")):
-        if getattr(options, old) is not None:
-            if getattr(options, new) is not None:
-                raise wrong(f"data.{old}", getattr(options, old), f"nothing beside data.{new}, its new name")
+        if (given := getattr(section, old)) is not None:
+            if getattr(section, new) is not None:
+                raise wrong(f"data.{old}", given, f"nothing beside data.{new}, its new name")
             _log.warning("data.%s is now called data.%s", old, new)
-            options = dataclasses.replace(options, **{new: getattr(options, old), old: None})
-    spec = {"kind": "natural", "by": options.by} if options.by else _partition_spec(options.partition)
-    return dataclasses.replace(options, dataset=str(options.dataset), partition=spec)
+            section = section.model_copy(update={new: given, old: None})
+    return section
 
 
-def _partition_spec(spec: Any) -> dict[str, Any]:
-    """Return a partition given as a dict, a bare kind, or an object with attributes (keys that are None do not
-    count)."""
-    if isinstance(spec, str):
-        return {"kind": spec}
-    given = spec if isinstance(spec, dict) else getattr(spec, "__dict__", None)
-    if given is None:
-        raise wrong("data.partition", spec, "a kind, or a mapping such as {kind: dirichlet, alpha: 0.6}")
-    return {key: value for key, value in given.items() if value is not None}
-
-
-def _refuse_unused(options: Options, meaning: Meaning, has_test: bool) -> None:
+def _refuse_unused(options: DataSection, meaning: Meaning, has_test: bool) -> None:
     """Refuse a key that this data set has no use for, rather than ignore it."""
     used = () if options.dataset == "digits" else USED[meaning.preparation.kind]
     for key in ("inputs", "target", "tokenizer", "max_length", "vocabulary", "categories", "scale", "fill"):
@@ -195,7 +177,7 @@ def _digits() -> tuple[Meaning, Table, None]:
     return Meaning("digits", source.classes, preparation), Table(images, targets), None
 
 
-def _read(options: Options) -> tuple[Meaning, Table, Table | None]:
+def _read(options: DataSection) -> tuple[Meaning, Table, Table | None]:
     written = Written(options.separator, options.encoding)
     name, source, splits = locate(options.dataset, written)
     wanted = [source.test] if source and source.test else ["test", "validation"]
@@ -214,7 +196,7 @@ def _read(options: Options) -> tuple[Meaning, Table, Table | None]:
     return read(name, source, options, train_split, test_split)
 
 
-def _named_test(options: Options, train: Split, there: Split | None, written: Written) -> Split:
+def _named_test(options: DataSection, train: Split, there: Split | None, written: Written) -> Split:
     """Return the public test data that the recipe names."""
     if there is not None:
         raise wrong("data.test", options.test, f"nothing: {options.dataset} has test data of its own")
@@ -229,12 +211,11 @@ def _named_test(options: Options, train: Split, there: Split | None, written: Wr
 
 
 def _public_test(
-    train: Table, test: Table | None, options: Options, seed: int, own: bool
+    train: Table, test: Table | None, options: DataSection, seed: int, own: bool
 ) -> tuple[Table, Table | None]:
     """Split off a public test set if there is none, unless the rows are somebody's own; keep the first ``max_test``."""
     if test is None:
         fraction = (0.0 if own else 0.2) if options.test_fraction is None else options.test_fraction
-        in_range("data.test_fraction", fraction, 0.0, 1.0, open_high=True)
         total = len(train.targets)
         order = stream(seed, "public test split").permutation(total)
         count = int(fraction * total)

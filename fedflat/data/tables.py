@@ -7,7 +7,7 @@ types.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,52 +24,9 @@ from fedflat.data.preparation import Kind, Preparation, Source
 if TYPE_CHECKING:
     import pandas as pd
 
+    from fedflat.config.sections import DataSection
+
 LABELS = ("label", "labels", "target", "class", "y")  # tried when no column is a class label
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What ``load`` reads of the recipe's ``data`` section; further attributes of a given object are not looked at.
-
-    test: the public test data, a file or folder. test_clients: clients left out of training as public test data.
-    test_fraction: share of the examples that becomes the public test set where there is no test split.
-    max_examples: at most so many training examples, a seeded choice before the partition. max_test: at most
-    the first so many public test examples. validation_fraction: share of those that is set apart.
-    inputs, target, by, categories, scale, fill: columns and public constants, see ``encoding.py``. input, label: old
-    names of inputs and target. separator, encoding: of CSV files.
-    tokenizer: folder or hub id of a transformers tokenizer; max_length, vocabulary: of the hashing one.
-    max_per_client: public bound.
-    """
-
-    dataset: str = "digits"
-    partition: Any = dataclasses.field(default_factory=lambda: {"kind": "iid"})
-    clients: int | None = None
-    client_test_fraction: float = 0.0
-    input: str | Sequence[str] | None = None
-    label: str | None = None
-    test_fraction: float | None = None
-    max_examples: int | None = None
-    max_test: int | None = None
-    validation_fraction: float = 0.0
-    tokenizer: str | None = None
-    max_length: int | None = None
-    vocabulary: int | None = None
-    inputs: str | Sequence[str] | None = None
-    target: str | Sequence[str] | None = None
-    by: str | None = None
-    categories: Mapping[str, Sequence[Any]] | None = None
-    scale: Mapping[str, Sequence[float]] | None = None
-    fill: Mapping[str, Any] | None = None
-    max_per_client: int | None = None
-    test: str | None = None
-    test_clients: float | Sequence[str] | None = None
-    separator: str | None = None
-    encoding: str | None = None
-
-    @property
-    def natural(self) -> bool:
-        """Whether a column of the data says whose each row is."""
-        return bool(self.partition.get("kind") == "natural")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +54,7 @@ class Meaning:
 
 
 def read(
-    name: str, source: Source | None, options: Options, train: Split, test: Split | None
+    name: str, source: Source | None, options: DataSection, train: Split, test: Split | None
 ) -> tuple[Meaning, Table, Table | None]:
     """Return what a data set means, its training rows, and its public test rows if it has some.
 
@@ -138,9 +95,10 @@ def read(
     return Meaning(name, classes, preparation, vocabulary, padding), tables[0], tables[1] if test else None
 
 
-def _encoding(kind: Kind, split: Split, source: Source | None, options: Options) -> Encoding:
+def _encoding(kind: Kind, split: Split, source: Source | None, options: DataSection) -> Encoding:
     """Return which columns are read, and how."""
-    inputs, target = options.inputs, options.target
+    inputs: str | Sequence[str] | None = options.inputs
+    target = options.target
     if kind != "table":
         target = target or _label_column(split, source)
         inputs = inputs or _input_columns(kind, split, source, options, str(target))
@@ -197,7 +155,7 @@ def _classes(kind: Kind, encoding: Encoding, label: Any, source: Source | None, 
 
 
 def _characters(
-    name: str, source: Source | None, options: Options, train: Split, test: Split | None
+    name: str, source: Source | None, options: DataSection, train: Split, test: Split | None
 ) -> tuple[Meaning, Table, Table | None]:
     owner = _natural_column(train, source, options) or (source.natural if source else None)
     size = len(decoding.CHARACTERS) + 1
@@ -217,7 +175,7 @@ def _characters(
     return Meaning(name, size, preparation, size), table(train), table(test) if test else None
 
 
-def _kind_of(split: Split, source: Source | None, options: Options) -> Kind:
+def _kind_of(split: Split, source: Source | None, options: DataSection) -> Kind:
     """Return what a data set is: as the table of known ones says, or by the types of its input columns."""
     columns = [column for column in _named(options) if column in split.features]
     if source is not None and set(_named(options)) <= set(source.inputs):
@@ -234,7 +192,7 @@ def _kind_of(split: Split, source: Source | None, options: Options) -> Kind:
     return "image" if images else "table" if options.target and not of_text else "text"
 
 
-def _named(options: Options) -> tuple[str, ...]:
+def _named(options: DataSection) -> tuple[str, ...]:
     """Return the input columns the recipe names: a list, or one text with commas."""
     given = options.inputs or ()
     return tuple(clean(name) for name in (given.split(",") if isinstance(given, str) else given))
@@ -253,7 +211,9 @@ def is_text_feature(feature: Any) -> bool:
     return getattr(feature, "dtype", "") in ("string", "large_string")
 
 
-def _input_columns(kind: Kind, split: Split, source: Source | None, options: Options, label: str) -> tuple[str, ...]:
+def _input_columns(
+    kind: Kind, split: Split, source: Source | None, options: DataSection, label: str
+) -> tuple[str, ...]:
     """Return the column of images, or those of texts, where the recipe names none."""
     if source and set(source.inputs) <= set(split.features):
         return source.inputs
@@ -273,11 +233,11 @@ def _label_column(split: Split, source: Source | None) -> str:
     return _only(split, "data.target", "a label column", typed or called[:1])
 
 
-def _natural_column(split: Split, source: Source | None, options: Options) -> str | None:
+def _natural_column(split: Split, source: Source | None, options: DataSection) -> str | None:
     """Return the column that names the client, when the partition is a natural one."""
     if not options.natural:
         return None
-    by = options.partition.get("by") or (source.natural if source else None)
+    by = options.partition.by or (source.natural if source else None)
     if by is None:
         raise wrong("data.partition.by", "nothing", f"one of the columns {', '.join(split.features)}")
     return str(one_of("data.by" if options.by else "data.partition.by", clean(by), split.features))
