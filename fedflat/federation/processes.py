@@ -5,7 +5,6 @@ Flower's own parts are used here, and they change from one minor version to the 
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import errno
 import logging
@@ -57,15 +56,6 @@ def program(usage: str, arguments: Sequence[str], work: Callable[[], int]) -> in
         print(f"usage: python -m fedflat.federation.{usage}", file=sys.stderr)
         return 2
     return status_of(work)
-
-
-def node_options(name: str, about: str) -> argparse.ArgumentParser:
-    """Return the parser of a client's program, with what all of them take."""
-    parser = argparse.ArgumentParser(prog=f"python -m fedflat.federation.{name}", description=about.split("\n")[0])
-    parser.add_argument("--superlink", required=True, help="host:port")
-    parser.add_argument("--root-certificates", required=True, type=Path, help="the authority's certificate")
-    parser.add_argument("--auth-supernode-private-key", required=True, type=Path, help="the client's auth.key")
-    return parser
 
 
 def private() -> None:

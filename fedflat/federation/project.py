@@ -202,11 +202,6 @@ def supernode_command(out: Path, client: int, host: str, port: int, pin: str) ->
     return _words("supernode.txt", _places(out, client, host, port, pin))
 
 
-def rejoin_command(out: Path, client: int, host: str, port: int) -> list[str]:
-    """Return what lets a killed SuperNode of one client back in at once."""
-    return _words("rejoin.txt", _places(out, client, host, port))
-
-
 def _places(out: Path, client: int, host: str, port: int, pin: str = "", at: str | None = None) -> dict[str, Any]:
     """Return what the commands of one client name. at: the project's folder, where it is not the absolute path."""
     at = f"{out.absolute()}/" if at is None else at
@@ -239,7 +234,7 @@ def _readme(recipe: Recipe, out: Path, job: Job, places: dict[str, Any]) -> dict
         **places, "name": recipe.name, "clients": clients, "exports": "\n    ".join(exports), "trust": plan.trust,
         "epsilon": f"{epsilon:.4g}" if epsilon < float("inf") else "infinite", "delta": f"{plan.delta:g}",
         "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds, "method": job.parts.algorithm.name,
-        "node": _shown("supernode.txt", places), "rejoin": _shown("rejoin.txt", places),
+        "node": _shown("supernode.txt", places),
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, wrong
 
 HEAD, STATES, ROUNDS, ACCURACY = "head.safetensors", "states.safetensors", "rounds.jsonl", "personal.jsonl"
-SESSION, NODE, LOCK = "session.json", "node.json", "answer.lock"
+SESSION, NODE, LOCK, RUNNING = "session.json", "node.json", "answer.lock", "supernode.lock"
 
 
 def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
@@ -56,6 +56,13 @@ class Store:
     def alone(self) -> IO[bytes]:
         """Return the lock of the folder: one answer at a time, which counts what it counts before the next asks."""
         return durable.lock_file(self.folder / LOCK, wait=True)
+
+    def only_node(self) -> IO[bytes]:
+        """Return the lock that this client's SuperNode holds while it runs; InputError if another one holds it."""
+        try:
+            return durable.lock_file(self.folder / RUNNING, wait=False)
+        except BlockingIOError as error:
+            raise wrong("state", f"{self.folder}, of a SuperNode that is running", "one SuperNode a client") from error
 
     def head(self, first: Tensor, round: int) -> Tensor:
         """Return the personal part ``(D − d,)`` that a round starts from: w^0's, or what the last earlier round left.
@@ -118,7 +125,7 @@ class Store:
         return node if isinstance(node, int) else None
 
     def note_node(self, node: int) -> None:
-        """Remember Flower's number, which a restart after a kill needs (``fedflat.federation.rejoin``)."""
+        """Remember Flower's number, by which the next SuperNode signs off one that was killed."""
         if self.node() != node:
             durable.replace(self.folder / NODE, json.dumps({"node": node}).encode())
 

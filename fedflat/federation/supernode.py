@@ -13,8 +13,8 @@ import logging
 import sys
 import time
 import zipfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -26,6 +26,7 @@ from fedflat.federation import processes
 from fedflat.federation.bounds import Limit, limit_answers, pulled, unpacked
 from fedflat.federation.events import log_to_stderr
 from fedflat.federation.secagg.client import signing_key
+from fedflat.federation.store import Store
 from fedflat.federation.task import Task
 from fedflat.federation.wire import Malformed
 
@@ -42,7 +43,8 @@ def serve(given: argparse.Namespace) -> int:
     """Run the SuperNode until it is told to end.
 
     Raises:
-        InputError: files that are missing or open to others. RunError: the SuperLink lost the node.
+        InputError: files that are missing or open to others, or another SuperNode of this client is running.
+        RunError: the SuperLink lost the node.
     """
     app, key, authority = given.app.absolute(), given.auth_supernode_private_key.absolute(), given.root_certificates
     processes.check_flower()
@@ -63,11 +65,38 @@ def serve(given: argparse.Namespace) -> int:
 
     limit_answers(task.limits.ask)
     ask_again()
-    with http_request_response(given.superlink, False, str(authority), (private, private.public_key())) as connection:
+    keys, at = (private, private.public_key()), (given.superlink, False, str(authority))
+    with taking_over(config, at, keys), http_request_response(*at, keys) as connection:
         log.info("connected to %s", given.superlink)
         _take_messages(connection, task.limits.ask, app, ours)
     # Flower closes a connection whose node the SuperLink does not know any more.
     raise RunError(f"{given.superlink} no longer knows this SuperNode (was it started again?); start this one again")
+
+
+@contextmanager
+def taking_over(config: Any, at: tuple[str, bool, str], keys: tuple[Any, Any]) -> Iterator[None]:
+    """Sign off the last SuperNode of this client, and let no other start in the block.
+
+    One that was killed could not sign off, and Flower refuses the next under its key for up to a minute.
+    """
+    import httpx
+    from flwr.proto.fleet_pb2 import DeactivateNodeRequest
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+    if not config.get("state"):  # said where a message is answered
+        yield
+        return
+    store = Store(Path(str(config["state"])))
+    with store.only_node():
+        with store.alone():
+            store.end_session()  # of a secure aggregation that went on without this client
+        if (node := store.node()) is not None:
+            signer = NodeAuthHttpInterceptor(*keys)
+            # Where it does not answer, or knows the node no more, there is nothing to sign off.
+            with suppress(httpx.HTTPError), FleetHttpClient.from_server_address(*at, interceptors=[signer]) as client:
+                client.DeactivateNode(DeactivateNodeRequest(node_id=node))
+        yield
 
 
 def ask_again() -> None:
@@ -202,7 +231,11 @@ def difference(bundle: bytes, app: Path) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a SuperNode; exit status 2 with one line for what is missing."""
-    parser = processes.node_options("supernode", __doc__)
+    about = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m fedflat.federation.supernode", description=about)
+    parser.add_argument("--superlink", required=True, help="host:port")
+    parser.add_argument("--root-certificates", required=True, type=Path, help="the authority's certificate")
+    parser.add_argument("--auth-supernode-private-key", required=True, type=Path, help="the client's auth.key")
     parser.add_argument("--app", required=True, type=Path, help="the owner's copy of the app's package (fedflat_app)")
     parser.add_argument("--node-config", required=True, help="client=, data=, state= and so on (docs/deploy.md)")
     parser.add_argument("--port", type=int, help="ignored: since 1.0 a SuperNode listens nowhere")

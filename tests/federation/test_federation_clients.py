@@ -134,23 +134,22 @@ def test_a_wrong_node_config_is_one_sentence(
     assert "\n" not in str(found.value)
 
 
-def test_signing_off_for_a_killed_node_needs_its_number_key_and_superlink(
-    project: tuple[Path, Task, list[Client]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """That it lets the node in is in the processes' test; here, what can be wrong is one sentence each."""
-    from fedflat.federation.rejoin import main
+def test_a_supernode_takes_over_from_the_last_and_no_other_does(tmp_path: Path) -> None:
+    """That a killed one is let in is in the processes' test; a SuperLink that does not answer is no error here."""
+    from cryptography.hazmat.primitives.asymmetric import ec
 
-    own = client_folder(project[0], 0)
-    store = Store(tmp_path / "state")
-    words = ["--superlink", "127.0.0.1:9", "--root-certificates", str(project[0] / "certificates" / "ca.crt")]
-    words += ["--state", str(store.folder), "--auth-supernode-private-key"]
-    assert main([*words, str(own / "auth.key")]) == 0 and "nothing to sign off" in capsys.readouterr().out
+    from fedflat.federation.supernode import taking_over
+
+    store, key = Store(tmp_path / "state"), ec.generate_private_key(ec.SECP384R1())
+    given: Any = ({"state": str(store.folder)}, ("127.0.0.1:9", False, None), (key, key.public_key()))
     store.note_node(77)
-    assert store.node() == 77
-    assert main([*words, str(own / "auth.key")]) == 1 and "127.0.0.1:9: no answer" in capsys.readouterr().err
-    assert main([*words, str(own / "auth.pub")]) == 2 and "auth.key" in capsys.readouterr().err
-    words[3] = str(tmp_path / "none.crt")
-    assert main([*words, str(own / "auth.key")]) == 2 and "--root-certificates" in capsys.readouterr().err
+    store.keep_session({"secret": "s"})
+    with taking_over(*given):
+        assert store.node() == 77 and not store.session()
+        with pytest.raises(InputError, match="of a SuperNode that is running"), taking_over(*given):
+            pass
+    with taking_over(*given), taking_over({}, *given[1:]):
+        pass
 
 
 def test_a_changed_recipe_has_another_pin(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:
@@ -280,7 +279,7 @@ def test_the_deploy_command_makes_a_project(tmp_path: Path, capsys: pytest.Captu
     deploy("quick-start", out=tmp_path / "two", nodes=3, override=plain)
     assert "no finite ε" in capsys.readouterr().out
     readme = (tmp_path / "fed" / "README.md").read_text()
-    programs = [f"fedflat.federation.{name}" for name in ("superlink", "supernode", "rejoin", "close", "local")]
+    programs = [f"fedflat.federation.{name}" for name in ("superlink", "supernode", "close", "local")]
     for command in (*programs, "flwr run", "flwr stop"):
         assert command in readme
     assert Task.read(tmp_path / "fed" / "app" / PACKAGE).pin in readme

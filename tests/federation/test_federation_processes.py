@@ -23,9 +23,9 @@ from ports import free_port
 from stand_in import client_at, final_shared, small
 
 from fedflat.core.types import Broadcast
-from fedflat.federation import local, rejoin
+from fedflat.federation import local
 from fedflat.federation.local import Federation
-from fedflat.federation.project import PACKAGE, rejoin_command, write_project
+from fedflat.federation.project import PACKAGE, write_project
 from fedflat.federation.server import run_id
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
@@ -121,9 +121,7 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
         lines = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
         assert lines == [0] and not (run / "privacy.json").exists()
         assert not federation._flwr(["flwr", "stop", str(first), "fedflat"]).returncode
-        signed_off = rejoin_command(federation.project, 1, federation.host, federation.port)
-        assert rejoin.main(signed_off[3:]) == 0  # Flower alone would refuse it for up to a minute after its death
-        federation.start_node(1)
+        federation.start_node(1)  # it signs off the killed one: Flower alone would refuse it for up to a minute
         third = federation.run(config=f'out="{run}" answer-seconds=25.0 wait-for-nodes=2')
         assert federation.wait(third, PATIENCE) == "finished:completed", logs(federation)
     assert [path for needle in sent for path in files_with(tmp_path, needle)] == []  # what clients sent is nowhere

@@ -21,7 +21,7 @@ from test_federation_secure_rounds import STEPS, for_check, question, refused, s
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Broadcast
-from fedflat.federation import rejoin, wire
+from fedflat.federation import wire
 from fedflat.federation.client import Client
 from fedflat.federation.replies import Culprits
 from fedflat.federation.secagg import client as secure_client
@@ -32,6 +32,7 @@ from fedflat.federation.secagg.protocol import Aborted, Secrets
 from fedflat.federation.secagg.rounds import ClientsSum, SecureFlower
 from fedflat.federation.server import Settings, serve
 from fedflat.federation.store import Store
+from fedflat.federation.supernode import taking_over
 from fedflat.federation.task import Task
 
 N, LIAR = 5, 1
@@ -662,15 +663,11 @@ def test_what_a_crash_left_goes_when_the_server_starts_again(federation: Federat
     assert federation.secrets() == []
 
 
-def test_what_a_crash_left_goes_before_a_client_starts_again(
-    federation: Federation, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_a_crash_left_goes_when_a_client_starts_again(federation: Federation) -> None:
     dealt(federation)
-    store = federation.clients[0].store
-    given = ["--superlink", "127.0.0.1:23001", "--root-certificates", str(tmp_path / "ca.crt"),
-             "--auth-supernode-private-key", str(tmp_path / "auth.key"), "--state", str(store.folder)]  # fmt: skip
-    assert rejoin.main(given) == 0
-    assert federation.secrets() == [1, 2, 3, 4]
+    config = {"state": str(federation.clients[0].store.folder)}
+    with taking_over(config, ("127.0.0.1:23001", False, ""), (None, None)):
+        assert federation.secrets() == [1, 2, 3, 4]
 
 
 def test_arithmetic_of_points_is_that_of_the_library() -> None:

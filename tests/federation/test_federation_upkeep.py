@@ -37,7 +37,6 @@ from fedflat.federation.project import (
     PACKAGE,
     STATUS,
     client_folder,
-    rejoin_command,
     superlink_command,
     supernode_command,
 )
@@ -271,9 +270,8 @@ def test_the_units_are_those_of_a_deployment(tmp_path: Path) -> None:
             found = subprocess.run(["systemd-analyze", "verify", str(tmp_path / name)], capture_output=True, text=True)
             assert name.split("@")[0] not in found.stderr, found.stderr
         real = {"ExecStart=": superlink_command(tmp_path)}
-        if "supernode" in name:  # which signs off for one that was killed, or it would be refused for a minute
-            start = supernode_command(tmp_path, 2, "x", 1, task.pin)
-            real = {"ExecStart=": start, "ExecStartPre=-": rejoin_command(tmp_path, 2, "x", 1)}
+        if "supernode" in name:
+            real = {"ExecStart=": supernode_command(tmp_path, 2, "x", 1, task.pin)}
         for key, wanted in real.items():
             (command,) = [line for line in text.splitlines() if line.startswith(key)]
             words = shlex.split(command.removeprefix(key).replace("%i", "2").replace("${PIN}", task.pin))
