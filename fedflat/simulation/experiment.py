@@ -241,16 +241,8 @@ class _WorkerCrew:
         """Check the settings, then run what is to do; returns when all ended or were stopped."""
         context = multiprocessing.get_context("spawn")
         stop = context.Event()
-        left, unchecked = self.todo, self._unbegun()
         with stopping.on_request("the running rounds", stop.set):
-            while left:
-                before, left = left, self._pool(context, stop, unchecked, left, processes, threads)
-                unchecked = []
-                if len(left) == len(before):
-                    # A new pool would meet the same end.
-                    for task in left:
-                        self._end(task, "failed", self.gone)
-                    return
+            self._pool(context, stop, processes, threads)
 
     def _unbegun(self) -> list[Setting]:
         """Return the settings of which no run has begun: nobody has built their data, model and plan yet."""
@@ -258,10 +250,8 @@ class _WorkerCrew:
         waiting = {task.folder.parent.name for task in self.todo}
         return [setting for setting in self.settings if setting.slug in waiting - begun]
 
-    def _pool(
-        self, context: Any, stop: Any, unchecked: list[Setting], todo: list[Task], processes: int, threads: int
-    ) -> list[Task]:
-        """Work in one pool of processes; returns the tasks that had not begun when it broke."""
+    def _pool(self, context: Any, stop: Any, processes: int, threads: int) -> None:
+        """Work in one pool of processes; when one of them dies, what has not ended has failed."""
         queue, abort = context.Queue(), context.Event()
         errors = stopping.own_stderr()
         given = (os.getpid(), errors, queue, stop, abort, threads, self.data)
@@ -271,13 +261,15 @@ class _WorkerCrew:
         try:
             # Workers inherit that, so Ctrl-C in their first second cannot end them.
             with stopping.ignored():
-                checks = [pool.submit(check_in_worker, s.recipe, f"{s.slug}/seed-{s.seeds[0]}") for s in unchecked]
+                checks = [
+                    pool.submit(check_in_worker, s.recipe, f"{s.slug}/seed-{s.seeds[0]}") for s in self._unbegun()
+                ]
             self._check(checks, stop, queue, gone)
             # All settings have been found good, and nothing has run.
             claim(self.place, self.settings)
             with stopping.ignored():
-                futures = {pool.submit(work_in_worker, task): task for task in todo}
-            return self._watch(futures, queue, gone)
+                futures = {pool.submit(work_in_worker, task): task for task in self.todo}
+            self._watch(futures, queue, gone)
         except BaseException:
             abort.set()
             raise
@@ -304,17 +296,16 @@ class _WorkerCrew:
                     self.gone = gone()
                     raise RunError(f"compare: while the settings were checked, {self.gone}") from None
 
-    def _watch(self, futures: dict[Future[str], Task], queue: Any, gone: Callable[[], str]) -> list[Task]:
-        pending, again = set(futures), []
+    def _watch(self, futures: dict[Future[str], Task], queue: Any, gone: Callable[[], str]) -> None:
+        pending = set(futures)
         while pending:
             ended, pending = wait(pending, timeout=PAUSE, return_when=FIRST_COMPLETED)
             self._hear(queue)
             if any(isinstance(future.exception(), BrokenProcessPool) for future in ended):
                 self.gone = gone()
             for future in ended:
-                again += self._take(futures[future], future)
+                self._take(futures[future], future)
         self._hear(queue)
-        return again
 
     def _hear(self, queue: Any) -> None:
         """Pass on what workers have told since the last time."""
@@ -329,19 +320,16 @@ class _WorkerCrew:
                 self.seen[name] = report.RunEvent(name, "running", turn, rounds[name], last, note)
                 self.tell(self.seen[name])
 
-    def _take(self, task: Task, future: Future[str]) -> list[Task]:
-        """Note how a task ended; return it if its pool broke before it began."""
+    def _take(self, task: Task, future: Future[str]) -> None:
+        """Note how a task ended."""
         try:
             why = future.result()
         except BrokenProcessPool:
-            if task.name not in self.seen:
-                return [task]
             self._end(task, "failed", self.gone)
         except RunError as error:
             self._end(task, "failed", str(error))
         else:
             self._end(task, "stopped" if report.ASKED in why else "done", why)
-        return []
 
     def _end(self, task: Task, state: report.State, why: str) -> None:
         """Note and tell that a run is over. why: it failed, or ended before its last round."""
