@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fedflat.core.checks import InputError, wrong
 from fedflat.core.held import global_generators
-from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout
 from fedflat.core.process import using_threads
 from fedflat.core.rng import seeded_torch, stream
@@ -35,7 +34,6 @@ from fedflat.core.types import (
     ServerView,
     broadcast_by,
 )
-from fedflat.engine import isolated
 from fedflat.pieces.clipping import MethodScale
 
 SHORT, ENTRIES = 256, 2_000
@@ -44,8 +42,6 @@ ON_CLIENTS = "a piece that works on one client's vector (k,)"
 ON_SERVER = "a step that reads its own slots and returns a vector (d,) and its slots"
 Call = Callable[[Tensor, Tensor, np.random.Generator], Any]
 """Two inputs of a piece, ``(k,)``, and a generator -> what it makes of them."""
-_TRIED: dict[str, bool] = {}
-"""What trials found of methods that are made of packaged pieces alone, which their options say all of."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +77,6 @@ def try_pieces(algorithm: Algorithm, layout: Layout) -> bool:
     if layout.size > ENTRIES:
         # A short vector shows the same faults sooner; only code made for one length needs the long one.
         forms.insert(0, Form.of(layout, SHORT))
-    steps = (*algorithm.server, algorithm.optimizer)
-    # Packaged pieces are fully named by their options, so one trial a process is enough.
-    fixed = packaged(algorithm) and all(step is None or type(step).__module__.startswith("fedflat.") for step in steps)
-    digest = identity_of(algorithm) if fixed else None
-    if digest is None:
-        return _try_in_turn(algorithm, forms)
-    key = f"{digest} {forms}"
-    if key not in _TRIED:
-        _TRIED[key] = _try_in_turn(algorithm, forms)
-    return _TRIED[key]
-
-
-def _try_in_turn(algorithm: Algorithm, forms: list[Form]) -> bool:
     with using_threads(1):
         try:
             return _try_all(algorithm, forms[0])
@@ -101,13 +84,6 @@ def _try_in_turn(algorithm: Algorithm, forms: list[Form]) -> bool:
             if len(forms) == 1:
                 raise
             return _try_all(algorithm, forms[1])  # a piece may be made for vectors of this length only
-
-
-def packaged(algorithm: Algorithm) -> bool:
-    """Return whether all that clients run are pieces of this package, which are tested to work row by row."""
-    phases = [*algorithm.phases, *([] if algorithm.finetune is None else [algorithm.finetune])]
-    states = [state.next for state in algorithm.client_state]
-    return isolated.packaged(*algorithm.transforms, *(phase.rule for phase in phases), *states, algorithm.scale)
 
 
 def _try_all(algorithm: Algorithm, form: Form) -> bool:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import fedflat
 from fedflat import Algorithm, ClientView, GradientFn, InputError, Phase
 from fedflat.algorithms import ALGORITHMS
-from fedflat.assembly import piece_check
-from fedflat.assembly.piece_check import packaged, try_pieces
+from fedflat.assembly.piece_check import try_pieces
 from fedflat.core.params import layout_of
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import AVERAGE, ServerView
+from fedflat.engine.isolated import packaged, pieces_of
 
 NETWORK = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 BIG = nn.Sequential(nn.Linear(90, 40), nn.ReLU(), nn.Linear(40, 3))
@@ -203,26 +203,14 @@ def test_a_piece_that_wakes_for_some_data_is_refused_in_its_round() -> None:
 
 
 def test_packaged_pieces_are_known() -> None:
-    assert all(packaged(make()) for make in ALGORITHMS.values())
+    for method in (make() for make in ALGORITHMS.values()):
+        assert packaged(*(piece for _, piece in pieces_of(method)), method.finetune and method.finetune.rule)
 
 
 def test_what_a_methods_author_needs_is_at_hand() -> None:
     views = ("ClientView", "ServerView", "MaskView", "MeanView")
     for name in (*views, "GradientRule", "Transform", "ServerStep", "Optimizer"):
         assert name in dir(fedflat) and getattr(fedflat, name) is not None
-
-
-def test_packaged_pieces_are_tried_once_and_a_users_own_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[str] = []
-    real = piece_check._try_all
-    monkeypatch.setattr(piece_check, "_TRIED", {})
-    monkeypatch.setattr(piece_check, "_try_all", lambda method, form: counted.append(method.name) or real(method, form))
-    layout = layout_of(NETWORK, None)
-    own = Algorithm("own", transforms=(lambda update, view: update,))
-    for rho in (0.05, 0.05, 0.1):
-        try_pieces(ALGORITHMS["dp-fedsam"](rho=rho), layout)
-        try_pieces(own, layout)
-    assert counted == ["dp-fedsam", "own", "own", "dp-fedsam", "own"]
 
 
 class Sum:
