@@ -96,26 +96,35 @@ def read_tensors(path: Path) -> dict[str, Tensor] | None:
 
     A file of the cache that is read counts as used now.
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            sound = (file.metadata() or {}).get("sha256") == digest_of(found)
-    except (OSError, SafetensorError, ValueError, AttributeError):
+        found, about = contents_of(path)
+    except ValueError:
         return None
     if path.parent == cache_folder():
         with contextlib.suppress(OSError):
             os.utime(path)
-    return found if sound else None
+    return found if about.get("sha256") == digest_of(found) else None
+
+
+def contents_of(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors in a file, and what it says of itself. Raises ValueError where it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def read_about(path: Path) -> dict[str, str]:
-    """Return what a sound file of tensors says of itself."""
-    from safetensors import safe_open
+    """Return what a file of tensors says of itself; {} where there is none to read."""
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, framework="pt") as file:
-        return file.metadata() or {}
+    # As NumPy: reports read this, and torch takes seconds to load.
+    with contextlib.suppress(SafetensorError, OSError), safe_open(path, framework="np") as file:
+        return dict(file.metadata() or {})
+    return {}
 
 
 def keep(kind: str, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:

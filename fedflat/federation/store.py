@@ -30,15 +30,12 @@ def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
 
 def read_examples(path: str | Path) -> tuple[Tensor, Tensor]:
     """Return the examples in a file; InputError if it is none."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
-        found = load_file(path)
+        found, _ = durable.contents_of(Path(path))
         return found["inputs"], found["targets"]
-    except (SafetensorError, OSError, KeyError) as error:
+    except (ValueError, KeyError) as error:
         allowed = "a safetensors file with inputs and targets (fedflat.federation.write_examples writes one)"
-        raise InputError(f"{path}: found no examples ({type(error).__name__}); allowed: {allowed}.") from error
+        raise InputError(f"{path}: found no examples ({error}); allowed: {allowed}.") from error
 
 
 @dataclass(frozen=True)
@@ -171,15 +168,12 @@ def _keep(path: Path, round: int, before: Mapping[str, Tensor], after: Mapping[s
 
 def _kept(path: Path, round: int) -> dict[str, Tensor]:
     """Return what a round starts from: what it started from before, or what an earlier one left."""
-    from safetensors import SafetensorError, safe_open
-
     if not path.exists():
         return {}
     try:
-        with safe_open(path, framework="pt") as file:
-            when = "before" if int(file.metadata()["round"]) >= round else "after"
-            names = [name for name in file.keys() if name.startswith(when)]  # noqa: SIM118
-            return {name.removeprefix(when): file.get_tensor(name) for name in names}
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        tensors, about = durable.contents_of(path)
+        when = "before" if int(about["round"]) >= round else "after"
+        return {name.removeprefix(when): value for name, value in tensors.items() if name.startswith(when)}
+    except (KeyError, ValueError) as error:
         allowed = "the file fedflat wrote, or none to start anew"
         raise InputError(f"{path}: found a personal part that cannot be read; allowed: {allowed}.") from error

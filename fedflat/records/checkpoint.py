@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import InputError, wrong
-from fedflat.core.durable import flush
+from fedflat.core.durable import contents_of, flush, read_about
 from fedflat.core.params import PersonalState
 from fedflat.core.types import RoundState
 
@@ -166,7 +166,7 @@ def unsealed(path: Path) -> bool:
 def facts_of(path: Path) -> Facts:
     """Return the facts beside a checkpoint's tensors, unchecked; {} where there are none to read."""
     try:
-        found = json.loads(metadata(path)["state"])
+        found = json.loads(read_about(path)["state"])
     except (KeyError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -177,33 +177,19 @@ def made_for_digest(made_for: Any) -> str:
     return hashlib.sha256(json.dumps(made_for, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def metadata(path: Path) -> dict[str, str]:
-    """Return what a file of tensors says of itself; {} where there is none to read."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (SafetensorError, OSError):
-        return {}
-
-
 def _state(tensors: Mapping[str, Tensor], facts: Facts) -> RoundState:
     slots = {name.removeprefix("slot."): t for name, t in tensors.items() if name.startswith("slot.")}
     return RoundState(int(facts["round"]), tensors["shared"], float.fromhex(facts["clip"]), slots)
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], Facts]:
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            facts = json.loads(file.metadata()["state"])
+        tensors, about = contents_of(path)
+        facts = json.loads(about["state"])
         seal = facts["sha256"]
         sound = seal == _seal(tensors, {name: value for name, value in facts.items() if name != "sha256"})
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        found = f"a checkpoint that cannot be read ({' '.join(str(error).split())})"
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        found = f"a checkpoint that cannot be read ({error})"
         raise wrong(str(path), found, "one written by fedflat") from error
     if not sound or facts["round"] != round_of(path):
         found = "a checkpoint whose checksum does not match" if not sound else f"the one of round {facts['round']}"

@@ -11,13 +11,13 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, nearest, wrong
+from fedflat.core.durable import read_about
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import is_seeded, rounds_charged
 from fedflat.privacy.together import Published, Total, total
@@ -71,17 +71,14 @@ def section(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def preparation(run: Path) -> Record:
     """Return how rows become inputs (public constants), as an export or the last checkpoint says; empty without."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         if (run / "preparation.json").is_file():
             found = json.loads((run / "preparation.json").read_bytes())
         else:
             newest = max((run / "checkpoints").glob("round-*.safetensors"), default=None)
-            with safe_open(newest, framework="np") if newest else nullcontext() as file:
-                state = json.loads((file.metadata() or {}).get("state", "{}")) if file else {}
+            state = json.loads(read_about(newest).get("state", "{}")) if newest else {}
             found = section(state, "made_for").get("preparation")
-    except (OSError, ValueError, SafetensorError):
+    except (OSError, ValueError):
         # It is being written or is damaged; whoever loads the run gets the error.
         return {}
     return found if isinstance(found, dict) else {}

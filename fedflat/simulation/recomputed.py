@@ -21,7 +21,7 @@ from fedflat.assembly.stating import Terms, plan_again, restated, tested
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
-from fedflat.core.durable import digest_of
+from fedflat.core.durable import contents_of, digest_of, read_about
 from fedflat.data.encoding import clean
 from fedflat.engine.job import SEEN
 from fedflat.privacy.correlated import ScheduledPlan
@@ -446,11 +446,8 @@ def _terms_stated(stated: Mapping[str, Any]) -> dict[str, Any]:
 def released_digest(path: Path, rounds: int) -> str | None:
     """Return the SHA-256 of an exported folder's weights, or of the checkpoint's after ``rounds``; None without."""
     if (path / MODEL).is_file():
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        with contextlib.suppress(SafetensorError, OSError):
-            return digest_of(load_file(path / MODEL))
+        with contextlib.suppress(ValueError):
+            return digest_of(contents_of(path / MODEL)[0])
         return ""
     file = checkpoint.path_of(path / "checkpoints", rounds)
     if not file.is_file():
@@ -469,7 +466,7 @@ def made_for(path: Path, rounds: int) -> Any:
     """
     if (path / MODEL).is_file():
         with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(checkpoint.metadata(path / MODEL).get("made_for", "{}"), object_pairs_hook=single_keys)
+            return json.loads(read_about(path / MODEL).get("made_for", "{}"), object_pairs_hook=single_keys)
         return None
     file = checkpoint.path_of(path / "checkpoints", rounds)
     return checkpoint.facts_of(file).get("made_for") or {} if file.is_file() else None
@@ -485,7 +482,7 @@ def made_for_digest(run: Records) -> str | None:
 def metadata_faults(run: Records) -> Iterator[str]:
     """Yield where an exported model says something else of itself than statement, preparation.json and recipe."""
     said, rounds = made_for(run.folder, 0), (run.statement or {}).get("rounds")
-    if (number := checkpoint.metadata(run.folder / MODEL).get("round")) != str(rounds):
+    if (number := read_about(run.folder / MODEL).get("round")) != str(rounds):
         yield f"round says {_short(number)}, and the statement {_short(rounds)}"
     if not isinstance(said, dict) or (run.terms and not {"input_shape", "dtype"} <= said.keys()):
         yield "made_for does not say which inputs the model takes"

@@ -19,6 +19,7 @@ from fedflat.assembly.inputs import data_of, options_for
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import whole, wrong
+from fedflat.core.durable import contents_of
 from fedflat.core.params import put
 from fedflat.data.own import prepared
 from fedflat.data.preparation import Preparation, answers, probabilities
@@ -202,11 +203,8 @@ def load(path: str | Path, model: nn.Module | None = None) -> Result:
 def _released(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[int, Tensor]]:
     """Return the last weights by parameter name, what the module was made for, and the personal heads there are."""
     if (folder / MODEL).is_file():
-        from safetensors import safe_open
-
-        with safe_open(folder / MODEL, framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get("made_for", "{}"))
-            return {name: file.get_tensor(name) for name in file.keys()}, about, {}  # noqa: SIM118
+        weights, about = contents_of(folder / MODEL)
+        return weights, json.loads(about.get("made_for", "{}")), {}
     newest = checkpoint.newest(folder / "checkpoints", hidden=not locked(folder))
     if newest is None:
         raise wrong("load", f"{folder} without a sound checkpoint", "a run with released weights")
