@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import InputError, wrong
-from fedflat.core.held import global_generators
+from fedflat.core.held import equal, global_generators
 from fedflat.core.params import Layout
 from fedflat.core.process import using_threads
 from fedflat.core.rng import seeded_torch, stream
@@ -34,6 +34,7 @@ from fedflat.core.types import (
     ServerView,
     broadcast_by,
 )
+from fedflat.engine.isolated import called
 from fedflat.pieces.clipping import MethodScale
 
 SHORT, ENTRIES = 256, 2_000
@@ -106,8 +107,7 @@ def _refusing(name: str, piece: object, allowed: str = ON_CLIENTS) -> Iterator[N
     """Inside the block whatever goes wrong becomes an InputError that names the piece and where it stands in its
     method; ``allowed``: what a piece is that does not fail.
     """
-    called = getattr(piece, "__qualname__", None) or type(piece).__qualname__
-    name = f"{name} ({called.replace('.<locals>', '')})"
+    name = f"{name} ({called(piece)})"
     try:
         yield
     except Fault as error:
@@ -132,11 +132,6 @@ def _check_form(result: object, shape: tuple[int, ...], dtype: torch.dtype = tor
 def _numbers(purpose: str, size: int) -> Tensor:
     """Return normal numbers that are the same for a purpose, always."""
     return torch.from_numpy(stream(0, purpose).standard_normal(size).astype("float32"))
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two vectors are equal; NaN is NaN."""
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 @dataclass(frozen=True)
@@ -176,7 +171,7 @@ class _Client:
         with _refusing(name, piece):
             # One client, another one, the first again: memory of the second would change the third result.
             results, draws = zip(*(_run(call, inputs, vectors * size) for inputs in (one, other, one)))
-            if not _same(results[0], results[2]):
+            if not equal(results[0], results[2]):
                 found = "a piece whose result for a client changes once another client was trained"
                 raise Fault(found, "one that remembers no client")
         return bool(draws[0])
@@ -328,7 +323,7 @@ class _Server:
             _check_form(result[0], (self.form.shared,))
             runs.append({**slots, **result[1], "": result[0]})
         one, other = runs
-        if one.keys() != other.keys() or not all(_same(value, other[name]) for name, value in one.items()):
+        if one.keys() != other.keys() or not all(equal(value, other[name]) for name, value in one.items()):
             raise Fault("another result for the same mean and slots", "a function of these, its memory in named slots")
         mean, self.slots = one.pop(""), one
         return mean

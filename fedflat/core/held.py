@@ -310,6 +310,11 @@ def _filled(cell: types.CellType) -> bool:
         return False
 
 
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors hold the same numbers; NaN is NaN."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
 def is_library(module: str) -> bool:
     """Return whether a module's functions and classes hold nothing of a client's."""
     return module.partition(".")[0] in _LIBRARIES

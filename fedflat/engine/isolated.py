@@ -268,6 +268,12 @@ def _numbers(args: Iterable[Any]) -> Iterable[int]:
 # ---------------------------------------------------------------------------------------------------- the pieces
 
 
+def called(piece: object) -> str:
+    """Return a piece's own name: a function's, or its class's."""
+    name: str = getattr(piece, "__qualname__", None) or type(piece).__qualname__
+    return name.replace(".<locals>", "")
+
+
 @dataclass
 class Isolated:
     """A piece by its recordings; called as the piece is, with one client's tensors or a block's."""
@@ -279,12 +285,6 @@ class Isolated:
 
     def __reduce__(self) -> Any:
         return type(self), (self.piece, self.name)
-
-    @property
-    def called(self) -> str:
-        """The piece's own name."""
-        name: str = getattr(self.piece, "__qualname__", None) or type(self.piece).__qualname__
-        return name.replace(".<locals>", "")
 
     def _run(self, call: Call, view: ClientView, tensors: Sequence[Tensor], ask: Ask) -> Tensor:
         """Return the outcome for one client's tensors ``(…)`` or a block's ``(n, …)``; its states go behind them."""
@@ -305,7 +305,7 @@ class Isolated:
                 try:
                     made = record(inner, block, view.broadcast, check=shapes not in self._checked)
                 except Refused as error:
-                    raise Refused(f"{self.name}: {self.called} {error}") from error
+                    raise Refused(f"{self.name}: {called(self.piece)} {error}") from error
                 # Learning rates change each round; old recordings would only pile up.
                 if len(self._made) >= KEPT:
                     self._made.clear()

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
 from fedflat.core.checks import InputError, whole, wrong
-from fedflat.core.held import difference, global_generators, snapshot
+from fedflat.core.held import difference, equal, global_generators, snapshot
 from fedflat.core.process import using_threads
 from fedflat.core.rng import seeded_torch
 
@@ -175,11 +175,7 @@ def _trained_between(probe: nn.Module, first: Tensor, *between: Tensor) -> tuple
             if a != b:
                 raise wrong("model", f"a pass that draws from {name} global generator", "torch's own generator")
     expected, *others = outcomes
-    return all(len(o) == len(expected) and all(map(_same, o, expected)) for o in others), draws
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
+    return all(len(o) == len(expected) and all(map(equal, o, expected)) for o in others), draws
 
 
 def refuse_unclipped_state(module: nn.Module, example: Tensor, *, known: bool = False) -> bool:
