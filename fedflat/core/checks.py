@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -61,6 +61,24 @@ class gather(contextlib.AbstractContextManager["gather"]):
         if faults:
             listed = " ".join(f"({number}) {fault}" for number, fault in enumerate(faults, 1))
             raise InputError(f"{len(faults)} faults: {listed}")
+
+
+@contextlib.contextmanager
+def reading(where: object, found: str, allowed: str) -> Iterator[None]:
+    """Turn what a file that is missing or damaged raises inside the block into the one error sentence.
+
+    >>> with reading("task.json", "no task", "what fedflat deploy wrote"):
+    ...     {}["form"]
+    Traceback (most recent call last):
+    fedflat.core.checks.InputError: task.json: found no task (without 'form'); allowed: what fedflat deploy wrote.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        why = f"without {error}" if isinstance(error, KeyError) else str(error)
+        raise wrong(str(where), f"{found} ({why})", allowed) from error
 
 
 def one_line(error: BaseException, width: int | None = 300) -> str:

@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
 
-from fedflat.core.checks import InputError, wrong
+from fedflat.core.checks import reading, wrong
 from fedflat.federation.processes import program
 
 LOCK = "operator.sha256"
@@ -61,10 +61,8 @@ def write_new(path: Path, content: bytes, mode: int = 0o644) -> None:
 
 def read_lock(path: Path) -> bytes:
     """Return the hash of the operator's token; InputError if there is none, or if others could change or read it."""
-    try:
+    with reading(path, "no lock", "the file that fedflat deploy wrote"):
         found, mode = bytes.fromhex(path.read_text(encoding="ascii").strip()), path.stat().st_mode
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: found no lock ({error}); allowed: the file that fedflat deploy wrote.") from error
     if len(found) != hashlib.sha256().digest_size:
         raise wrong(str(path), f"{len(found)} bytes", "the hash of the operator's token")
     if mode & 0o077:
@@ -130,10 +128,8 @@ class Addresses:
     def read(cls, project: Path) -> Addresses:
         """Return what ``server/superlink.toml`` of a project says; InputError unless orders come from this machine."""
         path = project / ADDRESSES_FILE
-        try:
+        with reading(path, "no addresses", "what fedflat deploy wrote"):
             found = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"{path}: found no addresses ({error}); allowed: what fedflat deploy wrote.") from error
         listen, control = (address_of(f"{path}: {door}", found.get(door)) for door in ("listen", "control"))
         if not is_loopback(control[0]):
             allowed = f"an address of this machine alone, as 127.0.0.1:{control[1]}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import RunError, reading, wrong
 
 HEAD, STATES, ROUNDS, ACCURACY = "head.safetensors", "states.safetensors", "rounds.jsonl", "personal.jsonl"
 SESSION, NODE, LOCK, RUNNING = "session.json", "node.json", "answer.lock", "supernode.lock"
@@ -30,12 +30,10 @@ def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
 
 def read_examples(path: str | Path) -> tuple[Tensor, Tensor]:
     """Return the examples in a file; InputError if it is none."""
-    try:
+    allowed = "a safetensors file with inputs and targets (fedflat.federation.write_examples writes one)"
+    with reading(path, "no examples", allowed):
         found, _ = durable.contents_of(Path(path))
         return found["inputs"], found["targets"]
-    except (ValueError, KeyError) as error:
-        allowed = "a safetensors file with inputs and targets (fedflat.federation.write_examples writes one)"
-        raise InputError(f"{path}: found no examples ({error}); allowed: {allowed}.") from error
 
 
 @dataclass(frozen=True)
@@ -129,11 +127,9 @@ class Store:
     def accuracies(self) -> list[dict[str, Any]]:
         """Return what this client noted of models on its own held-back examples, by round; the newest of each round."""
         path = self.folder / ACCURACY
-        try:
+        with reading(path, "a damaged record", "the file fedflat wrote, or none"):
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
             found = {int(row["round"]): row for row in map(json.loads, lines)}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InputError(f"{path}: found a damaged record; allowed: the file fedflat wrote, or none.") from error
         return [found[round] for round in sorted(found)]
 
     def note_accuracy(self, record: dict[str, Any]) -> None:
@@ -170,10 +166,7 @@ def _kept(path: Path, round: int) -> dict[str, Tensor]:
     """Return what a round starts from: what it started from before, or what an earlier one left."""
     if not path.exists():
         return {}
-    try:
+    with reading(path, "a personal part that cannot be read", "the file fedflat wrote, or none to start anew"):
         tensors, about = durable.contents_of(path)
         when = "before" if int(about["round"]) >= round else "after"
         return {name.removeprefix(when): value for name, value in tensors.items() if name.startswith(when)}
-    except (KeyError, ValueError) as error:
-        allowed = "the file fedflat wrote, or none to start anew"
-        raise InputError(f"{path}: found a personal part that cannot be read; allowed: {allowed}.") from error

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from torch import Tensor
 
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, wrong
+from fedflat.core.checks import reading, wrong
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
 from fedflat.federation.bounds import Limits
@@ -126,13 +126,10 @@ class Roster:
     @classmethod
     def read(cls, path: Path) -> Roster:
         """Return the roster in a JSON file; InputError if it is none."""
-        try:
+        with reading(path, "no roster", "the file that fedflat deploy wrote"):
             value = json.loads(path.read_text(encoding="utf-8"))
             keys = tuple(str(entry["public_key"]) for entry in value["clients"])
             numbers = [entry["client"] for entry in value["clients"]]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            allowed = "the file that fedflat deploy wrote"
-            raise InputError(f"{path}: found no roster ({error}); allowed: {allowed}.") from error
         if numbers != list(range(len(keys))):
             raise wrong(str(path), "client numbers with gaps or in another order", "0, 1, 2, …")
         roster = cls(keys)
@@ -174,17 +171,12 @@ class Task:
     def read(cls, folder: Path) -> Task:
         """Return the task in an app's folder; InputError if a file is missing or damaged."""
         roster = Roster.read(folder / ROSTER)
-        try:
+        allowed = "the folder that fedflat deploy of this version wrote; a run of another version is ended with that"
+        with reading(folder, "no task", allowed):
             found = json.loads((folder / TASK).read_text(encoding="utf-8"))
             form = DataSpec(**{**found["form"], "input_shape": tuple(found["form"]["input_shape"])})
             limits = Limits.read(found["bytes"])
             texts = [(folder / name).read_bytes() for name in (RECIPE, TASK, ROSTER)]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            found = f"no task ({'without ' if isinstance(error, KeyError) else ''}{error})"
-            allowed = (
-                "the folder that fedflat deploy of this version wrote; a run of another version is ended with that"
-            )
-            raise wrong(str(folder), found, allowed) from error
         if found.get("protocol") != PROTOCOL:
             allowed = f"{PROTOCOL}, as this version of fedflat speaks"
             raise wrong(f"{folder / TASK}: protocol", found.get("protocol"), allowed)
@@ -242,10 +234,8 @@ def replace_key(app: Path, client: str, key: Path) -> str:
     task = Task.read(app)
     if not client.isdecimal() or int(client) >= task.roster.clients:
         raise wrong("CLIENT", client, f"0 to {task.roster.clients - 1}")
-    try:
+    with reading(key, "no key", "the client's auth.pub"):
         words = key.read_text(encoding="ascii").split()
-    except (OSError, ValueError) as error:
-        raise InputError(f"{key}: found no key ({error}); allowed: the client's auth.pub.") from error
     text = " ".join(words[:2])
     load_key(text)
     keys = list(task.roster.keys)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fedflat.core import durable
-from fedflat.core.checks import wrong
+from fedflat.core.checks import reading, wrong
 from fedflat.core.rng import digest
 from fedflat.records.folder import OPENING
 
@@ -132,16 +132,14 @@ class Opening:
             InputError: there is none (a run of before 0.2), or it is damaged.
         """
         path = folder / OPENING
-        try:
+        with reading(path, "a damaged record", "the file that was written at the start"):
+            if not path.exists():
+                hint = "A run of fedflat 0.1 can be verified and reported, not resumed."
+                raise wrong(str(path), "no such file", "the one this run was opened with", hint=hint)
             body = json.loads(path.read_bytes())
             if body.pop("checksum") != _checksum(body):
                 raise ValueError("its checksum does not match")
             return cls(**body)
-        except FileNotFoundError as error:
-            hint = "A run of fedflat 0.1 can be verified and reported, not resumed."
-            raise wrong(str(path), "no such file", "the one this run was opened with", hint=hint) from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise wrong(str(path), "a damaged record", "the file that was written at the start") from error
 
 
 def keyed(identity: Identity, secret: str) -> dict[str, str | None]:

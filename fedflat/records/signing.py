@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, require, wrong
+from fedflat.core.checks import InputError, RunError, reading, require, wrong
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, STATEMENT, metrics_digest, read_lines
 
@@ -187,15 +187,13 @@ def payload_of(envelope: Any) -> dict[str, Any]:
     Raises:
         InputError: it is no envelope.
     """
-    try:
+    with reading("signature", "no DSSE envelope of an in-toto Statement", "what was signed"):
         if envelope["payloadType"] != PAYLOAD:
             raise ValueError("another payload")
         found = json.loads(base64.b64decode(envelope["payload"], validate=True))
         if found["_type"] != IN_TOTO:
             raise ValueError("another statement")
         return {"subjects": {each["name"]: each["digest"]["sha256"] for each in found["subject"]}, **found}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise wrong("signature", "no DSSE envelope of an in-toto Statement", "what was signed") from error
 
 
 def opened(envelope: Any, public: Ed25519PublicKey) -> dict[str, Any]:
@@ -233,12 +231,8 @@ def read(path: Path) -> Any:
     Raises:
         InputError: the file is none.
     """
-    try:
+    with reading(path, "no JSON", "a signed record"):
         return json.loads(path.read_bytes())
-    except OSError as error:
-        raise wrong(str(path), str(error.strerror), "a signed record") from error
-    except (ValueError, RecursionError) as error:
-        raise wrong(str(path), "no JSON", "a signed record") from error
 
 
 # --------------------------------------------------------------------------------------------------- tips.jsonl

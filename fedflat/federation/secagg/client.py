@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-from fedflat.core.checks import InputError, wrong
+from fedflat.core.checks import reading, wrong
 from fedflat.core.discrete import SecureBits
 from fedflat.core.rng import fresh_key, stream
 from fedflat.federation import wire
@@ -70,10 +70,8 @@ def signing_key(path: Path) -> EllipticCurvePrivateKey:
     """Return the client's authentication key, which signs its session keys."""
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
-    try:
+    with reading("node config: key", str(path), "the client's auth.key"):
         found = load_ssh_private_key(path.read_bytes(), None)
-    except (OSError, ValueError) as error:
-        raise InputError(f"node config: key: found {path} ({error}); allowed: the client's auth.key.") from error
     if not isinstance(found, EllipticCurvePrivateKey):
         raise wrong("node config: key", str(path), "an elliptic-curve private key in OpenSSH form")
     return found
