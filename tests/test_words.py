@@ -181,7 +181,7 @@ def test_citations_are_found_at_all() -> None:
 
 def test_no_paper_is_cited_by_its_number_alone() -> None:
     """The numbers are names of files and keys; in prose a paper has authors and a year."""
-    alone = re.compile(r"[Pp]apers? 00[0-4]\b|\b00[0-4],? (?:Eq|Alg|Def|Theorem|Fig|Table)|\b00[0-4]'s\b|\[00[0-4]\]")
+    alone = re.compile(r"(?<!\.)[Pp]apers? 00[0-4]\b|\b00[0-4](,? (Eq|Alg|Def|Theorem|Fig|Table)|'s\b)|\[00[0-4]\]")
     for path in SOURCES:
         assert not alone.search(path.read_text(encoding="utf-8")), path.relative_to(ROOT)
 
