@@ -27,10 +27,10 @@ from fedflat.config.recipe import Recipe
 from fedflat.federation import wire
 from fedflat.federation.local import Federation
 from fedflat.federation.project import client_folder, write_project
-from fedflat.federation.supernode import ask_again
+from fedflat.federation.supernode import PAUSE, ask_again, ask_seldom
 from fedflat.records.folder import METRICS, read_lines
 
-ROUNDS, POLL, IDLE = 2, 3.0, 20.0
+ROUNDS, IDLE = 2, 20.0
 INPUTS, CLASSES = 64, 10
 
 
@@ -51,7 +51,9 @@ def recipe_of(clients: int, dimension: int) -> Recipe:
     )
 
 
-def client(number: int, folder: Path, address: str, certificates: str, dimension: int, done: threading.Event) -> None:
+def client(
+    number: int, folder: Path, address: str, certificates: str, dimension: int, pause: float, done: threading.Event
+) -> None:
     """One light SuperNode: asks for messages as Flower's does, and answers each with the same vector."""
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
     from flwr.supernode.fleet_http_connection import http_request_response
@@ -60,7 +62,7 @@ def client(number: int, folder: Path, address: str, certificates: str, dimension
     keys = (private, private.public_key())
     update = np.linspace(-1, 1, dimension, dtype=np.float32) * (1 + number)  # like ones would be stored once
     with suppress(Exception, SystemExit), http_request_response(address, False, certificates, keys) as connection:
-        while not done.wait(POLL):
+        while not done.wait(pause):
             with suppress(Exception):
                 while answered(connection, update):
                     pass
@@ -103,13 +105,13 @@ def crowd(clients: range, folder: Path, address: str, certificates: str, dimensi
 
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
     ask_again()
-    done = threading.Event()
+    done, pause = threading.Event(), ask_seldom(len(clients))
     for number in clients:
-        words = (number, folder, address, certificates, dimension, done)
+        words = (number, folder, address, certificates, dimension, pause, done)
         threading.Thread(target=client, args=words, daemon=True).start()
     stop.wait()
     done.set()
-    time.sleep(POLL + 1)
+    time.sleep(PAUSE + 1)
     os._exit(0)
 
 
@@ -193,7 +195,8 @@ def report(
     print(f"rounds, the first with its start: {rounds}; run {wall:.0f} s")
     told = {line["round"]: clients - lost(line) for line in operator_lines() if "excluded" not in line}
     print(f"answers added: {', '.join(f'{told[round]} of {clients}' for round in sorted(told))}")
-    print(f"SuperLink, no run: {100 * share:.0f} % of a core for SuperNodes that ask every {POLL:g} s for work")
+    pause = ask_seldom(clients)
+    print(f"SuperLink, no run: {100 * share:.0f} % of a core for SuperNodes that look every {pause:g} s")
     work = paid[0] - idle[0]
     print(f"SuperLink: {work:.1f} s of CPU in the run, {1000 * (work - share * wall) / asked:.0f} ms for each answer")
     print(f"SuperLink: peak {paid[1]:.0f} MiB ({idle[1]:.0f} MiB before the run)")

@@ -248,10 +248,7 @@ class ReplyKeeper:
                     del self._sessions[session]
                     self._refuse(reply.message)
                     return False
-        if not session:
-            return False
-        kept: bool = self._put(run_id, session, object_id, content)
-        return kept
+        return bool(session and self._put(run_id, session, object_id, content))
 
     def _half(self) -> dict[str, _Reply]:
         """Return the replies that have not all arrived, by push session."""

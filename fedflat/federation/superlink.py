@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core import durable
+from fedflat.core.checks import InputError, RunError
 from fedflat.core.process import free_memory
 from fedflat.federation import doors, lock, processes
 from fedflat.federation.bounds import ReplyKeeper
@@ -261,12 +262,20 @@ def _run_server(address: str, certificate: Path, token: str) -> None:
     from flwr.supercore.logger import mirror_output_to_queue
     from flwr.superlink.runtime import run_serverapp
 
+    logging.getLogger("flwr").addFilter(_in_a_line)
     queue: Queue[str | None] = Queue()
     mirror_output_to_queue(queue)
     run_serverapp(
         runtime_api_address=address, log_queue=queue, token=token, insecure=False,
         certificates=certificate.read_bytes(), runtime_dependency_install=False,
     )  # fmt: skip
+
+
+def _in_a_line(record: logging.LogRecord) -> bool:
+    """Let what fedflat itself says of a fault stand in Flower's log without a traceback."""
+    if record.exc_info and isinstance(record.exc_info[1], (InputError, RunError)):
+        record.msg, record.args, record.exc_info = "error: %s", (record.exc_info[1],), None
+    return True
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -32,8 +32,9 @@ from fedflat.federation.wire import Malformed
 
 log = logging.getLogger("fedflat.supernode")
 
-PAUSE = 3.0
-"""Seconds between looks for a message, as Flower's own."""
+PAUSE, EACH_SECOND = 3.0, 25.0
+"""Seconds between looks for a message, as Flower's own; looks, and signs of life, that all clients together may send in
+a second: each costs the SuperLink 6 ms, and those of hundreds would leave it no time for a round."""
 UNAUTHORIZED = 401
 CUT = ("EOF occurred", "timed out", "reset by peer")
 """Words of Python's ssl module for a handshake that another attempt may finish."""
@@ -65,10 +66,11 @@ def serve(given: argparse.Namespace) -> int:
 
     limit_answers(task.limits.ask)
     ask_again()
+    pause = ask_seldom(task.form.clients)
     keys, at = (private, private.public_key()), (given.superlink, False, str(authority))
     with taking_over(config, at, keys), http_request_response(*at, keys) as connection:
         log.info("connected to %s", given.superlink)
-        _take_messages(connection, task.limits.ask, app, ours)
+        _take_messages(connection, task.limits.ask, app, ours, pause)
     # Flower closes a connection whose node the SuperLink does not know any more.
     raise RunError(f"{given.superlink} no longer knows this SuperNode (was it started again?); start this one again")
 
@@ -123,8 +125,19 @@ def ask_again() -> None:
     connection.make_simple_http_retry_invoker = patient
 
 
-def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection) -> None:
-    """Have every message answered that comes for this client, one after the other."""
+def ask_seldom(clients: int) -> float:
+    """Let a SuperNode that is one of so many give signs of life seldom; return the seconds between its looks."""
+    from flwr.supercore import heartbeat
+    from flwr.supernode import fleet_http_connection as connection
+
+    apart = clients / EACH_SECOND
+    interval = max(connection.HEARTBEAT_DEFAULT_INTERVAL, int(apart))
+    heartbeat.HEARTBEAT_DEFAULT_INTERVAL = connection.HEARTBEAT_DEFAULT_INTERVAL = interval
+    return max(PAUSE, apart)
+
+
+def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection, pause: float) -> None:
+    """Have every message answered that comes for this client, one after the other. pause: seconds between looks."""
     from flwr.app import Error, Message
     from flwr.common.constant import ErrorCode
     from flwr.supercore.run import RunNotRunningException
@@ -155,7 +168,7 @@ def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection)
         try:
             received = receive()
             if received is None:
-                time.sleep(PAUSE)
+                time.sleep(pause)
                 continue
             since, run = time.monotonic(), received[0].metadata.run_id
             reply, tree, objects = answer_to(*received)

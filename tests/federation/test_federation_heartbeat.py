@@ -11,6 +11,7 @@ import pytest
 from flwr.supercore import heartbeat
 from flwr.supercore.inflatable import inflatable_utils
 from flwr.supercore.retry import retry_invoker
+from flwr.supernode import fleet_http_connection
 from stand_in import deployed, small
 
 from fedflat.core.checks import InputError
@@ -18,6 +19,7 @@ from fedflat.core.types import Broadcast
 from fedflat.engine.batches import ClientBatches
 from fedflat.federation import client_app, server_app
 from fedflat.federation.client import Client
+from fedflat.federation.supernode import EACH_SECOND, ask_seldom
 
 PARTS: tuple[Any, ...] = (heartbeat, inflatable_utils, retry_invoker)
 BEATS = threading.Event()
@@ -69,3 +71,11 @@ def test_training_outlasts_signs_of_life(app: Any, client: Client, tmp_path: Pat
 def test_twin_with_flowers_own_draws_is_refused(client: Client) -> None:
     with pytest.raises(InputError, match="global generator"):
         beaten(client)
+
+
+def test_many_clients_ask_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks and signs of life of all clients together stay within what a SuperLink's core has time for."""
+    monkeypatch.setattr(fleet_http_connection, "HEARTBEAT_DEFAULT_INTERVAL", 30)
+    for clients, pause, interval in ((10, 3.0, 30), (200, 8.0, 30), (10_000, 400.0, 400)):
+        assert ask_seldom(clients) == pause and interval == heartbeat.HEARTBEAT_DEFAULT_INTERVAL
+        assert interval == fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL and clients / pause <= EACH_SECOND

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import logging
 import os
 import re
 import shlex
@@ -27,7 +28,7 @@ from flwr.supercore.run import RunStatus
 from ports import free_port
 from stand_in import client_at, deployed, grid_of, settings, small
 
-from fedflat.core.checks import InputError
+from fedflat.core.checks import InputError, RunError
 from fedflat.federation import server, superlink, supernode
 from fedflat.federation import task as tasks
 from fedflat.federation.client import Client, client_of
@@ -204,6 +205,15 @@ def test_a_superlink_notes_its_nodes_runs_and_memory_for_its_operator(tmp_path: 
     assert found.items() > status.items() and path.stat().st_mode & 0o077 == 0
     assert all(float(found[name].removesuffix(" MiB")) > 0 for name in found.keys() - status.keys())
     superlink._write_status(tmp_path / "none" / STATUS, status)
+
+
+def test_a_fault_that_is_explained_is_a_line_of_flower_s_log(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("a log of Flower's")
+    logger.addFilter(superlink._in_a_line)
+    for fault in (RunError("the disk is full"), ValueError("a fault of ours")):
+        logger.error("%s raised an exception", "ServerApp", exc_info=fault)
+    assert "error: the disk is full" in caplog.text and "ServerApp raised" in caplog.text
+    assert [record.exc_info is None for record in caplog.records] == [True, False]
 
 
 SUPERLINK = """
