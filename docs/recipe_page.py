@@ -7,7 +7,7 @@ import re
 
 from fedflat.config.reference import Key, recipe_keys
 
-UNLISTED = ("data.input", "data.label", "start.kind", "privacy.selection", "engine.compile")
+UNLISTED = ("data.input", "data.label", "privacy.selection", "engine.compile")
 """Old keys, and those that ``fedflat tune`` writes: ``fedflat explain`` knows them, the page does not list them."""
 
 

@@ -76,7 +76,9 @@ def test_the_figures() -> None:
         "to a client": 4 * DIMENSION, "from a client": 4 * DIMENSION, "a round": 160 * DIMENSION,
     }  # fmt: skip
     assert facts["seconds_a_round"] is None and facts["seconds"] is None
-    assert 0.01 < facts["true_positives"] < 0.6 and facts["mu_slack"] == 0.0025
+    assert facts["true_positives"] == 1.0 and facts["false_positives"] == 0.01  # e^8 in a hundred
+    low = forecast(changed(privacy={"clip": 0.5, "epsilon": 2}), trial=False).as_dict()
+    assert low["true_positives"] == 0.01 * math.exp(low["epsilon"]) + 0.0025
     assert facts["read"]["clients"] == 40 and facts["read"]["input_shape"] == [1, 8, 8]
     assert {other["what"] for other in facts["alternatives"]} == {name for name, _ in ALTERNATIVES} - {
         "twice the cohort"

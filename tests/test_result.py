@@ -92,6 +92,9 @@ def test_a_module_of_ones_own_is_given_again(tmp_path: Path) -> None:
         _ = found.model
     assert torch.equal(flat(fedflat.load(tmp_path / "a", model=module).model), flat(ran.model))
     assert torch.equal(flat(module), before)
+    named = nn.Sequential(nn.Flatten())
+    named.prior = nn.Linear(64, 10)  # a part of that name stays one
+    assert isinstance(fedflat.run({**without, "rounds": 1}, model=named).model.prior, nn.Linear)
     for other, says in ((nn.Linear(64, 10), "no such parameter"), (nn.Sequential(nn.Flatten(), nn.Linear(64, 9)), "9")):
         with pytest.raises(InputError, match=says):
             _ = fedflat.load(tmp_path / "a", model=other).model

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fedflat.algorithms import Factory
-from fedflat.assembly import going_on, plans, records
+from fedflat.assembly import plans, records
 from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
 from fedflat.assembly.piece_check import try_pieces
 from fedflat.assembly.plans import algorithm_of, average_of, clip_of, local_of, optimizer_of, plan_of, weighted
@@ -134,7 +134,6 @@ def _ingredients(
     loss: CustomLoss | None,
 ) -> _Ingredients:
     method, objective = algorithm_of(recipe, algorithm), objective_of(recipe, loss)
-    plans.check(recipe, method)
     if not objective.cross_entropy and (method.kind == "votes" or method.options.get("public")):
         raise wrong("task", recipe.task, "classification, without a loss of one's own", hint=f"So is {method.name}.")
     # Impossible privacy settings stop before data is read, but of more clients than data sets have examples.
@@ -147,9 +146,7 @@ def _ingredients(
     data = with_public_classes(recipe, data, method.private, named=model is None and is_sized(recipe.model.name))
     module, random, classes = module_of(recipe, model, data, objective)
     data = replace(data, classes=classes)
-    if recipe.after is not None:
-        going_on.put_weights(recipe.after, module)
-    if method.zero_head or recipe.start is not None:
+    if method.zero_head:
         zero(module, last_linear(module))
     precision = "bf16" if recipe.engine.precision == "bf16" else "fp32"
     own: tuple[Any, ...] = (method,) if algorithm is not None or ":" in recipe.algorithm.name else ()
@@ -222,8 +219,6 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
         identity=what,
         made_for=_made_for(made.data, named=recipe.model.name != GIVEN),
     )
-    if (first := parts.round_zero) is not None:
-        job.round_zero_backend = Sequential(first.algorithm, problem, first.local, data, recipe.seed)
     if made.public is not None:
         job.public_update = _public_update(job, _resident(made.public, module, device, precision))
     return job if made.queries is None else votes.with_votes(job, made.queries)
@@ -258,7 +253,7 @@ def _parts(recipe: Recipe, method: Algorithm, data: FederatedData, layout: Layou
         weighted=weighted(recipe, method),
         average=average_of(recipe, method),
     )
-    return plans.with_start(recipe, parts) if paper is None else shares.parts_of(parts, paper), threshold
+    return parts if paper is None else shares.parts_of(parts, paper), threshold
 
 
 def _resident(

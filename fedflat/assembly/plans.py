@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fedflat.algorithms import ALGORITHMS, Factory, class_statistics
-from fedflat.assembly import going_on
+from fedflat.algorithms import ALGORITHMS, Factory
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import PrivacySection, ServerSection
@@ -19,11 +18,9 @@ from fedflat.core.params import Layout
 from fedflat.core.types import MOMENTUM, Algorithm, Average, Clip, Local, MeanView, Optimizer
 from fedflat.data.clients import FederatedData
 from fedflat.data.preparation import DATASETS
-from fedflat.engine.round import RoundParts
 from fedflat.methods import noise as noising
 from fedflat.methods import shares, votes
 from fedflat.pieces import clipping
-from fedflat.pieces.clipping import whole_vector
 from fedflat.pieces.server import MovingAverage, TailAverage, optimizer
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.tuning import Selection
@@ -85,8 +82,6 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
     """Return the privacy plan of a recipe with M = ``clients``; ``dimension`` d, where the model is known, is for
     ddgauss.
     """
-    if recipe.after is not None and recipe.privacy.epsilon is not None:
-        return going_on.calibrated(recipe, lambda alone: plan_of(alone, method, clients, dimension))
     noising.check(recipe, method)
     if shares.applies(recipe, method):
         return shares.plan_of(recipe, method, clients)
@@ -117,7 +112,6 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         bands=privacy.noise.bands,
         momentum=recipe.server.momentum if method.optimizer is None else 0.0,
         selection=Selection.of(privacy.selection.model_dump()) if privacy.selection else None,
-        share=recipe.start.share if recipe.start else None,
         evaluation=evaluation_of(recipe, method),
     )
     plan = noising.with_fixed_numbers(plan)
@@ -151,7 +145,6 @@ def evaluation_of(recipe: Recipe, method: Algorithm) -> float | None:
         (privacy.noise.kind == "independent", "privacy.noise", privacy.noise.kind, "independent"),
         (not privacy.secure_rng, "privacy.secure_rng", True, "false"),
         (clip != "adaptive", "privacy.clip", clip, "one constant clip"),
-        (recipe.start is None, "start", "class sums", "nothing"),
         (recipe.task == "classification", "task", recipe.task, "classification"),
     ):
         require(holds, where, found, allowed, hint=hint)
@@ -297,43 +290,3 @@ def weighted(recipe: Recipe, method: Algorithm) -> bool:
     samples, hint = recipe.server.weights == "samples", "Weights n_i make the sensitivity depend on data sizes."
     require(not samples or not method.private, "server.weights", "samples", "uniform for a private method", hint=hint)
     return samples
-
-
-def check(recipe: Recipe, method: Algorithm) -> None:
-    """Refuse what cannot begin with class sums.
-
-    Raises:
-        InputError: with the reason.
-    """
-    if recipe.start is None:
-        return
-    kind, protocol = recipe.start.kind, recipe.privacy.protocol
-    require(recipe.after is None, "start", kind, "nothing with after", hint="It would put the head back to zero.")
-    require(protocol == "sound", "privacy.protocol", protocol, "sound with start")
-    found = recipe.task if recipe.loss is None else "a loss of one's own"
-    hint = "Its release are sums by class."
-    require(found == "classification", "task", found, "classification with start", hint=hint)
-    goes_on = method.kind == "update" and method.head is None and not method.zero_head
-    hint = "Such a method averages updates of a model whose last layer is shared, and has steps of its own."
-    require(goes_on, "algorithm.name", f"{method.name} with start", "a method that goes on from there", hint=hint)
-
-
-def with_start(recipe: Recipe, parts: RoundParts) -> RoundParts:
-    """Return the parts with those of round 0, if the recipe begins with class sums."""
-    if recipe.start is None:
-        return parts
-    plan, clip = parts.plan.at_round(0), whole_vector(start_clip_of(recipe))
-    plain = optimizer("sgd", lr=recipe.start.lr, momentum=0.0)
-    first = replace(
-        parts, algorithm=class_statistics(), plan=plan, clip=clip, mechanism=noising.mechanism_of(recipe, plan),
-        optimizer=lambda view: plain, threshold=clip.threshold,
-    )  # fmt: skip
-    return replace(parts, round_zero=first)
-
-
-def start_clip_of(recipe: Recipe) -> float:
-    """C of round 0: its own, or the recipe's where that is one number."""
-    clip = (recipe.start and recipe.start.clip) or recipe.privacy.clipping.value
-    if clip is None:
-        raise wrong("start.clip", "nothing", "a number > 0, since privacy.clip is none")
-    return clip

@@ -78,8 +78,6 @@ def settled(recipe: Recipe, parts: RoundParts, clients: int, module: nn.Module |
     dump, plan, local = recipe.dump(), parts.plan, parts.local
     dump["server"] = server_of(recipe, parts.algorithm).model_dump(mode="json")
     dump["data"]["clients"] = clients
-    if parts.round_zero is not None:
-        dump["start"]["clip"] = parts.round_zero.threshold
     if isinstance(module, Representation):
         dump["model"] |= module.settled
     dump["privacy"]["trust"] = plan.trust

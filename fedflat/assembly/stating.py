@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from fedflat.assembly import going_on
 from fedflat.assembly.plans import algorithm_of, is_public, plan_of
 from fedflat.assembly.records import is_seeded, settled
 from fedflat.config.reading import GIVEN
@@ -25,10 +24,10 @@ from fedflat.methods import noise as noising
 from fedflat.methods import published
 from fedflat.methods.plans import DDGaussPlan
 from fedflat.methods.published import Published
-from fedflat.privacy.accounting.curves import Step, steps_epsilon
+from fedflat.privacy.accounting.gaussian import schedule_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
-from fedflat.privacy.statement import PRIORS, TEXTS, multipliers, rounds_charged, statement
+from fedflat.privacy.statement import PRIORS, TEXTS, least_noise, rounds_charged, statement
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.records.opening import versions
 
@@ -118,8 +117,6 @@ def own_method(recipe: Recipe) -> bool:
 
 def prior_of(recipe: Recipe, module: nn.Module | None) -> str:
     """Return what shaped the weights before any client's data did: a key of ``privacy.statement.PRIORS``, and which."""
-    if recipe.after is not None:
-        return "earlier run"
     own = recipe.model.name == GIVEN or ":" in recipe.model.name
     said = {**vars(type(module)), **vars(module)} if own and module is not None else {}  # never what it inherits
     found = said.get("prior", "unknown") if own else getattr(module, "prior", "none")
@@ -139,7 +136,7 @@ def held_out(method: Algorithm, dataset: str, loaded: str) -> bool:
 def state_privacy(recipe: Recipe, job: Job, outcome: Outcome, *, deployment: bool = False) -> dict[str, Any]:
     """Return the privacy statement of a run so far."""
     history = outcome.history or ([] if job.folder is None else read_lines(job.folder.path / METRICS))
-    found = stated(
+    return stated(
         recipe,
         settled(recipe, job.parts, job.data.clients, job.problem.pristine),
         job.parts.plan,
@@ -149,8 +146,6 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome, *, deployment: boo
         tested=tested(history),
         seen=outcome.seen,
     )
-    found["warnings"] += going_on.warning(recipe, outcome.entries, found["proven_epsilon"])
-    return found
 
 
 def tested(metrics: Sequence[Mapping[str, Any]]) -> bool:
@@ -193,10 +188,7 @@ def stated(
     tested: bool,
     seen: bool = False,
 ) -> dict[str, Any]:
-    """Return the statement of ``rounds`` finished rounds whose ledger has ``entries``. base: the settled recipe.
-
-    What it costs together with earlier runs (``after``) is not in it: that needs their folders.
-    """
+    """Return the statement of ``rounds`` finished rounds whose ledger has ``entries``. base: the settled recipe."""
     plan = plan.standing(entries)
     facts = {**base, **_facts(recipe, terms, tested)}
     # Both would tell who reads the statement more than the guarantee allows for.
@@ -275,10 +267,8 @@ def cohort_known_epsilon(plan: Plan, rounds: int, entries: Entries) -> float | N
     if not plan.private or plan.event_multiplier == 0 or plan.trust != "central" or plan.mechanism is not None:
         return None
     charged = rounds_charged(rounds, entries)
-    spent = multipliers(plan, entries, charged) if charged else {}
-    return steps_epsilon(
-        {Step("known", plan.sampler.q, s / plan.params.factor): n for s, n in spent.items()}, plan.delta
-    )
+    sigma = least_noise(plan, entries) / plan.params.factor
+    return schedule_epsilon(charged, plan.sampler.q, sigma, plan.delta) if charged else 0.0
 
 
 def cohort_chosen_epsilon(plan: Plan, finished: int, entries: Entries) -> float | None:

@@ -126,9 +126,6 @@ def with_canaries(job: Job, directions: Directions, included: NDArray[np.bool_])
     if job.parts.plan.trust != "central":
         found = job.parts.plan.trust
         raise wrong("privacy.trust", found, "central for canary audits", hint="They see models, not single updates.")
-    if job.parts.round_zero is not None:
-        hint = "They send updates, and its first round takes class sums."
-        raise wrong("start", "class-statistics", "nothing for canary audits", hint=hint)
     plan = _larger(job.parts.plan, count + len(included))
     # More clients at the same q, σ and δ have the same proven ε.
     parts = replace(job.parts, plan=plan)

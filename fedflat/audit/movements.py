@@ -36,8 +36,6 @@ FEW = 4
 """Cases of back ends that start processes for each world."""
 ASSUMPTIONS = assumptions("worlds", clients=room.CLIENTS, steps=room.STEPS, batch=room.BATCH)
 
-STARTED = "Of a recipe with start: the rounds after round 0, whose own movement is that of algorithm: class-statistics."
-
 
 def engines_for(recipe: Recipe, *, thorough: bool) -> tuple[Engine, ...]:
     """Return the back ends to try, the fast ones first; those that do not apply to a model are refused when they are
@@ -89,7 +87,7 @@ def audit_worlds(
         "worlds", method.name, claimed=proven, proven=proven, canary=worst.case,
         statistic=f"movement of the release over C, {worst.engine}", runs=sum(not m.stopped for m in found),
         seconds=time.perf_counter() - began, violations=faults(found, shared), details=_details(found, worst, left),
-        assumptions=(*ASSUMPTIONS, *([STARTED] if recipe.start is not None else []), *([note] if note else [])),
+        assumptions=(*ASSUMPTIONS, *([note] if note else [])),
     )  # fmt: skip
 
 

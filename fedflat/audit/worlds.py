@@ -432,8 +432,6 @@ def world_recipe(recipe: Recipe, clients: int, engine: Engine, rounds: int, case
     steps, batch = min(local["steps"] or STEPS, STEPS), min(local["batch_size"], BATCH)
     if case.start == "even":
         steps, batch = 1, 64
-    # The world has one round, which is like the later ones.
-    dump.pop("start", None)
     changes: dict[str, Any] = {
         "rounds": rounds, "data": dump["data"] | {"clients": None, "client_test_fraction": 0.0}, "cohort": cohort,
         "local": local | {"steps": steps, "epochs": None, "batch_size": batch},

@@ -325,8 +325,6 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
         job = prepare(recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"backend": "sequential"})}))
         size, count = size or job.parts.layout.dimension, count or job.parts.local.steps
         clients, samples = job.data.clients, sum(map(len, job.data.parts))
-    if recipe.start is not None:
-        raise wrong("start", recipe.start.kind, "nothing", hint="The theorems take all rounds to be the method's.")
     plan = plan_of(recipe, method, clients, size)
     facts = Facts(
         lr=recipe.local.lr, steps=count, rounds=recipe.rounds, clients=clients, cohort=plan.divisor, clip=_clip(recipe),

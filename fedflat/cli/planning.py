@@ -39,8 +39,10 @@ def plan(
 
 def text(found: Any) -> list[str]:
     """Return the forecast in at most 80 columns."""
-    values = {"found": found, "facts": found.as_dict(), "plan": found.plan, "bound": found.attacker}
-    return filled("plan.txt", **values, short=_short, time=_time)
+    from fedflat.report.wording import share_bound
+
+    values = {"found": found, "facts": found.as_dict(), "plan": found.plan}
+    return filled("plan.txt", **values, short=_short, time=_time, at_most=share_bound)
 
 
 def _short(value: float) -> str:

@@ -210,8 +210,7 @@ def _show_scheduled(plan: Any, only: dict[str, str], target: float | None, optio
     from fedflat.privacy.accounting.epsilon import calibrate
 
     rows: list[Row] = []
-    names = PROVEN if plan.mechanism else (plan.accountant,)
-    for name in names if only.get("accountant") is None else (only["accountant"],):
+    for name in PROVEN if only.get("accountant") is None else (only["accountant"],):
         one = replace(plan, accountant=str(one_of("accountant", name, PROVEN)))
         if target is not None:
             found = calibrate(lambda s, at=one: at.at(s).epsilon(), target, one.noise_multiplier)  # type: ignore[misc]
@@ -223,12 +222,8 @@ def _show_scheduled(plan: Any, only: dict[str, str], target: float | None, optio
              "noise_multiplier": one.noise_multiplier}
         )  # fmt: skip
     setting = Setting.of(plan, noise_open=target is not None)
-    record: Row = {"first": plan.first}
-    said = f"Round 0 has {plan.first:.4g} times the σ of the others."
-    if plan.mechanism:
-        said = plan.mechanism.sentence if plan.mechanism.kind != "independent" else ""
-        record = plan.mechanism.record(plan)
-    about = {"setting": setting.as_dict() | record, "rows": rows}
+    said = plan.mechanism.sentence if plan.mechanism.kind != "independent" else ""
+    about = {"setting": setting.as_dict() | plan.mechanism.record(plan), "rows": rows}
     if options.as_json:
         _print_json(about if target is None else {"epsilon": target, "find": "noise_multiplier", **about})
         return
@@ -417,21 +412,18 @@ def setting_of(options: Options, only: Mapping[str, str], target: float | None =
 
 
 def scheduled_plan(options: Options, only: Mapping[str, str], target: float | None = None) -> Plan | None:
-    """Return the plan of a recipe whose rounds are not alike: by a schedule, correlated noise or ``start``; else None.
+    """Return the plan of a recipe whose rounds follow a schedule or share noise; else None.
 
     Raises:
         InputError: whatever is wrong in the recipe.
     """
-    from fedflat.assembly.plans import algorithm_of, check, plan_of
+    from fedflat.assembly.plans import algorithm_of, plan_of
     from fedflat.privacy.correlated import ScheduledPlan
 
     if options.recipe is None:
         return None
     recipe = options.load(only, target)
-    known = recipe.start is not None or recipe.cohort.sampling in ("full", "min-separation", "cyclic-poisson")
-    if recipe.data.clients is None or not known:
+    if recipe.data.clients is None or recipe.cohort.sampling not in ("full", "min-separation", "cyclic-poisson"):
         return None
-    method = algorithm_of(recipe)
-    check(recipe, method)
-    plan = plan_of(recipe, method, recipe.data.clients)
-    return plan if isinstance(plan.mechanism, ScheduledPlan) or plan.first != 1 else None
+    plan = plan_of(recipe, algorithm_of(recipe), recipe.data.clients)
+    return plan if isinstance(plan.mechanism, ScheduledPlan) else None

@@ -22,7 +22,6 @@ from fedflat.config.sections import (
     PrivacySection,
     Section,
     ServerSection,
-    StartSection,
     as_named,
     section_in,
 )
@@ -39,9 +38,6 @@ class Recipe(Section):
     drives cohorts and noise too. Example: 1"""
     rounds: Annotated[int, Field(ge=1)]
     """T, the number of rounds. More rounds need more noise for the same ε. Example: 60"""
-    after: str | None = None
-    """The folder of a run that ended: its released model is w^0, and privacy.epsilon that of all such runs together.
-    Example: runs/first"""
     data: DataSection = DataSection()
     """Which examples, and how they are spread over clients."""
     model: Annotated[NamedSection, BeforeValidator(as_named)] = NamedSection(name="cnn")
@@ -55,9 +51,6 @@ class Recipe(Section):
     algorithm: Annotated[NamedSection, BeforeValidator(as_named)]
     """A name of fedflat list algorithms with its options, or my_file.py:my_method. Example: {name: dp-fedsam, rho:
     0.05}"""
-    start: Annotated[StartSection | None, BeforeValidator(lambda v: {"kind": v} if isinstance(v, str) else v)] = None
-    """Begin with one release of class sums, and go on from there. None: every round is the method's. Example:
-    class-statistics"""
     local: LocalSection = LocalSection()
     """Local training, the same public numbers for every client."""
     cohort: CohortSection
@@ -101,9 +94,8 @@ class Recipe(Section):
         return recipe
 
     def dump(self) -> dict[str, Any]:
-        """Return a plain dict with every default resolved; ``after`` and ``start`` only where they are set."""
-        unset = {name for name in ("after", "start") if getattr(self, name) is None}
-        return self.model_dump(mode="json", exclude=unset)
+        """Return a plain dict with every default resolved."""
+        return self.model_dump(mode="json")
 
     def _check(self, where: str) -> None:
         local, clip = self.local, self.privacy.clip
@@ -207,7 +199,7 @@ def _sentence(error: ValidationError, where: str) -> InputError:
 
 
 def _texts(value: Any) -> Any:
-    """Return the same with a pathlib path, as ``after`` or ``data.dataset`` may be in Python, as text."""
+    """Return the same with a pathlib path, as ``data.dataset`` may be in Python, as text."""
     if isinstance(value, Mapping):
         return {key: _texts(inside) for key, inside in value.items()}
     return str(value) if isinstance(value, Path) else value

@@ -335,19 +335,6 @@ class PrivacySection(Section):
         return self.clip if isinstance(self.clip, ClipSection) else ClipSection(kind="constant", value=self.clip)
 
 
-class StartSection(Section):
-    """What round 0 is instead of the method's; its share of the budget is fixed before the run."""
-
-    kind: Literal["class-statistics"] = "class-statistics"
-    """class-statistics: one clipped release of sums of features by class, which the last layer starts from."""
-    clip: Positive | None = None
-    """C of that round: the L2 norm that no client's class sums exceed. None: privacy.clip. Example: 10"""
-    share: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Its share of the budget: of the sum of 1/σ² over all rounds. Example: 0.2"""
-    lr: Positive = 1.0
-    """The last layer is this many times the noisy mean of the class sums. Example: 10"""
-
-
 class ServerSection(Section):
     """What the server does with the noisy mean."""
 

@@ -114,8 +114,7 @@ class Job:
     from OS entropy and lies in a file outside the folder. A run without a folder is drawn with ``key`` as it is.
     tell: is given each note at once. made_for: the shapes the module was built for. metrics: the user's own, on public
     test data. check_ins: chooses the cohort from who is there, in a deployment. operator: the key that signs the run's
-    records, if there is one. why: why rounds are drawn again. round_zero_backend: trains round 0 where it has parts of
-    its own (``RoundParts.round_zero``).
+    records, if there is one. why: why rounds are drawn again.
     """
 
     parts: RoundParts
@@ -141,7 +140,6 @@ class Job:
     made_for: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     check_ins: Callable[[RoundState], np.ndarray] | None = None
-    round_zero_backend: Backend | None = None
 
     @cached_property
     def last_round(self) -> int:

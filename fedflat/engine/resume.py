@@ -130,10 +130,8 @@ def _check_ledger(job: Job, ledger: Ledger) -> None:
         hint = "An older one was put back; its key has drawn these rounds."
         allowed = f"that of attempt {carried['attempt']}, as the ledger"
         raise wrong(str(path.parent / OPENING), found, allowed, hint=hint)
-    plan = job.parts.plan
-    alike = [plan.record(round, job.threshold) for round in range(1 if plan.first == 1 else 2)]
+    planned = job.parts.plan.record(0, job.threshold)
     for entry in ledger.entries:
-        planned = alike[min(entry["round"], len(alike) - 1)]
         for name in _PLANNED:
             if entry.get(name) != planned.get(name):
                 where = f"{path} line {entry['line']}: {name}"

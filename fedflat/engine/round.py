@@ -46,7 +46,6 @@ class RoundParts:
     optimizer: what is public of a round's noise -> the server optimiser of that round.
     weighted: mean weighted by sample counts; only for the non-private twins and published procedures.
     average: what is released of the iterates; None: the last one.
-    round_zero: parts used for round 0 only, if they differ. threshold: C of such a round.
     """
 
     algorithm: Algorithm
@@ -58,12 +57,6 @@ class RoundParts:
     layout: Layout
     weighted: bool = False
     average: Average | None = None
-    round_zero: "RoundParts | None" = None
-    threshold: float | None = None
-
-    def of(self, round: int) -> "RoundParts":
-        """Return the parts of a round."""
-        return self.round_zero if self.round_zero is not None and round == 0 else self
 
     def first_state(self, shared: Tensor, threshold: float) -> RoundState:
         """Return the server before round 0."""
@@ -105,19 +98,17 @@ def broadcast_of(
     parts: RoundParts, state: RoundState, seed: int, public_update: Callable[[], Tensor] | None = None
 ) -> Broadcast:
     """Return what every client of the round receives; the common mask, if any, comes from public randomness only."""
-    mask, now = None, parts.of(state.round)
-    if now.algorithm.mask is not None:
+    mask = None
+    if parts.algorithm.mask is not None:
         initial = state.slots.get("initial", state.shared)
         view = MaskView(state.shared, initial, stream(seed, "common mask", state.round), public_update)
-        mask = now.algorithm.mask(view)
+        mask = parts.algorithm.mask(view)
     vectors = {name: state.slots.get(name, torch.zeros_like(state.shared)) for name in parts.broadcast}
-    clip = state.clip if now.threshold is None else now.threshold
-    return Broadcast(state.round, state.shared, clip, parts.local.rate(state.round), vectors, mask)
+    return Broadcast(state.round, state.shared, state.clip, parts.local.rate(state.round), vectors, mask)
 
 
 def accumulator_of(parts: RoundParts, broadcast: Broadcast, key: bytes) -> Any:
     """Return what adds up the round's messages: the plain clipped sum, unless the mechanism has its own."""
-    parts = parts.of(broadcast.round)
     tensors, size = parts.message_tensors, parts.message_length
     own = parts.mechanism.accumulator(parts.clip, broadcast, tensors, key)
     if own is not None:
@@ -169,7 +160,6 @@ def finish_round(
     unit: the mechanism's own N(0, I) of this round, where it was drawn while clients trained.
     scores: the cohort's sums of a private evaluation (``engine.evaluate.cohort_scores``).
     """
-    parts = parts.of(state.round)
     plan, round = parts.plan, state.round
     bound = parts.clip.bound(broadcast.clip)
     if plan.private:
@@ -192,7 +182,7 @@ def finish_round(
         slots.update(changed)
     shared, changed = parts.optimizer(mean_view(parts, bound, constant, round))(state.shared, mean, slots)
     slots.update(changed)
-    clip = state.clip if parts.threshold is not None else _next_clip(parts, broadcast.clip, aggregate, key, round)
+    clip = _next_clip(parts, broadcast.clip, aggregate, key, round)
     shown = {"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None}
     if plan.min_cohort is not None:
         shown["aborted"] = False

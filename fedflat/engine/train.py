@@ -63,7 +63,7 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
                 turn.evaluate(cohort, heads)
                 # The back end maps, the round reduces: here, so that a step's gradient is one frame less away.
                 reduced = turn.sum_of(broadcast, heads)
-                for part in turn.backend.train(cohort, broadcast, heads, reduced.clipped):
+                for part in job.backend.train(cohort, broadcast, heads, reduced.clipped):
                     reduced.add(part)
             state, released, hidden = turn.finish(heads, ledger, saved)
             if state.round <= before + 1:
@@ -127,8 +127,6 @@ class _Round:
         plan, releases = job.parts.plan, state.round + 1 + job.charged_again
         self.spent = in_background(lambda: plan.epsilon(releases))
         self.unit = _noise_ahead(job, state.round)
-        first = job.round_zero_backend if state.round == 0 else None
-        self.backend = job.backend if first is None else first
         self.scores: np.ndarray | None = None
 
     def cohorts(self) -> Iterator[tuple[np.ndarray, Broadcast]]:
@@ -151,7 +149,7 @@ class _Round:
 
     def sum_of(self, broadcast: Broadcast, heads: PersonalState) -> RoundSum:
         """Return what adds up the messages of one draw's cohort."""
-        parts = self.job.parts.of(self.state.round)
+        parts = self.job.parts
         return RoundSum(parts.algorithm, parts.local, broadcast, self.accumulator.of(broadcast.draw), heads)
 
     def finish(
@@ -248,8 +246,7 @@ def weights_digest(job: Job, state: RoundState) -> str:
 def _noise_ahead(job: Job, round: int) -> Callable[[], Tensor] | None:
     """N(0, I) ``(d,)`` of the round, drawn while clients train: its stream depends on the key and the round only, its
     std may depend on who took part. None where it is drawn later, in no time or by the mechanism itself."""
-    parts = job.parts.of(round)
-    mechanism, size = parts.mechanism, parts.message_length
+    mechanism, size = job.parts.mechanism, job.parts.message_length
     if not mechanism.ahead or not job.parts.plan.private or size < LARGE:
         return None
     return in_background(lambda: mechanism.unit(job.key, round, size))

@@ -97,10 +97,9 @@ class Client:
 
     def check(self, ask: Request) -> None:
         """Check what a client must not take the server's word for."""
-        plan, now = self.job.parts.plan, self.job.parts.of(ask.broadcast.round)
+        plan, clip = self.job.parts.plan, self.job.parts.clip
         self.check_question(ask.client, ask.pin, ask.broadcast.round)
-        agreed = self.job.threshold if now.threshold is None else now.threshold
-        if not now.clip.moves and ask.broadcast.clip != agreed:
+        if not clip.moves and ask.broadcast.clip != self.job.threshold:
             raise Refused("the server asks for another clip than the recipe's")
         if plan.trust != "local":
             return
@@ -113,7 +112,7 @@ class Client:
     def update(self, broadcast: Broadcast) -> tuple[Tensor, int]:
         """Return the clipped update ``(k·d,)``, noised under local trust, and the sample count if it is asked for."""
         job = self.job
-        parts, rows = job.parts.of(broadcast.round), job.data.parts[self.number]
+        parts, rows = job.parts, job.data.parts[self.number]
         before = self.store.head(job.initial_weights[parts.layout.dimension :], broadcast.round)
         if self.held is not None:
             self._note_accuracy(broadcast)
@@ -143,7 +142,7 @@ class Client:
 
         What stays goes to ``kept``; a state is moved by the message as clipped here.
         """
-        parts, key = self.job.parts.of(broadcast.round), fresh_key()  # never stored: nobody can draw this noise again
+        parts, key = self.job.parts, fresh_key()  # never stored: nobody can draw this noise again
         noised = parts.plan.trust == "local" and parts.plan.private
         plain = Accumulator(parts.clip, broadcast.clip, parts.message_tensors, parts.message_length)
         own = accumulator_of(parts, broadcast, key) if noised else plain

@@ -129,8 +129,6 @@ def _unfit(recipe: Recipe, method: Algorithm, trust: str) -> str:
         return "privacy.noise_multiplier is that of a round, and no privacy.epsilon is given"
     if trust != "central" or method.kind != "update":
         return f"a schedule is proven for trust: central and plain Gaussian noise, not for {method.name}, {trust}"
-    if recipe.start is not None:
-        return "correlated noise has no account beside a start's own noise"
     if privacy.clipping.kind == "adaptive":
         return "correlated noise needs one constant clip"
     if privacy.noise.kind != "independent" or privacy.noise_cohort is not None or cohort.min or cohort.max:

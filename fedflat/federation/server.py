@@ -107,7 +107,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         if not outcome.complete or keys.compare(folder.run, outcome.entries)[0]:
             excluded = _operator_file(folder.run, ".excluded")
             culprits = Culprits(excluded, settings.exclusion_limit, settings.abort_limit)
-            job.backend, job.round_zero_backend = _backend(grid, task, job, settings, culprits), None
+            job.backend = _backend(grid, task, job, settings, culprits)
             job.check_ins = _check_ins(grid, task, job, culprits, folder.run, outcome)
             _tell_start(job, outcome)
             for note in drowned(task.recipe, job):

@@ -204,8 +204,6 @@ def check_deployable(recipe: Recipe, method: Algorithm, trust: str) -> None:
         raise wrong("privacy.protocol", "published", "sound", hint=hint)
     if privacy.randomness == "seeded":
         raise wrong("privacy.randomness", "seeded", "secret in a deployment")
-    if recipe.after is not None:
-        raise wrong("after", recipe.after, "nothing in a deployment", hint="Simulate it: fedflat run.")
     if recipe.task not in ("classification", "next-token") or recipe.loss is not None:
         found = recipe.task if recipe.loss is None else f"{recipe.task} with a loss of one's own"
         raise wrong("task", found, "classification or next-token", hint="Simulate it: fedflat run.")
@@ -214,9 +212,6 @@ def check_deployable(recipe: Recipe, method: Algorithm, trust: str) -> None:
     if privacy.noise_cohort is not None:
         hint = "A deployment has the clients it has."
         raise wrong("privacy.noise_cohort", privacy.noise_cohort, "nothing", hint=hint)
-    if recipe.start is not None and (method.vectors > 1 or method.client_state):
-        hint = "Its messages, or what clients keep, are others in round 0. Simulate it: fedflat run."
-        raise wrong("start", f"{recipe.start.kind} with {method.name}", "nothing in a deployment", hint=hint)
     if method.kind == "votes":
         allowed = "a method whose message is an update"
         raise wrong("algorithm.name", method.name, allowed, hint="Simulate it: fedflat run.")

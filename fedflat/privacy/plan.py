@@ -5,8 +5,7 @@ exists twice.
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from fedflat.privacy.accounting.epsilon import (
 )
 from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan
 from fedflat.privacy.ledger import extra_rounds
-from fedflat.privacy.trust import GAUSSIAN, Accounted, AccountingParams, Guarantee, guarantees_of
+from fedflat.privacy.trust import GAUSSIAN, Accounted, AccountingParams, Guarantee
 
 __all__ = ["Accounted", "Guarantee", "Plan", "build_plan"]
 
@@ -48,7 +47,6 @@ class Plan(AccountingParams):
         mechanism: a mechanism with its own account; None for the Gaussian sum.
         warnings: one sentence each, for the user.
         selection: what this run was selected by among several, if it was: every ε is then the selection's.
-        first: σ of round 0 over that of the others. begun: how often round 0 is charged.
         evaluation: share of 1/σ² that each round's private evaluation takes, if there is one.
     """
 
@@ -60,8 +58,6 @@ class Plan(AccountingParams):
     mechanism: Accounted | None = None
     warnings: tuple[str, ...] = ()
     selection: tuning.Selection | None = None
-    first: float = 1.0
-    begun: int = 1
     evaluation: float | None = None
     _known: dict[int, tuple[Guarantee, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Guarantees by their number of rounds: a round asks twice, for its ledger line and for what it shows."""
@@ -152,39 +148,13 @@ class Plan(AccountingParams):
             return (Guarantee("everyone", text, "add-remove", math.inf if count else 0.0, self.delta, "none"),)
         if self.selection is not None:
             return (tuning.guarantee(self, count),)
-        # Round 0 has another noise, so rounds are not alike and are composed one by one.
-        if self.first != 1 and count:
-            once = Counter({self.at_round(0).event_multiplier: min(self.begun, count)})
-            return guarantees_of(self.params, once + Counter({self.event_multiplier: count - once.total()}))
         return self.account.guarantees(self, count)
-
-    def guarantees_of(self, multipliers: Mapping[float, int]) -> tuple[Guarantee, ...]:
-        """As :meth:`guarantees`, of charged rounds: event multiplier -> how many, as a ledger's lines say.
-
-        Rounds that differ are composed as they are. A mechanism with an account of its own has one for equal rounds
-        only: all are taken to have the least noise, which bounds them.
-        """
-        rounds, least = sum(multipliers.values()), min(multipliers, default=self.event_multiplier)
-        if self.first != 1 and self.private:
-            return guarantees_of(self.params, multipliers)
-        if set(multipliers) <= {self.event_multiplier} or not self.private:
-            return self.guarantees(rounds)
-        # These have an account for equal rounds only: the least noise of all bounds them.
-        if self.mechanism or self.selection or len(multipliers) == 1:
-            return self.at(least).guarantees(rounds)
-        return guarantees_of(self.params, multipliers)
 
     def at(self, multiplier: float) -> "Plan":
         """The same with another event multiplier."""
         if multiplier == self.event_multiplier:
             return self
         return replace(self, noise_multiplier=multiplier * (self.noise_cohort or self.sampler.size) / self.sampler.size)
-
-    def at_round(self, round: int) -> "Plan":
-        """The plan with the noise of one round, as if all were like it."""
-        if round or self.first == 1:
-            return self
-        return replace(self, noise_multiplier=self.noise_multiplier * self.first, first=1.0)
 
     def calibrated(self, epsilon: float) -> "Plan":
         """The same with the least noise for a target ε; with noise_cohort, of the simulated system.
@@ -254,8 +224,6 @@ class Plan(AccountingParams):
         Args:
             round: from 0. clip: the norm bound C of this round's messages.
         """
-        if self.at_round(round) is not self:
-            return self.at_round(round).record(round, clip)
         found: dict[str, Any] = {
             "round": whole("round", round),
             "mechanism": self.account.name,
@@ -289,10 +257,7 @@ class Plan(AccountingParams):
         return found | self.account.record(self) | self.account.by_round(self, round)
 
     def standing(self, entries: Sequence[Mapping[str, Any]], key: str | None = None, start: int = 0) -> "Plan":
-        """The plan of a run that goes on: where rounds share noise, which of them other keys drew (from a ledger), and
-        where round 0 has its own, how often it was charged."""
-        if self.first != 1:
-            return replace(self, begun=begun(entries))
+        """The plan of a run that goes on: where rounds share noise, which of them other keys drew (from a ledger)."""
         if not isinstance(self.mechanism, ScheduledPlan):
             return self
         return replace(self, mechanism=self.mechanism.standing(entries, key, start))
@@ -330,7 +295,6 @@ def build_plan(
     bands: int | None = None,
     momentum: float = 0.0,
     selection: tuning.Selection | None = None,
-    share: float | None = None,
     evaluation: float | None = None,
     **accounting: Any,
 ) -> Plan:
@@ -339,8 +303,7 @@ def build_plan(
     Arguments as in :class:`Plan`; ``accounting`` as in :func:`fedflat.epsilon`, with its defaults. σ_b is m/20 by
     default. A target ε with ``noise_cohort`` is that of the simulated system. noise, bands: kind and bands of
     ``privacy.noise``; momentum: the server's, for which correlated noise is made. selection: as in :class:`Plan`; a
-    target ε is then the selection's. share: of the budget for round 0, as in :func:`ratio`; None: all rounds are
-    alike. evaluation: as in :class:`Plan`.
+    target ε is then the selection's. evaluation: as in :class:`Plan`.
 
     Raises:
         InputError: neither or both of noise_multiplier and epsilon; a value out of range; a combination for which
@@ -351,9 +314,7 @@ def build_plan(
     # Checked first and without privacy too: a wrong cohort is wrong for every method.
     params = accounting_params(rounds=rounds, noise_multiplier=chosen, **accounting)
     if not private:
-        if selection is not None or share is not None:
-            where = "privacy.selection" if share is None else "start"
-            raise wrong(where, "a method without privacy", "a private method")
+        require(selection is None, "privacy.selection", "a method without privacy", "a private method")
         return _without_privacy(
             params, protocol, bool(noise_multiplier) or epsilon is not None or noise != "independent"
         )
@@ -368,10 +329,8 @@ def build_plan(
         in_range("privacy.noise_cohort", noise_cohort, params.sampler.size)
     plan = Plan(
         **vars(params), protocol=protocol, budget=epsilon, noise_cohort=noise_cohort, mechanism=mechanism,
-        selection=selection, first=1.0 if share is None else ratio(share, rounds), evaluation=evaluation,
+        selection=selection, evaluation=evaluation,
     )  # fmt: skip
-    if share is not None:
-        _check_start(plan, adaptive)
     if selection is not None:
         tuning.check(plan)
     if plan.rounding:
@@ -405,34 +364,6 @@ def _without_privacy(params: AccountingParams, protocol: str, ignored: bool) -> 
     if ignored:
         found.append("privacy.noise_multiplier, epsilon and noise are ignored by a method without privacy.")
     return Plan(**vars(params) | {"noise_multiplier": 0.0}, protocol=protocol, private=False, warnings=tuple(found))
-
-
-def ratio(share: float, rounds: int) -> float:
-    """Return σ_0/σ at which round 0 takes ``share`` of Σ 1/σ_t² over ``rounds`` ≥ 2, the others having one σ.
-
-    The split is a public number that is fixed before the run; at full participation Σ 1/σ_t² is the squared μ of the
-    one Gaussian that all rounds amount to (docs/representations.md).
-    """
-    in_range("start.share", share, 0, 1, open_low=True, open_high=True)
-    if whole("rounds", rounds) < 2:
-        raise wrong("rounds", rounds, "at least 2 with start", hint="One round of it is algorithm: class-statistics.")
-    return math.sqrt((1 - share) / (share * (rounds - 1)))
-
-
-def _check_start(plan: Plan, adaptive: bool) -> None:
-    """Refuse what round 0's own noise has no proven account for."""
-    if plan.mechanism is not None:
-        raise wrong("start", f"{plan.mechanism.name} noise", "independent Gaussian noise, whose rounds may differ")
-    require(plan.trust == "central", "privacy.trust", plan.trust, "central with start")
-    for where, found in (("privacy.noise_cohort", plan.noise_cohort), ("privacy.selection", plan.selection)):
-        if found is not None:
-            raise wrong(where, "a value", "nothing with start", hint="Its account takes all rounds to be alike.")
-    require(not adaptive, "privacy.clip", "adaptive", "one constant clip with start")
-
-
-def begun(entries: Iterable[Mapping[str, Any]]) -> int:
-    """Return how often a ledger's lines charge round 0; 1 before the first line."""
-    return max(1, sum(int(entry["round"]) == 0 for entry in entries))
 
 
 def _summable(sampler: Sampler) -> None:

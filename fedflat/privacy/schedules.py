@@ -11,8 +11,6 @@ from fedflat.core.factors import Factor, tree
 
 Entries = Sequence[Mapping[str, Any]]
 
-OWN = frozenset({"noise", "bands", "factor", "rounds", "separation", "participations", "chance", "column", "row_norm"})
-"""What these lines have besides those of independent noise."""
 FIXED = (
     "noise", "bands", "factor", "rounds", "separation", "participations", "chance", "clients", "cohort", "relation",
 )  # fmt: skip

@@ -31,6 +31,8 @@ TEXTS: dict[str, Any] = yaml.safe_load(resources.files(__package__).joinpath("st
 PRIORS: dict[str, str] = TEXTS["prior"]
 """What shaped the model before any client's data did, which no ε covers."""
 SEEDED: str = TEXTS["caution"]
+FALSE_POSITIVES = 0.01
+"""The share of wrong accusations at which an attacker's right ones are bounded."""
 
 
 def rounds_charged(rounds_run: int, entries: Sequence[Mapping[str, Any]]) -> int:
@@ -40,18 +42,13 @@ def rounds_charged(rounds_run: int, entries: Sequence[Mapping[str, Any]]) -> int
     return max(whole("rounds_run", rounds_run), len(recorded)) + extra_rounds(entries)
 
 
-def multipliers(plan: Plan, entries: Sequence[Mapping[str, Any]], charged: int) -> dict[float, int]:
-    """The charged rounds by the multiplier that their ledger lines say; those without a line have the least.
+def least_noise(plan: Plan, entries: Sequence[Mapping[str, Any]]) -> float:
+    """The least multiplier that the plan or any ledger line says: that of all charged rounds, which bounds them.
 
-    Under a mechanism with its own account all have the least. A run's own lines all have its plan's.
+    A run's own lines all have its plan's.
     """
     said = [float(entry["noise_multiplier"] or 0.0) for entry in entries if "noise_multiplier" in entry]
-    least, found = min([plan.event_multiplier, plan.at_round(0).event_multiplier, *said]), Counter(said)
-    # Rounds without a line are taken to have had the least noise that any line names.
-    rest = charged - found.total()
-    if plan.mechanism or not found or rest < 0:
-        return {least: charged}
-    return found | Counter({least: found[least] + rest}) if rest else found
+    return min([plan.event_multiplier, *said])
 
 
 def statement(
@@ -78,17 +75,17 @@ def statement(
     """
     one_of("key_source", key_source, ("seed", "os-entropy"))
     seeded, charged = key_source == "seed", rounds_charged(rounds_run, entries)
-    spent = multipliers(plan, entries, charged)
+    spent, count = plan.at(least_noise(plan, entries)), charged
     planned: list[str] = []
     if isinstance(plan.mechanism, ScheduledPlan):
-        plan = plan.standing(entries)
-        spent = {plan.event_multiplier: max(rounds_run, plan.rounds_within_budget())}
-        planned = _planned(plan, rounds_run, min(spent.values()))
+        plan = spent = plan.standing(entries)
+        count = max(rounds_run, plan.rounds_within_budget())
+        planned = _planned(plan, rounds_run, count)
     # The claimed figure is the paper's; it never stands for what is proven.
-    guarantees, claimed, proven, why = _proof(plan, spent, claimed, proven)
+    guarantees, claimed, proven, why = _proof(spent, count, claimed, proven)
     finite = proven is not None and math.isfinite(proven)
     again = Counter(str(entry["reason"]) for entry in entries if "reason" in entry)
-    simulated = plan.at(min(spent)).simulated_epsilon(charged) if plan.private and plan.noise_cohort else None
+    simulated = spent.simulated_epsilon(charged) if plan.private and plan.noise_cohort else None
     found = {
         "algorithm": algorithm,
         "protocol": plan.protocol,
@@ -98,7 +95,7 @@ def statement(
         "trust_model": TEXTS["trust"]["published" if plan.protocol == "published" else plan.trust],
         "adversaries": [dataclasses.asdict(guarantee) for guarantee in guarantees],
         "sampling": _sampling(plan, facts),
-        "mechanism": _mechanism(plan, facts, spent),
+        "mechanism": _mechanism(spent, facts),
         **({"prior": prior(facts["prior"])} if "prior" in facts else {}),
         "randomness": "seeded" if seeded else "secret",
         **({"caution": SEEDED} if seeded and finite else {}),
@@ -109,12 +106,12 @@ def statement(
         "claimed_epsilon": claimed,
         "proven_epsilon": proven,
         "simulated_epsilon": simulated,
-        "epsilon_at_1e-5": _second(plan, spent),
+        "epsilon_at_1e-5": _second(spent, count),
         "accountant": plan.accountant,
         **({"selection": plan.selection.record()} if plan.selection else {}),
         "reasons": [
             *reasons, *planned, *(tuning.sentences(plan) if plan.selection else ()), *why,
-            *_reasons(plan, finite, charged - rounds_run, min(spent)),
+            *_reasons(spent, finite, charged - rounds_run),
             *(TEXTS["reasons"]["again"].format(count=count, reason=reason) for reason, count in again.items()),
         ],
         "not_covered": not_covered(plan, facts, key_source),
@@ -130,7 +127,7 @@ def statement(
 
 
 def _proof(
-    plan: Plan, spent: Mapping[float, int], claimed: float | None, proven: float | None
+    plan: Plan, count: int, claimed: float | None, proven: float | None
 ) -> tuple[Sequence[Any], float | None, float | None, list[str]]:
     """Return the guarantees, the claimed and the proven ε, and why there is none."""
     published = plan.protocol == "published"
@@ -141,7 +138,7 @@ def _proof(
     if plan.private and not (published and plan.mechanism is None):
         # Events charged beyond the plan can use up δ (aborted rounds).
         try:
-            guarantees = plan.guarantees_of(spent)
+            guarantees = plan.guarantees(count)
         except InputError as error:
             refused = [str(error)]
     if published:
@@ -160,12 +157,13 @@ def prior(fact: str) -> str:
     return f"{PRIORS[key]} ({which})" if which else PRIORS[key]
 
 
-def _reasons(plan: Plan, finite: bool, extra: int, least: float) -> list[str]:
+def _reasons(plan: Plan, finite: bool, extra: int) -> list[str]:
     """Return why there is no finite ε, and what the figures beside it mean."""
+    noised = plan.event_multiplier != 0
     conditions = {
         "not_private": not plan.private,
-        "no_noise": plan.private and least == 0,
-        "not_finite": plan.private and least != 0 and plan.protocol == "sound" and not finite,
+        "no_noise": plan.private and not noised,
+        "not_finite": noised and plan.protocol == "sound" and not finite,
         "noise_cohort": plan.noise_cohort,
         "extra": extra > 0,
     }
@@ -194,28 +192,26 @@ def _sampling(plan: Plan, facts: Mapping[str, Any]) -> str:
     return f"{law} (M = {sampler.clients}, expected cohort m = {sampler.size:g}, {share}){more}"
 
 
-def _mechanism(plan: Plan, facts: Mapping[str, Any], spent: Mapping[float, int]) -> str:
+def _mechanism(plan: Plan, facts: Mapping[str, Any]) -> str:
     texts = TEXTS["mechanism"]
     if not plan.private:
         return str(texts["none"])
     name = plan.mechanism.name if plan.mechanism else "gaussian"
     text = str(facts.get("mechanism", texts.get(name, name)))
     if name == "correlated":
-        return f"{text} (noise multiplier σ = {min(spent):g} of that mechanism; clip {facts.get('clip')})"
+        return f"{text} (noise multiplier σ = {plan.event_multiplier:g} of that mechanism; clip {facts.get('clip')})"
     clip = f"; clip {facts['clip']}" if "clip" in facts else ""
     allowed = f"·(1 + {plan.rounding:.3g}), which allows for rounding" if plan.rounding else ""
-    sigma = " to ".join(f"{value:g}" for value in dict.fromkeys((min(spent), max(spent))))
-    more = TEXTS["round_zero"].format(**facts["start"]) if facts.get("start") else ""
-    more += TEXTS["scored"].format(share=plan.evaluation) if plan.evaluation else ""
-    return f"{text} (noise multiplier σ = {sigma} = noise std / clip{allowed}{clip}){more}"
+    more = TEXTS["scored"].format(share=plan.evaluation) if plan.evaluation else ""
+    return f"{text} (noise multiplier σ = {plan.event_multiplier:g} = noise std / clip{allowed}{clip}){more}"
 
 
-def _second(plan: Any, spent: Mapping[float, int]) -> float | None:
+def _second(plan: Plan, count: int) -> float | None:
     """Return ε at δ = 10⁻⁵ as well: at δ near 1/M a guarantee can be met by publishing somebody's data."""
     if not plan.private or plan.protocol != "sound":
         return None
     with contextlib.suppress(InputError):  # e.g. the chance of an aborted round alone exceeds 10⁻⁵
-        found = dataclasses.replace(plan, delta=SECOND_DELTA).guarantees_of(spent)
+        found = dataclasses.replace(plan, delta=SECOND_DELTA).guarantees(count)
         return max(float(guarantee.epsilon) for guarantee in found)
     return None
 
@@ -314,6 +310,11 @@ def _number(value: float | None) -> str:
     if value is None:
         return "none"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def true_positives(epsilon: float, delta: float) -> float:
+    """Return min(1, e^ε·0.01 + δ): no attacker has more true positives at 1 % false positives, whatever they know."""
+    return min(1.0, math.exp(min(epsilon, 700.0)) * FALSE_POSITIVES + delta)
 
 
 def headline(found: Mapping[str, Any]) -> str:

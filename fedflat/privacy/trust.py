@@ -5,17 +5,15 @@ its share of the noise and the server sees the sum and knows the cohort. ``local
 """
 
 import math
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
-from fedflat.core.cohorts import CyclicPoisson, Scheduled
+from fedflat.core.cohorts import Scheduled
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Sampler
-from fedflat.privacy.accounting.curves import Step, compose_epsilon, proving, refusal, step, steps_epsilon
-from fedflat.privacy.accounting.gaussian import LITTLE, schedule_epsilon
+from fedflat.privacy.accounting.curves import compose_epsilon, proving, refusal
+from fedflat.privacy.accounting.gaussian import schedule_epsilon
 
 TRUSTS = ("central", "distributed", "local")
 NOISE = (1e-12, 1e8)
@@ -254,47 +252,6 @@ def guarantees(params: AccountingParams) -> tuple[Guarantee, ...]:
         InputError: the chance of an aborted round uses up δ.
     """
     return {"central": _central, "distributed": _distributed, "local": _local}[params.trust](params)
-
-
-def guarantees_of(params: AccountingParams, multipliers: Mapping[float, int]) -> tuple[Guarantee, ...]:
-    """As :func:`guarantees`, of rounds that differ in their noise: multiplier -> how many.
-
-    Every round with the least noise is a bound; so is the composition of the rounds as they are, which is tighter
-    but for what two grids differ by.
-
-    Raises:
-        InputError: the chance of an aborted round uses up δ.
-    """
-    # Two proofs hold at once, so the smaller figure may be stated.
-    least = min(multipliers)
-    every = replace(params, rounds=sum(multipliers.values()), noise_multiplier=least)
-    found = guarantees(every)
-    if least < LITTLE:  # no grid holds such losses beside others
-        return found
-    together = steps_epsilon(_steps(every, multipliers), every.remaining_delta())
-    how = "pld, each round with its own noise"
-    return tuple(replace(g, epsilon=together, accountant=how) if together < g.epsilon else g for g in found)
-
-
-def _steps(params: AccountingParams, multipliers: Mapping[float, int]) -> Counter[Step]:
-    """The rounds' laws. A client of ``local`` takes part in those with the least noise first."""
-    sampler, left = params.sampler, params.max_participations or params.rounds
-    found = Counter[Step]()
-    for multiplier, rounds in sorted(multipliers.items()):
-        sigma = multiplier / params.factor
-        if params.trust == "local":
-            found[Step("gaussian", 1.0, sigma)] += min(rounds, left)
-            left -= min(rounds, left)
-        elif params.trust == "distributed":
-            found[Step("known", sampler.q, sigma)] += rounds
-        else:
-            if isinstance(sampler, Scheduled):  # as if every round were the client's turn
-                chance = sampler.chance if isinstance(sampler, CyclicPoisson) else 1.0
-                found[step("poisson", chance, sigma, sampler.clients, 0)] += rounds
-                continue
-            limit = {"truncated": _most(sampler), "fixed": sampler.size}.get(sampler.name, 0)
-            found[step(sampler.name, sampler.q, sigma, sampler.clients, int(limit))] += rounds
-    return found
 
 
 def headline(params: AccountingParams) -> float:

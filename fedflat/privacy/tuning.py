@@ -225,9 +225,6 @@ def check(plan: Any) -> None:
     if plan.accountant != "rdp":
         hint = "A selection is proven by Rényi divergences."
         raise wrong("privacy.accountant", plan.accountant, "rdp with privacy.selection", hint=hint)
-    if plan.first != 1:
-        hint = "The proof takes a trial's rounds to be alike."
-        raise wrong("start", "class-statistics", "nothing where settings are chosen with privacy", hint=hint)
     require(plan.noise_cohort is None, "privacy.selection", "privacy.noise_cohort", "the noise of the system that runs")
 
 

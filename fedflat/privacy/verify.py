@@ -1,14 +1,13 @@
 """Recompute ε from the ledger alone, by another way than the accountant that wrote it, and compare with what is stated.
 
-Each line says what was drawn (std, sensitivity, cohort law); nothing is taken from the plan. Poisson-subsampled
-Gaussian rounds are recomputed by ``prv-accountant`` (Gopi et al. 2021) where it is installed, else by
-``independent``, this project's own integration, else by dp-accounting; the other laws as their functions say.
+Each line says what was drawn (std, sensitivity, cohort law); nothing is taken from the plan. The rounds of a run have
+one noise multiplier; of an edited ledger the least counts. Poisson-subsampled Gaussian rounds are recomputed by
+``independent``, this project's own integration, those of the accountant ``fft`` by dp-accounting; the other laws as
+their functions say.
 """
 
-import importlib
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +20,8 @@ from fedflat.privacy.ledger import LedgerError, read
 from fedflat.privacy.schedules import contradictions
 
 Entries = Sequence[Mapping[str, Any]]
-Steps = Mapping[tuple[float, float], int]
 
 LIBRARY_SLACK = 0.01  # dp-accounting's discretisation may lie this share above the exact ε
-TERMS = 50_000  # of a mixture over participations
 ROUNDING = 1e-6  # the only share by which a stated ε may lie below the formula that it was stated by
 
 
@@ -99,97 +96,48 @@ def recompute(entries: Entries, *, delta: float | None = None) -> Recomputed:
         return _fixed(entries, spent)
     if sampling == "truncated":
         return _truncated(entries, spent)
-    steps = Counter((float(e["q"]), _digits(multiplier(e))) for e in entries)
-    named = str(entries[0].get("accountant"))
-    return _not_shortened(poisson(steps, spent, accountant=named), _events(steps), spent, named)
+    return _poisson(entries, spent, str(entries[0].get("accountant")))
 
 
-def _digits(sigma: float) -> float:
-    """Twelve digits of a multiplier, so that rounds whose clips differ still are one law."""
-    return float(f"{sigma:.12g}")
-
-
-def _events(steps: Steps) -> list[tuple[Any, int]]:
-    import dp_accounting as dp
-
-    plain = {sigma: dp.GaussianDpEvent(sigma) for _, sigma in steps}
-    return [
-        (plain[sigma] if q >= 1 else dp.PoissonSampledDpEvent(q, plain[sigma]), count)
-        for (q, sigma), count in steps.items()
-    ]
-
-
-def _not_shortened(found: Recomputed, events: Sequence[tuple[Any, int]], delta: float, accountant: str) -> Recomputed:
-    """With the figure of the formula that it was stated by in ``at_least``, where the ledger is rounds of one law.
+def _not_shortened(found: Recomputed, event: Any, rounds: int, delta: float, accountant: str = "pld") -> Recomputed:
+    """With the figure of the formula that it was stated by in ``at_least``.
 
     What rdp states is more than is needed, so that less is no fault as long as the second accountant bears it out.
     """
     from fedflat.privacy.accounting.curves import compose_epsilon
 
-    # Composed laws have no single formula to be held against, and rdp states more than is needed.
-    if len(events) > 1 or accountant not in ("pld", "fft"):
+    if accountant not in ("pld", "fft"):
         return found
-    ((event, count),) = events
-    return found._replace(at_least=max(found.at_least, compose_epsilon(event, count, delta, accountant)))
+    return found._replace(at_least=max(found.at_least, compose_epsilon(event, rounds, delta, accountant)))
 
 
-def poisson(steps: Steps, delta: float, *, accountant: str = "pld") -> Recomputed:
-    """Poisson-subsampled Gaussian rounds under add-remove: (q, multiplier) -> how many."""
-    if min(sigma for _, sigma in steps) == 0:
+def poisson(q: float, sigma: float, rounds: int, delta: float, *, accountant: str = "pld") -> Recomputed:
+    """Poisson-subsampled Gaussian rounds under add-remove, each with multiplier ``sigma``."""
+    if sigma == 0:
         return Recomputed(math.inf, math.inf, "a round without noise")
-    if all(q == 1 for q, _ in steps):
-        mu = math.sqrt(sum(count / sigma**2 for (_, sigma), count in steps.items()))
-        found = participation(1, 1.0, 1 / mu, delta)
+    if q == 1:
+        found = participation(rounds, 1.0, sigma, delta)
         return Recomputed(found, found, "exact Gaussian composition")
-    if min(sigma for _, sigma in steps) < LITTLE:
-        return _hardly_noised(steps, delta)
-    from_library = _prv(steps, delta)
-    if from_library is not None:
-        return from_library
-    if len(steps) == 1 and accountant != "fft":
-        from fedflat.privacy.accounting.independent import epsilon_bounds
+    if sigma < LITTLE:
+        # No grid holds such losses, and a hidden cohort spares next to nothing.
+        found = participation(rounds, q, sigma, delta)
+        return Recomputed(found, found * (1 - LIBRARY_SLACK), "schedule seen, next to no noise")
+    if accountant == "fft":
+        import dp_accounting as dp
 
-        ((q, sigma), rounds) = next(iter(steps.items()))
-        low, high = epsilon_bounds(q, sigma, rounds, delta)
-        return Recomputed((low + high) / 2, low, "own integration of the privacy loss")
-    return _library(_events(steps), delta)
+        return _library(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), rounds, delta)
+    from fedflat.privacy.accounting.independent import epsilon_bounds
 
-
-def _hardly_noised(steps: Steps, delta: float) -> Recomputed:
-    """No grid holds such losses. A hidden cohort spares next to nothing, and rounds with more noise only add."""
-    little = {step: count for step, count in steps.items() if step[1] < LITTLE}
-    alone = max(participation(count, q, sigma, delta) for (q, sigma), count in little.items())
-    return Recomputed(alone, alone * (1 - LIBRARY_SLACK), "schedule seen, next to no noise")
+    low, high = epsilon_bounds(q, sigma, rounds, delta)
+    return Recomputed((low + high) / 2, low, "own integration of the privacy loss")
 
 
-def _prv(steps: Steps, delta: float) -> Recomputed | None:
-    """By prv-accountant (extra ``verify``); None if it is not installed or gives up on these parameters."""
-    try:
-        prv = importlib.import_module("prv_accountant")
-        variables = importlib.import_module("prv_accountant.privacy_random_variables")
-    except ImportError:
-        return None
-    rounds = list(steps.values())
-    # prv-accountant wants one object for each law and their counts beside it.
-    made = [
-        variables.PoissonSubsampledGaussianMechanism(sampling_probability=q, noise_multiplier=sigma)
-        for q, sigma in steps
-    ]
-    try:
-        accountant = prv.PRVAccountant(prvs=made, max_self_compositions=rounds, eps_error=0.01, delta_error=delta / 1e4)
-        low, estimate, _ = accountant.compute_epsilon(delta=delta, num_self_compositions=rounds)
-    except (RuntimeError, ValueError):  # "Discrete mean differs from continuous mean significantly" and the like
-        return None
-    return Recomputed(float(estimate), float(low), "prv-accountant")
-
-
-def _library(events: Sequence[tuple[Any, int]], delta: float) -> Recomputed:
+def _library(event: Any, rounds: int, delta: float) -> Recomputed:
     """dp-accounting's own composition of its loss distributions."""
     from dp_accounting import pld
 
     accountant = pld.PLDAccountant()
-    for event, count in events:
-        accountant.compose(event, count)
+    accountant.compose(event, rounds)
     found = float(accountant.get_epsilon(delta))
     return Recomputed(found, found * (1 - LIBRARY_SLACK), "dp-accounting PLD")
 
@@ -197,37 +145,22 @@ def _library(events: Sequence[tuple[Any, int]], delta: float) -> Recomputed:
 def participation(rounds: int, q: float, sigma: float, delta: float) -> float:
     """ε towards someone who sees who takes part: δ(ε) = Σ_n Bin(T, q)(n)·δ_Gauss(ε; √n/σ), summed as it stands.
 
-    q = 1 is the plain composition of ``rounds`` Gaussians with std / sensitivity σ.
-    """
-    return participations({sigma: rounds}, q, delta)
-
-
-def participations(rounds: Mapping[float, int], q: float, delta: float) -> float:
-    """As :func:`participation`, of rounds with different σ (σ -> how many): n_k of each give μ² = Σ_k n_k/σ_k².
-
-    Terms of chance below 1e-20 are left out, and a long sum has μ² rounded down: the figure is no larger for it.
+    q = 1 is the plain composition of ``rounds`` Gaussians with std / sensitivity σ. Terms of chance below 1e-20 are
+    left out: the figure is no larger for it.
     """
     import numpy as np
-    from numpy.typing import NDArray
     from scipy.optimize import brentq
     from scipy.special import log_ndtr
     from scipy.stats import binom
 
-    if delta <= 0 or min(rounds) == 0:
+    if delta <= 0 or sigma == 0:
         return math.inf
-    weight: NDArray[np.float64] = np.ones(1)
-    square: NDArray[np.float64] = np.zeros(1)
-    for sigma, count in rounds.items():
-        n = np.arange(count + 1)
-        weight = np.outer(weight, binom.pmf(n, count, q)).ravel()
-        square = np.add.outer(square, n / sigma**2).ravel()
-        weight, square = weight[weight > 1e-20], square[weight > 1e-20]
-        if len(weight) > TERMS:
-            width = float(square.max()) / TERMS
-            weight = np.asarray(np.bincount((square / width).astype(int), weights=weight), dtype=np.float64)
-            square = width * np.arange(len(weight), dtype=np.float64)
-    # Without a participation there is no loss, and μ = 0 would divide by zero.
-    weight, mu = weight[square > 0], np.sqrt(square[square > 0])
+    n = np.arange(1, rounds + 1)  # without a participation there is no loss
+    weight = np.asarray(binom.pmf(n, rounds, q), dtype=np.float64)
+    kept = weight > 1e-20
+    if not kept.any() or math.isinf(sigma):
+        return 0.0
+    weight, mu = weight[kept], np.sqrt(n[kept]) / sigma
 
     def excess(e: float) -> float:
         moved, base = log_ndtr(mu / 2 - e / mu), e + log_ndtr(-mu / 2 - e / mu)
@@ -239,16 +172,16 @@ def participations(rounds: Mapping[float, int], q: float, delta: float) -> float
     return float(brentq(excess, 0.0, top**2 / 2 + top * math.sqrt(2 * math.log(1 / delta)) + 1, xtol=1e-10))
 
 
-def _counted(entries: Entries) -> dict[float, int]:
-    """How many lines have which multiplier, the least first."""
-    return dict(sorted(Counter(_digits(multiplier(entry)) for entry in entries).items()))
+def _least(entries: Entries) -> float:
+    """The least multiplier of any line, to twelve digits, so that rounds whose clips differ still are one law."""
+    return float(f"{min(map(multiplier, entries)):.12g}")
 
 
 def _distributed(entries: Entries, delta: float) -> Recomputed:
     """Towards the server, which knows the cohorts; the chance of an aborted round is taken from δ."""
     short = too_few(entries[0])
     left = delta + math.expm1(len(entries) * math.log1p(-short)) if short < 1 else 0.0
-    found = participations(_counted(entries), float(entries[0]["q"]), left)
+    found = participation(len(entries), float(entries[0]["q"]), _least(entries), left)
     return Recomputed(found, found, "mixture over participations, direct sum")
 
 
@@ -265,8 +198,7 @@ def too_few(entry: Mapping[str, Any]) -> float:
 def _local(entries: Entries, delta: float) -> Recomputed:
     """Towards the server, which sees each update: the plain composition of the participations allowed."""
     most = min(len(entries), entries[0].get("max_participations") or len(entries))
-    least = _counted(sorted(entries, key=multiplier)[:most])
-    found = participations(least, 1.0, delta)
+    found = participation(most, 1.0, _least(entries), delta)
     return Recomputed(found, found, "exact Gaussian composition")
 
 
@@ -288,34 +220,40 @@ def _fixed(entries: Entries, delta: float) -> Recomputed:
     import dp_accounting
     from dp_accounting import rdp
 
-    counted, first = _counted(entries), entries[0]
-    revealed = participations(counted, float(first["q"]), delta)
-    if min(counted) == 0:
+    sigma, first, rounds = _least(entries), entries[0], len(entries)
+    if sigma == 0:
         return Recomputed(math.inf, math.inf, "a round without noise")
+    revealed = participation(rounds, float(first["q"]), sigma, delta)
     made, sizes = dp_accounting.SampledWithoutReplacementDpEvent, (int(first["clients"]), int(first["cohort"]))
-    events = [(made(*sizes, dp_accounting.GaussianDpEvent(sigma)), count) for sigma, count in counted.items()]
+    event = made(*sizes, dp_accounting.GaussianDpEvent(sigma))
     orders = [1.5, *range(2, 65), 80, 96, 128]
     accountant = rdp.RdpAccountant(orders, dp_accounting.NeighboringRelation.REPLACE_ONE)
-    for event, count in events:
-        accountant.compose(event, count)
+    accountant.compose(event, rounds)
     found = min(float(accountant.get_epsilon(delta)), revealed)
     checked = Recomputed(found, found * (1 - LIBRARY_SLACK), "dp-accounting RDP, or the schedule revealed if smaller")
-    return _not_shortened(checked, events, delta, "pld")
+    return _not_shortened(checked, event, rounds, delta)
+
+
+def _poisson(entries: Entries, delta: float, accountant: str) -> Recomputed:
+    import dp_accounting as dp
+
+    q, sigma, rounds = max(float(e["q"]) for e in entries), _least(entries), len(entries)
+    found = poisson(q, sigma, rounds, delta, accountant=accountant)
+    plain = dp.GaussianDpEvent(sigma)
+    event = plain if q >= 1 else dp.PoissonSampledDpEvent(q, plain)
+    return _not_shortened(found, event, rounds, delta, accountant)
 
 
 def _truncated(entries: Entries, delta: float) -> Recomputed:
     import dp_accounting
 
-    first, counts = entries[0], Counter(_digits(multiplier(e)) for e in entries)
-    if min(counts) == 0:
+    first, sigma, rounds = entries[0], _least(entries), len(entries)
+    if sigma == 0:
         return Recomputed(math.inf, math.inf, "a round without noise")
     if first["cohort_max"] >= first["clients"]:
-        steps = {(float(first["q"]), sigma): count for sigma, count in counts.items()}
-        return _not_shortened(poisson(steps, delta), _events(steps), delta, "pld")
-    event = dp_accounting.TruncatedSubsampledGaussianDpEvent
-    made = [event(first["clients"], first["q"], first["cohort_max"], sigma) for sigma in counts]
-    events = list(zip(made, counts.values()))
-    return _not_shortened(_library(events, delta), events, delta, "pld")
+        return _poisson(entries, delta, "pld")
+    event = dp_accounting.TruncatedSubsampledGaussianDpEvent(first["clients"], first["q"], first["cohort_max"], sigma)
+    return _not_shortened(_library(event, rounds, delta), event, rounds, delta)
 
 
 def _scheduled(entries: Entries, delta: float) -> Recomputed:
@@ -331,7 +269,7 @@ def _scheduled(entries: Entries, delta: float) -> Recomputed:
     except (LookupError, TypeError, ZeroDivisionError) as error:
         raise wrong("ledger line 0", "not all of a schedule", "every parameter of its rounds") from error
     if first.get("chance") is not None:
-        return poisson({(float(first["chance"]), _digits(sigma)): turns}, delta, accountant=str(first["accountant"]))
+        return poisson(float(first["chance"]), sigma, turns, delta, accountant=str(first["accountant"]))
     found = participation(1, 1.0, sigma, delta)
     return Recomputed(found, found * (1 - ROUNDING), "exact Gaussian over the schedule, from the lines' columns")
 

@@ -25,9 +25,8 @@ from markupsafe import Markup, escape
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 
 from fedflat.core.checks import InputError, nearest, one_line, wrong
-from fedflat.privacy.attacker import SLOW, Attacker, attacker_of
 from fedflat.privacy.ledger import extra_rounds
-from fedflat.privacy.statement import SEEDED, refuse_seeded
+from fedflat.privacy.statement import FALSE_POSITIVES, SEEDED, refuse_seeded, true_positives
 from fedflat.privacy.together import Published, total
 from fedflat.report import metrics, statement, wording
 from fedflat.report.metrics import Run, number, published, section, uncounted
@@ -190,10 +189,9 @@ class Card:
         return found if isinstance(found, str) else between.join(found)
 
 
-def card(run: Run, others: Sequence[Run] = (), about: About | None = None, quick: bool = False) -> Card:
+def card(run: Run, others: Sequence[Run] = (), about: About | None = None) -> Card:
     """Return the card of ``run``; others: runs on the same clients that are published too.
 
-    quick: leave out the best attacker where it takes minutes.
     Raises InputError: the run has no statement, or one of the runs has one that its ledger goes beyond.
     """
     if not run.privacy:
@@ -202,15 +200,11 @@ def card(run: Run, others: Sequence[Run] = (), about: About | None = None, quick
     every = _with_ledgers([run, *others])
     about, entries = about or About(), every[0].entries
     epsilon, delta = metrics.proven_epsilon(run), number(run.privacy.get("delta"))
-    slow = quick and any(entry.get("mechanism") in SLOW for entry in entries)
-    bound = None if slow or delta is None else attacker_of(every[:1], epsilon, delta)
     ledger = run.path / "ledger.jsonl"
     values = _stated(run) | {
         "about": about,
         "epsilon": epsilon,
         "delta": delta,
-        "bound": bound,
-        "slow": slow and epsilon is not None,
         "entries": entries,
         "laws": sorted({f"{e.get('sampling')}, q = {e['q']:g}" for e in entries if number(e.get("q")) is not None}),
         "charged_again": extra_rounds(entries),
@@ -242,7 +236,8 @@ def _stated(run: Run) -> dict[str, Any]:
     recipe = ("algorithm", "data", "model", "versions")
     return {
         "run": run,
-        "at_most": _at_most,
+        "true_positives": lambda epsilon, delta: wording.share_bound(true_positives(epsilon, delta)),
+        "false_positives": f"{100 * FALSE_POSITIVES:g} %",
         "stated": lambda key: UNSAID if run.privacy.get(key) in (None, "", []) else str(run.privacy[key]),
         "seeded": metrics.seeded(run),
         "seeded_warning": SEEDED,
@@ -262,17 +257,11 @@ def _together(every: Sequence[Published]) -> dict[str, Any]:
     """Return what a template may say of several runs that are published."""
     whole = total(every)
     bounded = math.isfinite(whole.epsilon) and not whole.unbounded
-    bound = attacker_of(every, whole.epsilon, whole.delta) if bounded else None
-    return {"total": whole, "bounded": bounded, "total_bound": bound, "names": [run.name for run in every]}
+    return {"total": whole, "bounded": bounded, "names": [run.name for run in every]}
 
 
 def _lines(text: str | list[str]) -> str | list[str]:
     return text.split("\n") if isinstance(text, str) and "\n" in text else text
-
-
-def _at_most(bound: Attacker) -> str:
-    most, given = wording.share_bound(bound.true_positives), f"{100 * bound.false_positives:g} % false positives"
-    return f"at most {most} true positives at {given}; {bound.how}"
 
 
 def markdown(found: Card) -> str:
@@ -297,9 +286,9 @@ def figures(found: Card, page: bool) -> list[str]:
 
 
 def brief(run: Run) -> Card | str:
-    """Return the card for a report, without what takes long; a sentence where there can be none."""
+    """Return the card for a report; a sentence where there can be none."""
     try:
-        return card(run, quick=True)
+        return card(run)
     except InputError as error:
         return str(error)
 

@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -465,7 +464,7 @@ class Cost:
 def costs(runs: Sequence[Run]) -> tuple[Cost, ...]:
     """Return what publishing all of ``runs`` costs, for each data set they were trained on; nothing for a single run.
 
-    Reads each run's ledger; where there is none that verifies, the stated ε and δ count.
+    A run whose ledger charges more than its statement counts has no guarantee there.
     """
     if len(runs) < 2:
         return ()
@@ -473,22 +472,10 @@ def costs(runs: Sequence[Run]) -> tuple[Cost, ...]:
     for run in runs:
         members.setdefault(str(section(run.recipe, "data").get("dataset")), []).append(run)
     return tuple(
-        Cost(name, _total(tuple(published(run, names) for run in mine)), len({_clients(run) for run in mine}) == 1)
+        Cost(name, total([published(run, names) for run in mine]), len({_clients(run) for run in mine}) == 1)
         for name, mine in members.items()
         for names in [_names(mine)]
     )
-
-
-def _total(runs: tuple[Published, ...]) -> Total:
-    """Return the total of the runs, which is kept for the next who asks."""
-    kept = tuple((run.name, run.epsilon, run.delta, json.dumps(list(run.entries)), run.folder) for run in runs)
-    return _kept_total(kept)
-
-
-# A page asks twice and several files ask again, and composing ledgers takes seconds.
-@lru_cache(maxsize=8)
-def _kept_total(kept: tuple[tuple[Any, ...], ...]) -> Total:
-    return total([Published(n, epsilon, delta, json.loads(lines), at) for n, epsilon, delta, lines, at in kept])
 
 
 def _names(runs: Sequence[Run]) -> Mapping[str, str]:
@@ -504,8 +491,8 @@ def published(run: Run, names: Mapping[str, str]) -> Published:
         entries = read(run.path / "ledger.jsonl")
     except InputError:
         entries = []
-    delta = number(run.privacy.get("delta")) or 0.0
-    return Published(names[str(run.path)], proven_epsilon(run), delta, entries, run.path)
+    epsilon = None if uncounted(run, entries) else proven_epsilon(run)
+    return Published(names[str(run.path)], epsilon, number(run.privacy.get("delta")) or 0.0, entries, run.path)
 
 
 def uncounted(run: Run, entries: Sequence[Mapping[str, Any]]) -> int:

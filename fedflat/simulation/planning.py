@@ -35,9 +35,9 @@ from fedflat.engine.job import Job
 from fedflat.engine.round import RoundParts, broadcast_of, mean_view
 from fedflat.methods import noise as noising
 from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS, noise_in_model
-from fedflat.privacy.attacker import SLOW, Attacker, attacker
 from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan
 from fedflat.privacy.plan import Plan
+from fedflat.privacy.statement import FALSE_POSITIVES, true_positives
 from fedflat.privacy.trust import default_min_cohort
 
 TRIED = 16
@@ -70,7 +70,7 @@ def best(plan: Plan, coordinates: int, noise: Noise) -> Best | None:
     if std == 0 or not math.isfinite(std):
         return None
     one = 1 / (std * math.sqrt(coordinates))
-    return Best(one, one * math.sqrt(plan.rounds - 1 + plan.first**-2))
+    return Best(one, one * math.sqrt(plan.rounds))
 
 
 def drowning(found: Best | None) -> str:
@@ -134,18 +134,14 @@ def _fewer_parameters(plan: Plan, coordinates: int) -> Changed:
 
 def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
     half = plan.rounds // 2
-    if half < (1 if plan.first == 1 else 2):
-        return None
-    # Round 0 keeps its share of the budget.
-    first = plan.first if plan.first == 1 else plan.first * math.sqrt((plan.rounds - 1) / (half - 1))
-    return Changed(replace(plan, rounds=half, first=first), coordinates, "half the steps")
+    return Changed(replace(plan, rounds=half), coordinates, "half the steps") if half else None
 
 
 def _bands(plan: Plan, coordinates: int) -> Changed | None:
     """Return a public round-robin with banded noise, in place of secret coins."""
     sampler = plan.sampler
     apart, size = int(sampler.clients / sampler.size), int(sampler.size)
-    if plan.trust != "central" or plan.count_std is not None or plan.first != 1 or apart < 2 or size != sampler.size:
+    if plan.trust != "central" or plan.count_std is not None or apart < 2 or size != sampler.size:
         return None
     law = MinSeparation(sampler.clients, size, apart)
     kind = "banded" if plan.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
@@ -221,13 +217,6 @@ def _with(plan: Plan, sampler: Any) -> Plan:
     return replace(plan, min_cohort=default_min_cohort(sampler, plan.rounds, plan.delta, plan.colluders))
 
 
-BOUND = {
-    "mu": "mu", "mu_slack": "slack", "true_positives": "true_positives", "false_positives": "false_positives",
-    "bound_from": "how",
-}  # fmt: skip
-"""Keys of ``--json``, and what they are called in an attacker's bound."""
-
-
 @dataclass(frozen=True)
 class Forecast:
     """What ``fedflat plan`` says of a recipe.
@@ -244,7 +233,6 @@ class Forecast:
     why_not: tuple[str, ...]
     epsilons: tuple[tuple[int, float], ...]
     stops: int
-    attacker: Attacker | None
     noise_over_clip: float | None
     best: Best | None
     alternatives: tuple[Alternative, ...]
@@ -257,15 +245,17 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for ``--json``; an infinite ε is None."""
-        plan, bound = self.plan, self.attacker
+        plan = self.plan
+        epsilon = None if self.why_not else self.epsilons[-1][1]
         return {
             "recipe": self.recipe, "algorithm": self.algorithm, "sound": not self.why_not, "why_not": self.why_not,
             "clients": plan.sampler.clients, "cohort": plan.sampler.size, "q": plan.sampler.q,
             "sampling": plan.sampler.name, "rounds": plan.rounds, "rounds_within_budget": self.stops,
             "dimension": self.dimension, "noise_multiplier": plan.noise_multiplier, "trust": plan.trust,
-            "epsilon": None if self.why_not else self.epsilons[-1][1], "delta": plan.delta,
+            "epsilon": epsilon, "delta": plan.delta,
             "epsilon_by_round": [{"round": turn, "epsilon": value} for turn, value in self.epsilons],
-            **{key: None if bound is None else getattr(bound, name) for key, name in BOUND.items()},
+            "true_positives": None if epsilon is None else true_positives(epsilon, plan.delta),
+            "false_positives": FALSE_POSITIVES,
             "noise_over_clip": self.noise_over_clip, "signal_to_noise_at_best": self.best and asdict(self.best),
             "alternatives": [other.as_dict() for other in self.alternatives],
             "seconds_a_round": self.seconds_a_round, "trial": self.trial,
@@ -298,8 +288,6 @@ def forecast(recipe: Recipe, trial: bool = True) -> Forecast:
     noise = _noise_of(recipe, job)
     found = best(plan, coordinates, noise)
     why = _why_not(plan)
-    slow = getattr(plan.mechanism, "name", "") in SLOW
-    bound = None if why or slow else attacker(lines(plan, job.threshold), plan.epsilon(), plan.delta)
     seconds, about = _timed(job, steps, few) if trial else (None, "not measured (--no-trial)")
     drowned = drowning(found)
     scratch = drowned and len(data.input_shape) == 3 and not getattr(job.problem.pristine, "frozen", False)
@@ -307,7 +295,7 @@ def forecast(recipe: Recipe, trial: bool = True) -> Forecast:
     others = tuple(alternatives(plan, coordinates, noise, makers))
     return Forecast(
         recipe.name, parts.algorithm.name, plan, parts.layout.dimension, why,
-        () if plan.protocol == "published" or not plan.private else _by_round(plan), plan.rounds_within_budget(), bound,
+        () if plan.protocol == "published" or not plan.private else _by_round(plan), plan.rounds_within_budget(),
         None if found is None else 1 / found.round, found, others, seconds,
         about, _memory(job, held, trial), _traffic(parts), read,
         tuple(filter(None, [*why, drowned, *plan.warnings, CLIP if drowned else ""])),
@@ -343,13 +331,6 @@ def made_up(real: FederatedData, task: str) -> FederatedData:
         real, inputs=inputs, targets=targets, parts=(rows,) * real.clients, held_back=(rows[:held],) * real.clients,
         test_inputs=inputs[:2] if tested else None, test_targets=targets[:2] if tested else None, names=(), most=None,
     )  # fmt: skip
-
-
-def lines(plan: Plan, bound: float) -> list[dict[str, Any]]:
-    """Return the ledger that a whole run of ``plan`` would write, but for each round's own ε."""
-    first = plan.records(0, bound)
-    later = first if plan.first == 1 else replace(plan, first=1.0).records(0, bound)
-    return [{**line, "round": turn} for turn in range(plan.rounds) for line in (later if turn else first)]
 
 
 def noised(job: Job) -> int:

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from fedflat.assembly import going_on
 from fedflat.assembly.stating import Terms, plan_again, restated, tested
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
@@ -307,12 +306,6 @@ def remade(run: Records) -> tuple[list[Difference], list[str]]:
         return [], [str(error)]
     unchecked = []
     found["warnings"] += [SEEN] if SEEN in stated["warnings"] else []
-    if recipe.after is not None:
-        try:
-            found["warnings"] += going_on.warning(recipe, entries, found["proven_epsilon"])
-        except InputError:
-            unchecked.append(f"what it costs together with {recipe.after}, which is not here")
-            found["warnings"] = stated["warnings"]
     different = list(differences(stated, found))
     words = [each for each in different if not run.ours and (each.worded or (not run.terms and each.unsaid))]
     if words:
@@ -371,9 +364,8 @@ def ledger_faults(run: Records) -> Iterator[str]:
     if not run.terms and (run.tips or "weights" in (run.statement or {})):
         yield "line 0: no terms, which every run with tips or weights in its statement began with"
     for place, entry in enumerate(entries):
-        # Round 0 may have a plan of its own; all later ones are alike but for the clip.
         clip = math.inf if entry.get("clip") is None else float(entry["clip"])
-        planned = plan.record(min(entry["round"], 1), clip)
+        planned = plan.record(0, clip)  # all rounds are alike but for the clip
         shown = {name: planned.get(name) for name in (LINE if run.terms else LINE[:-3])}
         said, first = float(math.inf if entry.get("epsilon") is None else entry["epsilon"]), "reason" not in entry
         if (len(entries) - 1 - place) % _every(plan, entries) == 0 and (first or plan.standing(entries) is plan):

@@ -67,7 +67,11 @@ class Result:
 
         Raises InputError where it was given in Python and ``fedflat.load`` was not given it.
         """
-        return self.made()
+        module = self.made()
+        # A run that trains it on says so in its statement, unless the module means something else by that name.
+        if isinstance(getattr(module, "prior", ""), str):
+            vars(module)["prior"] = "earlier run"
+        return module
 
     @cached_property
     def preparation(self) -> Preparation | None:

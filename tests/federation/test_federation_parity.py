@@ -34,11 +34,6 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "adam": {"server": {"optimizer": "adam", "lr": 0.1}},
     "class statistics": {"algorithm": "class-statistics", "rounds": 1},
-    "a start": {
-        "algorithm": "dp-fedpgn",
-        "rounds": 3,
-        "start": {"kind": "class-statistics", "clip": 1.0, "share": 0.3, "lr": 0.1},
-    },
     "frozen body": {
         "model": {
             "name": "representation",

@@ -189,6 +189,9 @@ def test_a_run_keeps_its_body_and_is_loaded_without_making_it(tmp_path: Path, ow
     assert result.privacy["prior"].startswith("random process")
     exported = export(tmp_path / "run", tmp_path / "out")
     assert "body.safetensors" in exported.files
+    without = {key: value for key, value in recipe(rounds=1).items() if key != "model"}
+    for trained in (result, fedflat.load(tmp_path / "run")):  # its weights are no random process's alone
+        assert fedflat.run(without, model=trained.model).privacy["prior"].startswith("an earlier run")
     shutil.rmtree(own_cache)
     x = images(5)
     with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,6 @@ import pytest
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import Fixed, Poisson, Truncated
 from fedflat.core.rounding import ROUNDING
-from fedflat.methods.plans import VotesPlan
 from fedflat.privacy.accounting import budget
 from fedflat.privacy.accounting.curves import compose_epsilon
 from fedflat.privacy.accounting.epsilon import epsilon, split_noise
@@ -249,14 +248,6 @@ def test_calibrate_table_meets_the_target_or_says_why_not() -> None:
         assert bool(row["reason"]) == (row["noise_multiplier"] is None)
         assert row["reason"] or 2.99 < row["epsilon"] <= 3.0
     assert sum(row["noise_multiplier"] is not None for row in rows) >= 6
-
-
-def test_rounds_with_more_noise_than_planned_do_not_loosen_a_mechanism_with_its_own_account() -> None:
-    votes = VotesPlan(labels=1, total=10)
-    assert votes.queries == 10 and votes.facts["clip"].endswith("of a draw's votes 1")
-    plan = plan_of(rounds=5, noise_multiplier=4.0, mechanism=votes)
-    own = plan.event_multiplier
-    assert plan.guarantees_of({own: 3, 2 * own: 2}) == plan.guarantees(5)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5])

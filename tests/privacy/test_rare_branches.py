@@ -17,7 +17,6 @@ from fedflat.methods.ddgauss import DistributedDiscreteGaussian, SharedDiscreteN
 from fedflat.methods.noise import CorrelatedGridNoise, CorrelatedNoise
 from fedflat.methods.plans import DDGaussPlan, VotesPlan
 from fedflat.privacy.accounting.budget import needed_table
-from fedflat.privacy.accounting.curves import Step, alone, alone_by_delta, compose_epsilon
 from fedflat.privacy.accounting.discrete import DDGaussAccount
 from fedflat.privacy.accounting.epsilon import epsilon
 from fedflat.privacy.accounting.factorisation import factor_for
@@ -97,11 +96,6 @@ def test_cohorts_beyond_the_rounding_bound_are_refused() -> None:
         build_plan(clients=4 * MOST, cohort=2 * MOST, rounds=1, noise_multiplier=1.0, delta=1e-9)
 
 
-def test_one_law_alone_is_the_librarys_figure() -> None:
-    sampled = dp_accounting.PoissonSampledDpEvent(0.2, dp_accounting.GaussianDpEvent(1.5))
-    assert alone(Step("poisson", 0.2, 1.5), 3, 1e-3) == compose_epsilon(sampled, 3, 1e-3)
-
-
 def test_noise_sources_and_priors_are_named() -> None:
     plan = build_plan(clients=100, cohort=50, rounds=2, noise_multiplier=1.0, delta=1e-3)
     facts = {"unidentified": True, "prior": "public natural data", "client_state": True}
@@ -164,11 +158,6 @@ def test_a_rounded_message_is_hardly_longer_than_the_clip() -> None:
         dimension=100, clip=1.0, noise_multiplier=1.0, min_cohort=8, granularity=0.001
     )
     assert 1.0 <= SharedDiscreteNoise(mechanism, seed=0).longest(1.0) <= 1.5
-
-
-def test_one_law_as_a_function_of_delta() -> None:
-    for step in (Step("gaussian", 1.0, 4.0), Step("known", 0.2, 4.0), Step("poisson", 0.2, 4.0)):
-        assert alone_by_delta(step, 3)(1e-3) == pytest.approx(alone(step, 3, 1e-3), rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["banded", "tree"])

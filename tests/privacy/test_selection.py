@@ -233,9 +233,8 @@ def test_lines_drawn_again_count_in_the_total() -> None:
     plan = build_plan(**SETTING | {"noise_multiplier": 3.0, "selection": TEN})
     entries = lines(plan)
     entries.append(seal({**plan.record(29, 0.3), "attempt": 2, "reason": "drawn again"}, 30, "0" * 64))
-    more = plan.guarantees_of({3.0: 31})[0].epsilon
+    more = plan.epsilon(31)
     assert more > plan.epsilon() and not verify(entries, plan.epsilon()).ok and verify(entries, more).ok
-    assert plan.guarantees_of({3.0: 30, 2.9: 1})[0].epsilon == plan.at(2.9).epsilon(31)
 
 
 def test_trials_with_other_rounds_are_bounded_together() -> None:

@@ -5,22 +5,19 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dp_accounting import pld
 
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.methods.plans import VotesPlan
 from fedflat.privacy import statement as module
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.plan import build_plan
 from fedflat.privacy.statement import headline, rounds_charged, statement, write
-from fedflat.privacy.together import Published, total
 from fedflat.privacy.verify import verify
 
 
@@ -67,14 +64,8 @@ class FakePlan:
             for kind in self.relations
         )
 
-    def guarantees_of(self, multipliers: Mapping[float, int]) -> tuple[FakeGuarantee, ...]:
-        return self.guarantees(sum(multipliers.values()))
-
     def at(self, multiplier: float) -> "FakePlan":
         return dataclasses.replace(self, event_multiplier=multiplier)
-
-    def at_round(self, round: int) -> "FakePlan":
-        return self
 
     def simulated_epsilon(self, rounds: int) -> float:
         return rounds / 1000
@@ -213,13 +204,13 @@ def test_rounds_charged_counts_open_rounds_and_repeated_attempts() -> None:
 
 
 def test_events_with_less_noise_than_the_plans_are_not_stated_with_the_plans() -> None:
-    """Forty-five events, thirty of them drawn with a smaller multiplier: never the ε of fifteen at the larger one."""
+    """Forty-five events, thirty of them drawn with a smaller multiplier: all count as if they had the smaller one."""
     plan = build_plan(clients=100, cohort=10, rounds=15, noise_multiplier=4.0, delta=1e-3)
     lines = [{**plan.record(r, 1.0), "noise_multiplier": s} for s in (1.0, 1.0, 4.0) for r in range(15)]
     found = statement(plan, rounds_run=15, algorithm="a", facts={}, key_source="seed", entries=lines)
     weaker = build_plan(clients=100, cohort=10, rounds=45, noise_multiplier=1.0, delta=1e-3)
-    assert found["rounds_charged"] == 45 and weaker.epsilon(30) < found["epsilon"] < weaker.epsilon(45)
-    assert found["epsilon"] < found["epsilon_at_1e-5"] and "σ = 1 to 4 = noise std" in found["mechanism"]
+    assert found["rounds_charged"] == 45 and found["epsilon"] == weaker.epsilon(45)
+    assert found["epsilon"] < found["epsilon_at_1e-5"] and "σ = 1 = noise std" in found["mechanism"]
     alike = statement(plan, rounds_run=15, algorithm="a", facts={}, key_source="seed", entries=lines[30:])
     assert alike["rounds_charged"] == 15 and alike["epsilon"] == pytest.approx(plan.epsilon(15))
     more = statement(plan, rounds_run=20, algorithm="a", facts={}, key_source="seed", entries=lines[:15])
@@ -236,24 +227,14 @@ MIXED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_rounds_that_differ_in_their_noise_are_composed_as_they_are(name: str) -> None:
-    """Against dp-accounting by hand, and the twin that takes the least noise for all; checked and added up the same."""
+def test_lines_that_differ_in_their_noise_all_have_the_least(name: str) -> None:
+    """No run of this program writes such a ledger; statement and verification bound it alike."""
     setting: dict[str, Any] = {"clients": 100, "cohort": 10, "rounds": 6, "delta": 1e-3, **MIXED[name]}
     plans = {sigma: build_plan(noise_multiplier=sigma, **setting) for sigma in (1.5, 3.0)}
     lines = [plans[1.5 if r < 3 else 3.0].record(r, 1.0) for r in range(6)]
     found = statement(plans[3.0], rounds_run=6, algorithm="a", facts={}, key_source="seed", entries=lines)
-    assert plans[3.0].epsilon(6) < found["epsilon"] < 0.95 * plans[1.5].epsilon(6)
-    if name in ("poisson", "everyone"):
-        by_hand = pld.PLDAccountant(value_discretization_interval=1e-3)
-        for plan in plans.values():
-            by_hand.compose(plan.event(), 3)
-        assert found["epsilon"] == pytest.approx(by_hand.get_epsilon(1e-3), rel=2e-3)
-    if name == "local":  # three participations with the least noise, and one more; sensitivity 2C
-        mu = 2 * math.sqrt(3 / 1.5**2 + 1 / 3.0**2)
-        assert found["epsilon"] == pytest.approx(gaussian_epsilon(mu, 1e-3))
+    assert found["epsilon"] == plans[1.5].epsilon(6) > plans[3.0].epsilon(6)
     assert verify(lines, found["epsilon"]).ok and not verify(lines, 0.9 * found["epsilon"]).ok
-    beside = total([Published("a", found["epsilon"], 1e-3, lines)])
-    assert beside.epsilon == pytest.approx(found["epsilon"], rel=1e-3)
 
 
 def test_a_mechanism_with_its_own_account_is_bounded_by_the_least_noise() -> None:

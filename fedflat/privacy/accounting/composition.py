@@ -9,7 +9,6 @@ bound.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +20,6 @@ Complexes = NDArray[np.complex128]
 
 _ORDERS = np.geomspace(1e-4, 1e2, 40)
 """Chernoff orders, in units of one over the loss's standard deviation."""
-_JOINT_ORDERS = np.geomspace(1e-1, 1e2, 20)
-"""The same for several mechanisms together, in units of one over the whole sum's."""
-_LITTLE_TAIL = 1e-15
-"""Left out of a window that serves every δ."""
 _NEGLIGIBLE = 70.0
 """Frequencies whose T-th power is below e^-70 are left out (at most 1e-24 in all)."""
 
@@ -88,7 +83,9 @@ class LossDistribution:
         power = np.zeros(len(spectrum), dtype=np.complex128)
         kept = np.flatnonzero(spectrum.real > -_NEGLIGIBLE / rounds)
         power[kept] = np.exp(rounds * spectrum[kept])
-        return _losses_from_zero(np.fft.irfft(power, length), low, high, rounds * (self.lowest + self._centre))
+        composed, offset = np.fft.irfft(power, length), rounds * (self.lowest + self._centre)
+        first = max(low, -offset)
+        return np.maximum(composed[np.arange(first, high + 1) % length], 0.0), first + offset
 
     def epsilon(self, rounds: int, delta: float) -> float:
         """An upper bound on ε after ``rounds`` rounds at ``delta``; inf where none is found."""
@@ -98,62 +95,6 @@ class LossDistribution:
             return math.inf
         probs, first = self._tail(rounds, tail)
         return _smallest_epsilon(probs, first, self.step, delta - lost)
-
-    def curve(self, rounds: int) -> Callable[[float], float]:
-        """As ``epsilon``, a function of δ alone: one transform for all of them, so that many may be asked for."""
-        probs, first = self._tail(rounds, _LITTLE_TAIL)
-        lost = -math.expm1(rounds * math.log1p(-self.infinity)) + _LITTLE_TAIL + _rounding(rounds)
-        sums = _sums_above(probs, self.step)
-        return lambda delta: _crossing(*sums, first, self.step, delta - lost) if delta > lost else math.inf
-
-
-def _losses_from_zero(composed: Floats, low: int, high: int, offset: int) -> tuple[Floats, int]:
-    """Of a centred circular composition: the probabilities of losses ≥ 0, ascending, and the index of the first."""
-    first = max(low, -offset)
-    return np.maximum(composed[np.arange(first, high + 1) % len(composed)], 0.0), first + offset
-
-
-Parts = Sequence[tuple[LossDistribution, int]]
-
-
-def together(parts: Parts, delta: float) -> float:
-    """An upper bound on ε at ``delta`` of several mechanisms, each (distribution of one round, rounds ≥ 1).
-
-    All distributions lie on grids of one spacing and belong to one direction of neighbours. inf where none is found.
-    """
-    tail, rounds = delta * 1e-9, sum(count for _, count in parts)
-    kept = sum(count * math.log1p(-part.infinity) for part, count in parts)
-    lost = -math.expm1(kept) + tail + _rounding(rounds)
-    if lost >= delta:
-        return math.inf
-    low, high = _joint_window(parts, tail)
-    length = _fast_length(high - low + 1)
-    with np.errstate(invalid="ignore"):  # log 0 · rounds: such a frequency is left out below
-        spectrum = np.sum([count * part._spectrum(length) for part, count in parts], axis=0)
-    power = np.zeros(len(spectrum), dtype=np.complex128)
-    counted = np.flatnonzero(spectrum.real > -_NEGLIGIBLE)
-    power[counted] = np.exp(spectrum[counted])
-    offset = sum(count * (part.lowest + part._centre) for part, count in parts)
-    probs, first = _losses_from_zero(np.fft.irfft(power, length), low, high, offset)
-    return _smallest_epsilon(probs, first, parts[0][0].step, delta - lost)
-
-
-def _joint_window(parts: Parts, tail: float) -> tuple[int, int]:
-    """As ``LossDistribution._window``, of the sum over all parts: Chernoff's exponents add up."""
-    spread, needed = 0.0, -math.log(tail)
-    centred = [(np.arange(len(part.probs)) - part._centre, part, count) for part, count in parts]
-    for index, part, count in centred:
-        spread += count * float(part.probs @ index.astype(np.float64) ** 2)
-    high = low = math.inf
-    with np.errstate(divide="ignore"):
-        logs = [np.log(part.probs) for part, _ in parts]
-    for order in _JOINT_ORDERS / max(math.sqrt(spread), 1.0):
-        above = sum(n * _log_mean_exp(log, index * order) for log, (index, _, n) in zip(logs, centred))
-        below = sum(n * _log_mean_exp(log, -index * order) for log, (index, _, n) in zip(logs, centred))
-        high, low = min(high, (above + needed) / order), min(low, (below + needed) / order)
-    top = sum(count * (len(part.probs) - 1 - part._centre) for part, count in parts)
-    bottom = sum(count * part._centre for part, count in parts)
-    return -min(math.ceil(low), bottom), min(math.ceil(high), top)
 
 
 def _log_mean_exp(log_probs: Floats, exponents: Floats) -> float:
@@ -176,21 +117,12 @@ def _smallest_epsilon(probs: Floats, first: int, step: float, delta: float) -> f
     ``probs`` belong to the losses step·(first + k) ≥ 0. Between two grid points δ(ε) = above − e^(ε − l)·scaled,
     with scaled(l) = Σ_{l' ≥ l} p(l')·e^(l − l'), which is a first-order recursion and never overflows.
     """
-    return _crossing(*_sums_above(probs, step), first, step, delta)
-
-
-def _sums_above(probs: Floats, step: float) -> tuple[Floats, Floats]:
-    """``above`` and ``scaled`` of :func:`_smallest_epsilon` at each loss."""
     from scipy.signal import lfilter
 
-    scaled = lfilter([1.0], [1.0, -math.exp(-step)], probs[::-1])[::-1] if len(probs) else probs
-    return np.cumsum(probs[::-1])[::-1], scaled
-
-
-def _crossing(above: Floats, scaled: Floats, first: int, step: float, delta: float) -> float:
-    """Where δ(ε) comes down to ``delta``."""
-    if len(above) == 0:
+    if len(probs) == 0:
         return 0.0
+    scaled = lfilter([1.0], [1.0, -math.exp(-step)], probs[::-1])[::-1]
+    above = np.cumsum(probs[::-1])[::-1]
     # δ(ε) falls from grid point to grid point, so the first that is small enough brackets the answer.
     place = int(np.argmax(above - scaled <= delta))  # the last entry is 0, so there always is one
     excess = above[place] - delta

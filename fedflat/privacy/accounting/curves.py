@@ -1,4 +1,4 @@
-"""ε after any number of rounds: identical ones by one accountant, cheaply once set up; others by convolving them.
+"""ε after any number of identical rounds by one accountant, cheaply once set up.
 
 What dp-accounting 0.6 may be asked, and how: its PLD and RDP accountants disagree on what REPLACE_ONE means for a
 Gaussian (PLD doubles the sensitivity, RDP does not), so it is never used for Poisson or plain Gaussian events. Their
@@ -9,15 +9,15 @@ SampledWithoutReplacement is composed under REPLACE_ONE, the one relation the li
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
-from fedflat.privacy.accounting.composition import LossDistribution, one_round, together
+from fedflat.privacy.accounting.composition import LossDistribution, one_round
 from fedflat.privacy.accounting.gaussian import LITTLE, gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.independent import epsilon_bounds, loss_moments
 
@@ -174,13 +174,13 @@ def compose_epsilon(event: Any, rounds: int, delta: float, accountant: str = "pl
     if multiplier == 0:
         return math.inf
     if accountant == "rdp":
-        return compose_renyi([(event, rounds)], delta)
+        return _compose_renyi(event, rounds, delta)
     # A sum of Gaussians is a Gaussian: no grid is as exact as the formula.
     if kind == "gaussian" or (kind == "poisson" and q >= 1):
         return gaussian_epsilon(math.sqrt(rounds) / multiplier, delta)
     if kind == "without replacement":
         # Both are bounds on their own, so the smaller one is too.
-        return min(compose_renyi([(event, rounds)], delta), schedule_epsilon(rounds, q, multiplier, delta))
+        return min(_compose_renyi(event, rounds, delta), schedule_epsilon(rounds, q, multiplier, delta))
     if kind == "poisson" and multiplier < LITTLE:
         return schedule_epsilon(rounds, q, multiplier, delta)
     if accountant == "fft":
@@ -191,10 +191,10 @@ def compose_epsilon(event: Any, rounds: int, delta: float, accountant: str = "pl
     return min(found, schedule_epsilon(rounds, q, multiplier, delta)) if near else found
 
 
-def compose_renyi(events: Sequence[tuple[Any, int]], delta: float) -> float:
-    """ε of rounds, (event, how many): their Rényi divergences add up."""
-    each = [(_renyi(event), count) for event, count in events]
-    return renyi_epsilon(each[0][0][0], np.sum([count * one for (_, one), count in each], axis=0), delta)
+def _compose_renyi(event: Any, rounds: int, delta: float) -> float:
+    """ε of repetitions of an event: their Rényi divergences add up."""
+    orders, one = _renyi(event)
+    return renyi_epsilon(orders, rounds * one, delta)
 
 
 def renyi_epsilon(orders: Sequence[float], divergences: NDArray[np.float64], delta: float) -> float:
@@ -203,122 +203,3 @@ def renyi_epsilon(orders: Sequence[float], divergences: NDArray[np.float64], del
 
     with quiet():
         return float(rdp.compute_epsilon(orders, divergences, delta)[0])
-
-
-def by_delta(event: Any, rounds: int) -> Callable[[float], float]:
-    """ε of ``rounds`` ≥ 1 repetitions as a function of δ in (0, 1), by the accountant pld; made for many questions."""
-    kind, q, multiplier = _kind(event)
-    if kind not in ("poisson", "truncated") or q >= 1 or multiplier < 10 * LITTLE:
-        return lambda delta: compose_epsilon(event, rounds, delta)
-    each = [part.curve(rounds) for part in _losses(event)]
-    return lambda delta: max(one(delta) for one in each)
-
-
-# ----------------------------------------------------------------------------- rounds of different laws
-
-MOST_POINTS = 200_000
-"""Of one round's distribution on the common grid; with more the grid is coarser, and ε a little larger."""
-
-
-class Step(NamedTuple):
-    """The law of one round. kind: gaussian, poisson, truncated, fixed, or known (its cohort is, chance q).
-
-    sigma: noise std / sensitivity. clients, limit: M and the cap of truncated, or the cohort of fixed.
-    """
-
-    kind: str
-    q: float
-    sigma: float
-    clients: int = 0
-    limit: int = 0
-
-
-def step(sampling: str, q: float, sigma: float, clients: int, limit: int) -> Step:
-    """The law of a round of hidden cohorts; limit: the cap of truncated (no cap from M on), the cohort of fixed."""
-    if sampling == "fixed" or (sampling == "truncated" and limit < clients):
-        return Step(sampling, q, sigma, clients, limit)
-    return Step("gaussian", 1.0, sigma) if q >= 1 else Step("poisson", q, sigma)
-
-
-def steps_epsilon(steps: Mapping[Step, int], delta: float) -> float:
-    """ε at ``delta`` of all rounds together: law -> how many. inf where a round has no noise, or δ ≤ 0."""
-    if delta <= 0 or any(step.sigma == 0 for step in steps):
-        return math.inf
-    merged = gaussians_in_one(steps)
-    if not merged:
-        return 0.0
-    # One law alone is stated exactly as a single run would state it, not through a common grid.
-    if len(merged) == 1:
-        ((step, count),) = merged.items()
-        return alone(step, count, delta)
-    # Distributions can be multiplied only if they lie on one grid.
-    spacing = _spacing(merged)
-    found = [(_directions(step, spacing), count) for step, count in merged.items()]
-    convolved = max(together([(both[way], count) for both, count in found], delta) for way in (0, 1))
-    if any(step.kind != "fixed" for step in merged):
-        return convolved
-    return min(convolved, compose_renyi([(_event(step), count) for step, count in merged.items()], delta))
-
-
-def gaussians_in_one(steps: Mapping[Step, int]) -> dict[Step, int]:
-    """Plain Gaussians are one Gaussian: their 1/σ² add up. Noise without bound or end costs nothing."""
-    rest = {step: n for step, n in steps.items() if step.kind != "gaussian" and n and math.isfinite(step.sigma)}
-    mu = math.sqrt(math.fsum(n / step.sigma**2 for step, n in steps.items() if step.kind == "gaussian"))
-    return rest | ({Step("gaussian", 1.0, 1 / mu): 1} if mu else {})
-
-
-def alone(step: Step, count: int, delta: float) -> float:
-    """ε of ``count`` ≥ 1 rounds of one law: the figure that a single run of so many rounds states."""
-    if step.kind == "gaussian":
-        return gaussian_epsilon(math.sqrt(count) / step.sigma, delta)
-    if step.kind == "known":
-        return schedule_epsilon(count, step.q, step.sigma, delta)
-    return compose_epsilon(_event(step), count, delta)
-
-
-def alone_by_delta(step: Step, count: int) -> Callable[[float], float]:
-    """As :func:`alone`, as a function of δ, for many questions."""
-    if step.kind in ("gaussian", "known"):
-        return lambda delta: alone(step, count, delta)
-    return by_delta(_event(step), count)
-
-
-def _event(step: Step) -> Any:
-    import dp_accounting as dp
-
-    if step.kind == "truncated":
-        return dp.TruncatedSubsampledGaussianDpEvent(step.clients, step.q, step.limit, step.sigma)
-    inner = dp.GaussianDpEvent(step.sigma)
-    if step.kind == "fixed":
-        return dp.SampledWithoutReplacementDpEvent(step.clients, step.limit, inner)
-    return dp.PoissonSampledDpEvent(step.q, inner)
-
-
-def _spacing(steps: Mapping[Step, int]) -> float:
-    """One grid for all: the finest that any asks for, but no more points than fit."""
-    seen = [(step.q if step.kind in ("poisson", "truncated") else 1.0, step.sigma) for step in steps]
-    finest = min(grid_step(q, sigma) for q, sigma in seen)
-    return max(finest, max(loss_moments(q, sigma)[1] for q, sigma in seen) / MOST_POINTS)
-
-
-@lru_cache(maxsize=64)
-def _directions(step: Step, spacing: float) -> tuple[LossDistribution, LossDistribution]:
-    """One round's loss distribution when a client leaves, and when it joins."""
-    if step.kind in ("poisson", "truncated"):
-        both = one_round(_event(step), step.kind, step.q, step.sigma, spacing)
-        return both[0], both[-1]
-    (found,) = one_round(None, "gaussian", 1.0, step.sigma, spacing)
-    if step.kind != "gaussian":
-        found = _seen(found, step.q)
-    return found, found
-
-
-def _seen(taking_part: LossDistribution, q: float) -> LossDistribution:
-    """A round of which everybody sees whether the client takes part: with chance 1 − q nothing is lost."""
-    lowest = min(taking_part.lowest, 0)
-    probs = np.zeros(max(taking_part.lowest + len(taking_part.probs), 1) - lowest)
-    start = taking_part.lowest - lowest
-    probs[start : start + len(taking_part.probs)] = q * taking_part.probs
-    # Not taking part is a loss of exactly 0.
-    probs[-lowest] += 1 - q
-    return LossDistribution(probs, lowest, taking_part.step, q * taking_part.infinity)

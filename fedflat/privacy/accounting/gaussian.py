@@ -59,21 +59,6 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return _solve(lambda e: float(np.exp(log_delta(e, one)[0])), delta, _ceiling(mu, delta))
 
 
-def gaussian_distance(epsilon: float, delta: float) -> float:
-    """The largest μ whose Gaussian mechanism is (``epsilon``, ``delta``)-private, rounded up; 0 ≤ ε < ∞, 0 < δ < 1."""
-    from scipy.optimize import brentq
-
-    def over(mu: float) -> float:
-        return float(log_delta(epsilon, np.array([mu]))[0]) - math.log(delta)
-
-    low = high = 1.0
-    while over(low) > 0:
-        low /= 2
-    while over(high) < 0:
-        high *= 2
-    return float(brentq(over, low, high, xtol=1e-13, rtol=1e-13)) * (1 + 1e-12) + 1e-13
-
-
 def schedule_epsilon(rounds: int, q: float, multiplier: float, delta: float) -> float:
     """ε towards someone who sees the schedule: δ(ε) = Σ_n Bin(rounds, q)(n)·δ(ε; √n/multiplier).
 
