@@ -25,7 +25,7 @@ from fedflat.core.rng import stream
 from fedflat.data.sources import load, load_validation
 from fedflat.privacy import tuning as account
 from fedflat.privacy.ledger import read
-from fedflat.privacy.tuning import Trials
+from fedflat.privacy.tuning import Selection
 from fedflat.privacy.verify import verify
 from fedflat.records import keys
 from fedflat.records.opening import Opening
@@ -49,12 +49,12 @@ SMALL = {
     "privacy": {"clip": 0.5, "epsilon": 8},
     "engine": {"backend": "sequential", "device": "cpu"},
 }
-TWO = Trials(1.5, 1.0)
+TWO = Selection(1.5)
 VARY = ["local.lr=log:0.05:1", "privacy.clip=0.1,0.5"]
 
 
-def asked(vary: list[str] = VARY, trials: Trials = TWO, **changes: Any) -> tuning.Asked:
-    return tuning.ask(Recipe.of({**SMALL, **changes}), vary, trials)
+def asked(vary: list[str] = VARY, **changes: Any) -> tuning.Asked:
+    return tuning.ask(Recipe.of({**SMALL, **changes}), vary, TWO)
 
 
 class Here:
@@ -81,9 +81,9 @@ class Here:
 
 @pytest.fixture(scope="module", autouse=True)
 def _two_trials() -> Iterator[None]:
-    """Draw two trials: how many there are is secret otherwise, and may be none."""
+    """Draw two trials: how many there are is secret otherwise."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trials, "draw", lambda *_: 2)
+        patch.setattr(Selection, "draw", lambda *_: 2)
         yield
 
 
@@ -113,7 +113,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Here]]:
         (["privacy.epsilon=1,2"], "keys of local"),
         (["sever.lr=1,2"], "Did you mean server"),
         (["local=1,2"], "keys of local"),
-        (["rounds=whole:2:5"], "a list of values, since each has a cost"),
+        (["rounds=2,5"], "It is public and fixed"),
+        (["cohort.size=5,20"], "It is public and fixed"),
         (["local.lr=0.1,1", "local.lr=log:0.1:1"], "local.lr and local.lr"),
         (["privacy.clip=0.1,1", "privacy.clip.quantile=0.1,1"], "each key once"),
         (["local.lr=0.1,fast"], "--vary local.lr=fast: local.lr"),
@@ -145,7 +146,10 @@ def test_what_has_no_proven_selection_is_refused(changes: dict[str, Any], says: 
 
 
 def test_settings_are_drawn_independently_within_their_ranges() -> None:
-    every = axes(["local.lr=log:0.01:1", "server.momentum=uniform:0:0.9", "local.steps=whole:1:3", "privacy.clip=1,2"])
+    every = axes(
+        ["local.lr=log:0.01:1", "server.momentum=uniform:0:0.9", "local.steps=whole:1:3", "privacy.clip=1,2"],
+        private=False,
+    )
     drawn = [draw(every, stream(0, "settings", i)) for i in range(600)]
     rates = np.log10([float(one["local.lr"]) for one in drawn])
     assert rates.min() >= -2 and rates.max() <= 0 and rates.mean() == pytest.approx(-1, abs=0.1)
@@ -153,7 +157,7 @@ def test_settings_are_drawn_independently_within_their_ranges() -> None:
     assert {one["local.steps"] for one in drawn} == {"1", "2", "3"}
     both = np.mean([one["local.steps"] == "1" and one["privacy.clip"] == "2" for one in drawn])
     assert both == pytest.approx(1 / 6, abs=0.06)
-    assert grid(every) is None and len(grid(axes(["local.lr=0.1,1", "rounds=1,2,3"])) or ()) == 6
+    assert grid(every) is None and len(grid(axes(["local.lr=0.1,1", "rounds=1,2,3"], private=False)) or ()) == 6
     assert [axis.text for axis in every][:2] == ["local.lr=log:0.01:1", "server.momentum=uniform:0:0.9"]
 
 
@@ -163,15 +167,14 @@ def test_another_name_comes_before_its_options() -> None:
 
 
 def test_every_trials_plan_states_the_total() -> None:
-    found = asked(["rounds=2,5", "local.lr=0.1,1"])
+    found = asked()
     total = found.plan.epsilon()
-    assert 7.99 < total <= 8 and len(found.plan.selection.beside) == 2  # type: ignore[union-attr]
-    for rounds in ("2", "5"):
-        recipe = tuning.trial_recipe(found, {"name": f"{rounds}" * 16, "settings": {"rounds": rounds, "local.lr": "1"}})
-        plan = plan_of(recipe, algorithm_of(recipe), 20)
-        assert plan.rounds == int(rounds) and plan.epsilon() == total == plan.epsilon(1)
-        assert plan.rounds_within_budget() == plan.rounds  # the total is the budget
-        assert account.alone(plan).epsilon() < total - 1
+    assert 7.99 < total <= 8
+    recipe = tuning.trial_recipe(found, {"name": "a" * 16, "settings": {"local.lr": "1", "privacy.clip": "0.1"}})
+    plan = plan_of(recipe, algorithm_of(recipe), 20)
+    assert plan.epsilon() == total == plan.epsilon(1)
+    assert plan.rounds_within_budget() == plan.rounds  # the total is the budget
+    assert account.alone(plan).epsilon() < total - 1
 
 
 def test_given_noise_gives_the_total() -> None:
@@ -203,12 +206,11 @@ def test_a_run_that_is_not_selected_is_the_run_it_was_before_there_was_a_selecti
 
 
 def test_what_choosing_costs() -> None:
-    one, compared, geometric, logarithmic, poisson = costs_of(Recipe.of(SMALL), VARY, 10, 20)
+    one, compared, selected = costs_of(Recipe.of(SMALL), VARY, 10, 20)
     assert one.epsilon == pytest.approx(8, rel=1e-3)
-    assert one.epsilon < logarithmic.epsilon < geometric.epsilon < compared.epsilon
-    assert geometric.chance_of_one == pytest.approx(0.1) and poisson.chance_of_one == pytest.approx(10 * np.exp(-10))
-    assert one.needed is not None and geometric.needed is not None and compared.needed is not None
-    assert one.needed < geometric.needed < compared.needed
+    assert one.epsilon < selected.epsilon < compared.epsilon and selected.chance_of_one == pytest.approx(0.1)
+    assert one.needed is not None and selected.needed is not None and compared.needed is not None
+    assert one.needed < selected.needed < compared.needed
     with pytest.raises(InputError, match="private method"):
         costs_of(Recipe.of({**SMALL, "algorithm": "fedavg"}), [], 10, 20)
 
@@ -264,7 +266,7 @@ def test_a_killed_selection_goes_on_with_what_was_drawn(
     before, charge = (folder / tuning.DRAW).read_text(), (folder / CHARGE).read_bytes()
     with pytest.raises(InputError, match="another selection"):
         tuning.tune(asked(["local.lr=0.1,1"]), folder)
-    monkeypatch.setattr(Trials, "draw", lambda *_: pytest.fail("drawn again"))
+    monkeypatch.setattr(Selection, "draw", lambda *_: pytest.fail("drawn again"))
     shutil.copytree(folder, tmp_path / "lost")
     (tmp_path / "lost" / tuning.DRAW).unlink()
     with pytest.raises(InputError, match="another selection with a charge of its own"):
@@ -297,16 +299,6 @@ def test_trials_that_are_left_or_fail_select_nothing(tmp_path: Path, monkeypatch
     found = tuning.tune(asked(), tmp_path / "tuned")
     assert (found.winner, found.left, found.failed) == (None, 2, {"a": "out of memory"})
     assert "winner" not in json.loads((tmp_path / "tuned" / tuning.DRAW).read_text())
-
-
-def test_no_trial_drawn_releases_nothing(
-    tmp_path: Path, here: Callable[..., Here], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here()
-    monkeypatch.setattr(Trials, "draw", lambda *_: 0)
-    found = tuning.tune(asked(trials=Trials(2, None)), tmp_path / "tuned")
-    assert found.winner is None and read(tmp_path / "tuned" / CHARGE)[0]["epsilon"] == found.asked.plan.epsilon()
-    assert checks(tmp_path / "tuned") == []
 
 
 def test_losers_leave_no_key_and_no_mark(tmp_path: Path, here: Callable[..., Here]) -> None:
@@ -438,18 +430,16 @@ def test_a_search_on_a_proxy_writes_a_recipe_that_runs(tmp_path: Path, here: Cal
     assert (tmp_path / "settings.csv").read_text().splitlines()[0] == "local.lr,algorithm.name,accuracy"
     assert (tmp_path / "settings.svg").read_text().startswith("<?xml")
     assert yaml.safe_load(found.chosen.read_text())["privacy"]["epsilon"] == 8
-    drawn = tuning.settings_to_try(axes(["local.lr=log:0.01:1"]), 5, 0)
-    assert len(drawn) == 5 and len(tuning.settings_to_try(axes(["local.steps=whole:1:3"]), 9, 0)) == 3
+    drawn = tuning.settings_to_try(axes(["local.lr=log:0.01:1"], private=False), 5, 0)
+    assert len(drawn) == 5 and len(tuning.settings_to_try(axes(["local.steps=whole:1:3"], private=False), 9, 0)) == 3
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--on", "prox"], "Did you mean proxy"),
-        (["--on", "proxy", "--law", "poisson", "--vary", "local.lr=1,2"], "no secret"),
         (["--on", "proxy", "--trials", "2.5", "--vary", "local.lr=1,2"], "a whole number"),
         (["--cost", "--trials", "1"], "one run is no choice"),
-        (["--law", "geo", "--vary", "local.lr=1,2"], "Did you mean geometric"),
         (["--trials", "0.5", "--vary", "local.lr=1,2"], "trials: found 0.5"),
         ([], "--vary: found nothing"),
     ],
@@ -465,15 +455,12 @@ def test_the_command(command: Callable[..., Any], tmp_path: Path, here: Callable
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     words = ["tune", "small.yaml", "--vary", "local.lr=0.1,1", "--trials", "2"]
     said = command(*words, "--cost")
-    assert said.status == 0 and "a grid of 2 runs, all counted" in said.out and "private selection, poisson" in said.out
+    assert said.status == 0 and "a grid of 2 runs, all counted" in said.out and "private selection, 2 in" in said.out
     assert json.loads(command(*words, "--cost", "--json").out)[1]["what"].startswith("a grid of 2 runs")
-    said = command(*words, "--law", "logarithmic")
+    said = command(*words)
     assert said.status == 0, said.err
-    assert (
-        "Private selection, logarithmic, 2 trials in the mean: total ε = 7.999" in said.out
-        and "for the whole" in said.out
-    )
-    again = command(*words, "--law", "logarithmic", "--json")
+    assert "Private selection, 2 trials in the mean: total ε = 7.999" in said.out and "for the whole" in said.out
+    again = command(*words, "--json")
     assert json.loads(again.out)["winner"] == "runs/tune-small/winner" and json.loads(again.out)["epsilon"] <= 8
     assert command("verify", "runs/tune-small").status == 0
     said = command(*words, "--on", "proxy")
@@ -492,15 +479,6 @@ def test_what_is_not_done_ends_with_status_1(
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     said = command("tune", "small.yaml", "--vary", "local.lr=0.1,1", "--trials", "2", "--on", on)
     assert said.status == 1 and "1 trials failed, 2 are left (out of memory); the same command goes on" in said.err
-
-
-def test_no_trial_ends_with_status_1(
-    command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Trials, "draw", lambda *_: 0)
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    said = command("tune", "small.yaml", "--vary", "local.lr=0.1,1", "--trials", "2", "--law", "poisson")
-    assert said.status == 1 and "no trial was drawn" in said.err
 
 
 def test_no_score_is_taken_on_rows_of_natural_clients(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         noise=privacy.noise.kind,
         bands=privacy.noise.bands,
         momentum=recipe.server.momentum if method.optimizer is None else 0.0,
-        selection=Selection.of(privacy.selection.model_dump()) if privacy.selection else None,
+        selection=Selection(privacy.selection.mean) if privacy.selection else None,
         evaluation=evaluation_of(recipe, method),
     )
     plan = noising.with_fixed_numbers(plan)

@@ -60,7 +60,6 @@ def tune(
     override: Overrides = None,
     on: str = "clients",
     trials: float = 10,
-    law: str | None = None,
     cost: bool = False,
     out: Path | None = None,
     processes: Processes = None,
@@ -80,7 +79,6 @@ def tune(
         vary: A key to choose, once for each: a,b,c, or log:LOW:HIGH, uniform:LOW:HIGH, whole:LOW:HIGH.
         on: clients: private selection. proxy: a random process, which costs no privacy.
         trials: Mean number of trials; their number is secret. On a proxy: the number.
-        law: Of the number of trials: geometric (default), logarithmic, poisson, or η from -0.9 to 10.
         cost: Only say what it would cost, and what a grid would.
         out: Folder of the search. Default: runs/tune-NAME.
     """
@@ -92,11 +90,9 @@ def tune(
     if cost:
         _cost(parsed, vary or [], int(trials), as_json)
     elif on == "proxy":
-        if law is not None:
-            raise wrong("--law", law, "nothing with --on proxy, whose number of trials is no secret")
         _proxy(parsed, vary or [], int(trials), folder, processes, as_json)
     else:
-        _private(parsed, vary or [], trials, law or "geometric", folder, processes, as_json)
+        _private(parsed, vary or [], trials, folder, processes, as_json)
 
 
 def _clients(recipe: Any) -> int:
@@ -129,18 +125,13 @@ def _cost(recipe: Any, varied: list[str], count: int, as_json: bool) -> None:
     )
 
 
-def _private(
-    recipe: Any, varied: list[str], mean: float, law: str, folder: Path, processes: int | None, as_json: bool
-) -> None:
-    from fedflat.privacy import tuning as account
-    from fedflat.privacy.tuning import Trials
-    from fedflat.privacy.tuning import law as law_of
+def _private(recipe: Any, varied: list[str], mean: float, folder: Path, processes: int | None, as_json: bool) -> None:
+    from fedflat.privacy.tuning import Selection, alone
     from fedflat.simulation.tuning import ask, tune
 
-    asked = ask(recipe, varied, Trials(mean, law_of(law)), _clients(recipe))
+    asked = ask(recipe, varied, Selection(mean), _clients(recipe))
     if not as_json:
-        alone = max(account.alone(plan).epsilon() for plan in asked.plans)
-        print("\n".join(filled("selection.txt", asked=asked, alone=alone, found=None)))
+        print("\n".join(filled("selection.txt", asked=asked, alone=alone(asked.plan).epsilon(), found=None)))
     with report.ExperimentProgress(quiet=as_json) as progress:
         found = tune(asked, folder, processes, progress.update)
     if found.failed or found.left:
@@ -148,12 +139,8 @@ def _private(
     if as_json:
         facts = {"folder": folder, "winner": found.winner, "settings": found.settings, "score": found.score}
         print_json({**facts, "epsilon": asked.plan.epsilon(), "delta": asked.plan.delta})
-    elif found.winner is not None:
+    else:
         print("\n".join(filled("selection.txt", asked=asked, found=found)))
-    if found.winner is None:
-        raise RunError(
-            f"{folder}: no trial was drawn, as a Poisson number may be 0; its ε is spent, and a new folder spends more"
-        )
 
 
 def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: int | None, as_json: bool) -> None:

@@ -277,10 +277,6 @@ class SelectionSection(Section):
 
     mean: Positive
     """E[K], the mean number of trials. Example: 10"""
-    eta: float | None = None
-    """η of the truncated negative binomial that K was drawn from (1: geometric). None: Poisson. Example: 1"""
-    beside: list[dict[str, float]] = []
-    """The rounds, cohorts and noise multipliers that other trials may have had, where settings change them."""
     trial: str = ""
     """A random name, which makes the trial's noise its own. Example: 6f1c"""
 

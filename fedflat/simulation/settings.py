@@ -28,7 +28,7 @@ from fedflat.core.checks import InputError, nearest, wrong
 from fedflat.privacy.accounting.epsilon import calibrate
 from fedflat.privacy.ledger import LedgerError, read
 from fedflat.privacy.plan import Plan
-from fedflat.privacy.tuning import LAWS, Selection, Trials, check
+from fedflat.privacy.tuning import Selection, check
 from fedflat.records.folder import RECIPE, check_name
 
 REQUESTED = "setting.yaml"
@@ -230,9 +230,9 @@ RANGES = ("log", "uniform", "whole")
 """log: uniform in the logarithm. uniform: in the value. whole: whole numbers. Numbers keep three digits."""
 VARIES = ("local", "server", "algorithm", "model")
 """Sections whose keys may vary; and ``SINGLE`` keys of others."""
-SINGLE = ("rounds", "cohort.size", "privacy.clip")
+SINGLE = ("privacy.clip",)
 PRICED = ("rounds", "cohort.size")
-"""Keys that change what a trial's rounds cost: they take lists only, so that the dearest of them is known."""
+"""Keys that change what a trial's rounds cost: they vary on a proxy only."""
 HOW = "KEY=a,b,c or KEY=log:LOW:HIGH, uniform:LOW:HIGH, whole:LOW:HIGH"
 Settings = dict[str, str]
 
@@ -270,31 +270,33 @@ class Axis:
         return f"{self.key}={','.join(self.values) or f'{self.kind}:{self.low:g}:{self.high:g}'}"
 
 
-def axes(varied: Sequence[str]) -> tuple[Axis, ...]:
-    """Return what ``--vary`` options say.
+def axes(varied: Sequence[str], *, private: bool) -> tuple[Axis, ...]:
+    """Return what ``--vary`` options say. private: of a private selection, all of whose trials cost the same.
 
     Raises:
         InputError: nothing varies, a key that may not, a key twice, or values that make no list and no range.
     """
     if not varied:
         raise wrong("--vary", "nothing", f"{HOW}, once for each key", hint="For example --vary local.lr=log:0.01:1.")
-    found = tuple(_axis(text) for text in varied)
+    single = SINGLE if private else (*SINGLE, *PRICED)
+    found = tuple(_axis(text, single) for text in varied)
     for one, other in itertools.combinations(found, 2):
         if one.key == other.key or one.key.startswith(other.key + ".") or other.key.startswith(one.key + "."):
             raise wrong("--vary", f"{one.key} and {other.key}", "each key once")
     return found
 
 
-def _axis(text: str) -> Axis:
+def _axis(text: str, single: Sequence[str]) -> Axis:
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not key or not value:
         raise wrong("--vary", text, HOW)
     section, dot, _ = key.partition(".")
     varies = key in ("algorithm", "model") or (dot and section in VARIES)
-    if key not in SINGLE and not key.startswith("privacy.clip.") and not varies:
-        allowed = ", ".join([*(f"{name}.…" for name in VARIES), *SINGLE])
-        hint = "It is public and fixed for all trials." if section in ("data", "privacy", "seed", "cohort") else ""
-        raise wrong("--vary", key, f"keys of {allowed}", hint=hint or nearest(key, [*VARIES, *SINGLE]))
+    if key not in single and not key.startswith("privacy.clip.") and not varies:
+        allowed = ", ".join([*(f"{name}.…" for name in VARIES), *single])
+        fixed = section in ("data", "privacy", "seed", "cohort", "rounds")
+        hint = "It is public and fixed for all trials." if fixed else nearest(key, [*VARIES, *single])
+        raise wrong("--vary", key, f"keys of {allowed}", hint=hint)
     kind, colon, rest = value.partition(":")
     if colon and kind in RANGES:
         return _range(text, key, kind, rest)
@@ -311,8 +313,6 @@ def _range(text: str, key: str, kind: str, rest: str) -> Axis:
     if not good or (kind == "whole" and any(end != int(end) for end in numbers)):
         allowed = {"log": "two numbers, 0 < LOW < HIGH", "uniform": "two numbers, LOW < HIGH"}
         raise wrong(f"--vary {key}", f"{kind}:{rest}", allowed.get(kind, "two whole numbers, LOW < HIGH"))
-    if key in PRICED:
-        raise wrong(f"--vary {key}", f"{kind}:{rest}", "a list of values, since each has a cost of its own")
     return Axis(key, (), kind, float(numbers[0]), float(numbers[1]))
 
 
@@ -356,20 +356,16 @@ def checked(recipe: Recipe, every: Sequence[Axis]) -> list[Recipe]:
     return found
 
 
-def law_classes(recipe: Recipe, every: Sequence[Axis]) -> list[Recipe]:
-    """Return the recipe with every combination of values that change what rounds cost; itself if none does."""
-    return [applied(recipe, settings) for settings in grid([axis for axis in every if axis.key in PRICED]) or [{}]]
-
-
 PUBLIC, CHARGE, WINNER = "selection.yaml", "charge.jsonl", "winner"
 
 
 def charge(plan: Plan, public: Mapping[str, Any]) -> dict[str, Any]:
     """Return the one line of ``charge.jsonl``: the whole selection, and the digest of what is public of it."""
     line = plan.record(0, 1.0)
-    names = ("sampling", "relation", "trust", "clients", "delta", "accountant", "epsilon", "selection")
+    names = ("sampling", "relation", "trust", "clients", "cohort", "noise_multiplier", "delta", "accountant", "epsilon",
+             "selection")  # fmt: skip
     facts = {"round": 0, "mechanism": "selection"} | {name: line[name] for name in names}
-    return facts | {"rounds": public["rounds"], "public": public_digest(public)}
+    return facts | {"rounds": plan.rounds, "public": public_digest(public)}
 
 
 def public_digest(public: Mapping[str, Any]) -> str:
@@ -428,32 +424,26 @@ class Cost:
 
 
 def costs_of(recipe: Recipe, varied: Sequence[str], count: int, clients: int) -> list[Cost]:
-    """Return what ways of trying about ``count`` settings cost: ε and needed noise of each, of the dearest run that
-    they may make of a recipe; nothing is read and nothing drawn.
+    """Return what ways of trying about ``count`` settings cost: ε and needed noise of each; nothing is read and nothing
+    drawn.
 
     Raises InputError: a recipe or a setting that has no proof.
     """
-    classes = law_classes(recipe, axes(varied)) if varied else [recipe]
-    plans = [replace(plan_of(each, algorithm_of(each), clients), accountant="rdp", budget=None) for each in classes]
-    for plan in plans:
-        if not plan.private:
-            allowed = "a private method: others cost nothing and prove nothing"
-            raise wrong("algorithm.name", recipe.algorithm.name, allowed)
-        check(plan)
-    one = replace(max(plans, key=lambda plan: plan.epsilon()), accountant=recipe.privacy.accountant)
+    if varied:
+        axes(varied, private=True)
+    plan = replace(plan_of(recipe, algorithm_of(recipe), clients), accountant="rdp", budget=None)
+    if not plan.private:
+        allowed = "a private method: others cost nothing and prove nothing"
+        raise wrong("algorithm.name", recipe.algorithm.name, allowed)
+    check(plan)
+    one = replace(plan, accountant=recipe.privacy.accountant)
     target = one.epsilon()
-    every = replace(one, rounds=one.rounds * count)
-    costs = [
+    every, chosen = replace(one, rounds=one.rounds * count), replace(plan, selection=Selection(float(count)))
+    return [
         Cost("one run, settings fixed", target, one.noise_multiplier),
         Cost(f"a grid of {count} runs, all counted", every.epsilon(), _needed(every, target)),
+        Cost(f"private selection, {count} in the mean", chosen.epsilon(), _needed(chosen, target), 1 / count),
     ]
-    for name, eta in LAWS.items():
-        trials = Trials(float(count), eta)
-        chosen = replace(one, selection=Selection(trials), accountant="rdp")
-        first = next(chance for number, chance in trials.chances() if number == 1)
-        what = f"private selection, {name}, {count} in the mean"
-        costs.append(Cost(what, chosen.epsilon(), _needed(chosen, target), first))
-    return costs
 
 
 def _needed(plan: Plan, target: float) -> float | None:

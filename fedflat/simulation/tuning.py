@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,9 @@ from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.rng import digest, fresh_key, noise_key, stream
 from fedflat.data.sources import load_validation
 from fedflat.privacy import tuning
-from fedflat.privacy.accounting.epsilon import calibrate
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan
-from fedflat.privacy.tuning import Trials
+from fedflat.privacy.tuning import Selection
 from fedflat.records import keys
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.records.opening import Opening
@@ -56,34 +55,29 @@ Update = Callable[[RunEvent], None]
 class Asked:
     """A selection before anything is drawn: all of it is public.
 
-    recipe: what all trials share. axes: what varies. plans: of every number of rounds and cohort size that a trial may
-    have, each with its noise; the first is the recipe's own where none varies.
+    recipe: what all trials share. axes: what varies. selection: the law of their number. plan: of every trial; its ε is
+    that of the selection.
     """
 
     recipe: Recipe
     axes: tuple[Axis, ...]
-    trials: Trials
-    plans: tuple[Plan, ...]
-
-    @property
-    def plan(self) -> Plan:
-        """One of them; every one has the same ε, that of the selection."""
-        return self.plans[0]
+    selection: Selection
+    plan: Plan
 
     def public(self) -> dict[str, Any]:
         """Return everything that may be known of it: the content of ``selection.yaml``."""
         return {
             "settings": [axis.text for axis in self.axes],
-            "trials": {"law": self.trials.name, "mean": self.trials.mean, "eta": self.trials.eta},
+            "trials": {"law": "geometric", **self.selection.record()},
             "score": SCORE, "epsilon": self.plan.epsilon(), "delta": self.plan.delta, "relation": self.plan.relation,
-            "rounds": [vars(law) for law in laws(self.plans)],
+            "rounds": self.plan.rounds, "noise_multiplier": self.plan.noise_multiplier,
             "recipe": {name: keys for name, keys in self.recipe.dump().items() if name not in ("engine", "evaluation")},
         }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Selected:
-    """What came of a selection. winner: the run's folder; None where no trial was drawn (Poisson), or some are left.
+    """What came of a selection. winner: the run's folder; None where trials are left.
 
     settings, score: the winner's. left: trials that were stopped. failed: name and one-line error of those that failed.
     """
@@ -97,18 +91,13 @@ class Selected:
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
-def laws(plans: Sequence[Plan]) -> tuple[tuning.Law, ...]:
-    """Return the rounds of each plan, in public numbers."""
-    return tuple(tuning.Law(plan.rounds, plan.sampler.size, plan.event_multiplier) for plan in plans)
-
-
-def ask(recipe: Recipe, varied: Sequence[str], trials: Trials, clients: int | None = None) -> Asked:
+def ask(recipe: Recipe, varied: Sequence[str], selection: Selection, clients: int | None = None) -> Asked:
     """Check a selection and work out its noise, or its ε; nothing is drawn and no data are read.
 
     clients: M, where the recipe leaves it to its data.
     Raises InputError for whatever is wrong in any setting that could be drawn, or has no proof.
     """
-    every = space.axes(varied)
+    every = space.axes(varied, private=True)
     if recipe.privacy.budget is not None:
         raise wrong("privacy.budget", recipe.privacy.budget, "nothing: the selection's ε is the budget")
     if recipe.privacy.selection is not None:
@@ -120,15 +109,15 @@ def ask(recipe: Recipe, varied: Sequence[str], trials: Trials, clients: int | No
     if many is None:
         raise wrong("data.clients", "nothing", "a number of clients")
     share = recipe.data.validation_fraction or APART
-    one: dict[str, Any] = {"accountant": "rdp", "selection": {"mean": trials.mean, "eta": trials.eta}}
+    one: dict[str, Any] = {"accountant": "rdp", "selection": {"mean": selection.mean}}
     whole = space.applied(recipe, {}, data={"validation_fraction": share}, privacy=one)
     others = space.checked(whole, every)
     _try_plans(others, 1.0, many)
-    plans = _together([_plan(each, many) for each in space.law_classes(whole, every)])
-    if not math.isfinite(plans[0].epsilon()):
-        raise wrong("privacy.noise_multiplier", plans[0].noise_multiplier, "noise: without it nothing is proven")
-    _try_plans(others, max(plan.noise_multiplier for plan in plans), many)
-    return Asked(whole, every, trials, plans)
+    plan = _plan(whole, many)
+    if not math.isfinite(plan.epsilon()):
+        raise wrong("privacy.noise_multiplier", plan.noise_multiplier, "noise: without it nothing is proven")
+    _try_plans(others, plan.noise_multiplier, many)
+    return Asked(whole, every, selection, plan)
 
 
 def _plan(recipe: Recipe, clients: int) -> Plan:
@@ -139,20 +128,6 @@ def _try_plans(recipes: Sequence[Recipe], sigma: float, clients: int) -> None:
     """Check every recipe's plan, with its noise given, so that none is calibrated."""
     for recipe in recipes:
         _plan(space.applied(recipe, {}, privacy={"epsilon": None, "noise_multiplier": sigma}), clients)
-
-
-def _together(plans: Sequence[Plan]) -> tuple[Plan, ...]:
-    """Return the plans, each knowing the others' rounds; where ε is a target, with the noise that all need together."""
-    if len(plans) == 1:
-        return tuple(plans)
-
-    def scaled(factor: float) -> tuple[Plan, ...]:
-        every = [plan.at(plan.event_multiplier * factor) for plan in plans]
-        beside = laws(every)
-        return tuple(replace(plan, selection=tuning.Selection(plan.selection.trials, beside)) for plan in every)  # type: ignore[union-attr]
-
-    target = plans[0].budget
-    return scaled(1.0 if target is None else calibrate(lambda s: scaled(s)[0].epsilon(), target))
 
 
 def tune(asked: Asked, folder: str | Path, processes: int | None = None, update: Update | None = None) -> Selected:
@@ -175,10 +150,8 @@ def tune(asked: Asked, folder: str | Path, processes: int | None = None, update:
                 return unfinished
         _release(place, drawn)
     _hide_times(place)
-    for trial in drawn["trials"]:
-        if trial["name"] == drawn["winner"]:
-            return Selected(place, asked, place / WINNER, trial["settings"], trial["score"])
-    return Selected(place, asked)
+    best = next(trial for trial in drawn["trials"] if trial["name"] == drawn["winner"])
+    return Selected(place, asked, place / WINNER, best["settings"], best["score"])
 
 
 def _claim(place: Path, asked: Asked) -> None:
@@ -214,7 +187,7 @@ def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
         hint = "Drawing again is another selection with a charge of its own: choose a new folder."
         raise wrong(str(path), "no such file", "the draw of the selection that was charged", hint=hint)
     key = noise_key(fresh_key(), "private selection", public)  # that nobody knows how many there are is in the proof
-    count = asked.trials.draw(stream(key, "number of trials"))
+    count = asked.selection.draw(stream(key, "number of trials"))
     drawn = (space.draw(asked.axes, stream(key, "settings", i)) for i in range(count))
     names = (digest(key, "name of a trial", i).hex()[:16] for i in range(count))
     return _keep(place, {"of": public, "trials": [{"name": n, "settings": found} for n, found in zip(names, drawn)]})
@@ -229,11 +202,9 @@ def _keep(place: Path, drawn: dict[str, Any]) -> dict[str, Any]:
 def trial_recipe(asked: Asked, trial: Mapping[str, Any]) -> Recipe:
     """Return the whole recipe of one trial, its noise and its place in the selection included."""
     recipe = space.applied(asked.recipe, trial["settings"])
-    law = (recipe.rounds, recipe.cohort.size)
-    plan = next((plan for plan in asked.plans if (plan.rounds, plan.sampler.size) == law), asked.plan)
-    selection = asked.plan.selection.record()  # type: ignore[union-attr]
     privacy = {
-        "epsilon": None, "noise_multiplier": plan.noise_multiplier, "selection": {**selection, "trial": trial["name"]},
+        "epsilon": None, "noise_multiplier": asked.plan.noise_multiplier,
+        "selection": {"mean": asked.selection.mean, "trial": trial["name"]},
         "budget": max(asked.plan.budget or 0.0, asked.plan.epsilon()),
     }  # fmt: skip
     named = recipe.model_copy(update={"name": f"{asked.recipe.name}-{trial['name'][:8]}"})
@@ -250,15 +221,13 @@ def _work(
 ) -> Selected | None:  # fmt: skip
     """Run every trial, score it and note the winner; what is left where some are not done."""
     recipes = [trial_recipe(asked, trial) for trial in drawn["trials"]]
-    if recipes:
-        (place / TRIALS).mkdir(mode=0o700, exist_ok=True)
-        found = compare(recipes, (), 1, place / TRIALS, processes, update)
-        if not found.complete:
-            return Selected(place, asked, left=found.left, failed=found.failed)
+    (place / TRIALS).mkdir(mode=0o700, exist_ok=True)
+    found = compare(recipes, (), 1, place / TRIALS, processes, update)
+    if not found.complete:
+        return Selected(place, asked, left=found.left, failed=found.failed)
     for trial, recipe in zip(drawn["trials"], recipes):
         trial["score"] = score(_folder(place, recipe), recipe, *public)
-    best = max(drawn["trials"], key=lambda trial: (trial["score"], trial["name"]), default=None)
-    drawn["winner"] = None if best is None else best["name"]
+    drawn["winner"] = max(drawn["trials"], key=lambda trial: (trial["score"], trial["name"]))["name"]
     _keep(place, drawn)
     return None
 
@@ -290,7 +259,7 @@ def _release(place: Path, drawn: Mapping[str, Any]) -> None:
     if target.is_dir():
         write_report([target], target / "report.html")
         (target / "ledger.lock").unlink(missing_ok=True)
-    elif drawn["winner"] is not None:
+    else:
         raise RunError(f"{target}: the winning trial's folder is gone")
     shutil.rmtree(trials, ignore_errors=True)
 
@@ -352,7 +321,7 @@ def tune_on_proxy(
     Of the recipe's data only public numbers are taken: the form of examples, classes, clients, and examples per client.
     Raises InputError: a setting that no recipe can have, data that are no images, or another search in ``folder``.
     """
-    every, place = space.axes(varied), Path(folder)
+    every, place = space.axes(varied, private=False), Path(folder)
     space.checked(recipe, every)
     there = on_proxy(recipe, data_of(recipe, None, None))
     tried = settings_to_try(every, count, recipe.seed)
