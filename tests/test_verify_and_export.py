@@ -1,6 +1,5 @@
 """``fedflat verify`` notices every change of a run's records; ``fedflat export`` hands over only what is covered."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import venv
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -362,26 +362,6 @@ def test_a_run_that_began_no_round_is_unchecked(run: Path) -> None:
     assert not wrong(run)
 
 
-def test_a_run_of_the_first_version_is_unchecked_and_not_wrong(run: Path) -> None:
-    """No run.json, no seals, no checksums, and a ledger that names no run."""
-    for name in ("private/run.json", "private/private.seals", "metrics.seals", "tips.jsonl"):
-        (run / name).unlink()
-    rewrite(run, lambda line: {key: value for key, value in line.items() if key != "run"})
-    facts = json.loads((run / "privacy.json").read_bytes())
-    (run / "privacy.json").write_text(json.dumps({k: v for k, v in facts.items() if k not in ("checksum", "weights")}))
-    for path in (run / "checkpoints").iterdir():
-        with safe_open(path, framework="pt") as file:
-            state = json.loads(file.metadata()["state"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        save_file(tensors, path, metadata={"state": json.dumps({k: v for k, v in state.items() if k != "sha256"})})
-    assert not wrong(run)
-    unchecked = " ".join(check.record for check in inspect_run(run) if check.verdict == "unchecked")
-    for name in ("private/run.json", "recipe.yaml", "metrics.jsonl", "checkpoints/round-000003.safetensors"):
-        assert name in unchecked
-    next((run / "checkpoints").iterdir()).write_bytes(b"junk")
-    assert len(wrong(run)) == 1
-
-
 def test_a_file_that_nobody_exported_is_noticed(run: Path, tmp_path: Path) -> None:
     export(run, tmp_path / "out")
     (tmp_path / "out" / "more").mkdir()
@@ -393,12 +373,6 @@ def restate(folder: Path, **changed: Any) -> None:
     """Change a statement and redo its checksum, as whoever edits it would."""
     found = json.loads((folder / "privacy.json").read_bytes()) | changed
     (folder / "privacy.json").write_text(json.dumps({**found, "checksum": checksum(found)}))
-
-
-def test_a_field_that_an_earlier_version_did_not_have_is_not_compared() -> None:
-    (missing,) = differences({"epsilon": 1.0}, {"epsilon": 1.0, "randomness": "secret"})
-    (edited,) = differences({"randomness": "seeded"}, {"randomness": "secret"})
-    assert missing.unsaid and not edited.unsaid
 
 
 def test_every_difference_is_named_and_words_are_told_from_figures() -> None:
@@ -414,18 +388,56 @@ def test_every_difference_is_named_and_words_are_told_from_figures() -> None:
     said = {each.field: each for each in differences(stated, found)}
     assert set(said) == {"epsilon", "reasons", "noise_source", "extra", "lost"}
     assert [name for name in said if said[name].worded] == ["reasons", "noise_source"]
-    assert [name for name in said if said[name].unsaid] == ["lost"]
     assert str(said["epsilon"]) == "epsilon says 1, and the run gives 2"
     assert "1 entries" in str(said["reasons"]) and "…" in str(said["noise_source"])
     assert "True" in str(said["extra"]) and not list(differences(found, found))
 
 
-def test_a_seeded_statement_of_0_2_is_known_by_its_noise() -> None:
-    old = {"proven_epsilon": 3.0, "noise_source": "simulation: noise reproducible from the seed", "facts": {}}
-    for name, refused in (("given in Python", True), ("own/people.csv", True), ("digits", False)):
-        found = {**old, "facts": {"data": {"dataset": name}}}
-        with pytest.raises(InputError, match="seeded") if refused else contextlib.nullcontext():
-            refuse_seeded("export", found)
+def test_a_seeded_statement_that_does_not_say_whose_clients_they_were_is_refused() -> None:
+    for said in ({"noise_source": "simulation: noise reproducible from the seed"}, {"caution": "seeded"}):
+        with pytest.raises(InputError, match="seeded"):
+            refuse_seeded("export", {"proven_epsilon": 3.0, "facts": {"data": {"dataset": "digits"}}, **said})
+        refuse_seeded("export", {"proven_epsilon": 3.0, "facts": {"own_clients": False}, **said})
+
+
+def reopened(folder: Path, **changed: Any) -> None:
+    """Change private/run.json and redo its checksum."""
+    replace(Opening.read(folder), **changed).write(folder)
+
+
+def stripped(whole: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return what takes a line's run, or that run's terms alone, out."""
+    if whole:
+        return lambda line: {key: value for key, value in line.items() if key != "run"}
+    return lambda line: (
+        line | {"run": {k: v for k, v in line["run"].items() if k != "terms"}} if "run" in line else line
+    )
+
+
+@pytest.mark.parametrize("what", ["terms", "run", "terms everywhere", "everything"])
+def test_a_folder_whose_fields_were_taken_out_is_refused_and_never_read_leniently(
+    run: Path, tmp_path: Path, what: str
+) -> None:
+    """As if it were of 0.1 or 0.2, of which less could be checked; the twin is the folder as it was."""
+    export(run, tmp_path / "out")
+    assert not wrong(run) and not wrong(tmp_path / "out")
+    for folder in (run, tmp_path / "out"):
+        rewrite(folder, stripped(whole=what in ("run", "everything")))
+        found = json.loads((folder / "privacy.json").read_bytes())
+        if what == "everything":
+            (folder / "tips.jsonl").unlink()
+            (folder / "privacy.json").write_text(json.dumps({k: v for k, v in found.items() if k not in SEALS}))
+    if what == "everything":
+        (run / "private" / "run.json").unlink()
+    elif what == "terms everywhere":
+        reopened(run, terms={})
+    for folder in (run, tmp_path / "out"):
+        for use in (inspect_run, fedflat.load, lambda path: export(path, tmp_path / "again")):
+            with pytest.raises(InputError, match=r"no terms: of fedflat 0\.1 or 0\.2"):
+                use(folder)
+
+
+SEALS = ("run", "weights", "checksum")
 
 
 EDITS = {
@@ -802,19 +814,16 @@ def test_swapped_names_of_classes_are_found_out(tmp_path: Path) -> None:
             fedflat.load(tmp_path / "out")
 
 
-def test_an_older_signature_verifies_and_what_it_leaves_out_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signature_that_leaves_something_out_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     operator, made = signing.Operator.create(tmp_path / "operator.pem"), signing.statement_of
 
-    def as_before(kind: str, subjects: Any, predicate: Any) -> Any:
+    def with_less(kind: str, subjects: Any, predicate: Any) -> Any:
         return made(kind, {name: each for name, each in subjects.items() if name != signing.MADE_FOR}, predicate)
 
-    monkeypatch.setattr(signing, "statement_of", as_before)
+    monkeypatch.setattr(signing, "statement_of", with_less)
     simulation.run({**RECIPE, "algorithm": "dp-fedavg"}, out=tmp_path / "run", key=tmp_path / "operator.pem")
-    export(tmp_path / "run", tmp_path / "out")
-    found = list(check_signed(Records(tmp_path / "out"), operator.public))
-    assert [check.verdict for check in found] == ["unchecked", "ok", "ok"] and "no made_for" in found[0].about
+    found = list(check_signed(Records(tmp_path / "run"), operator.public))
+    assert found[0].verdict == "wrong" and "other inputs or classes" in found[0].about
 
 
 def test_a_file_that_somebody_added_to_an_export_is_named(exports: Path) -> None:
@@ -932,15 +941,9 @@ def test_a_ledger_line_too_many_too_few_or_with_more_in_it_is_named(run: Path) -
         (lambda lines: None, []),  # the twin
         (lambda lines: lines.pop(1), ["no line for round 1"]),
         (lambda lines: lines[1].update(note="ε = 0.1"), ["line 1: note, which no line of this run has"]),
-        (lambda lines: lines[0]["run"].pop("terms"), ["line 0: no terms"]),
     ):
         found = of_entries(run, change)
         assert len(found) == len(said) and all(map(str.startswith, found, said)), found
-    without = of_entries(run, lambda lines: (lines[0]["run"].pop("terms"), lines[2].update(epsilon=0.1, q=0.1)))
-    assert [each.split(" says ")[0] for each in without][1:3] == [
-        "line 2: q",
-        "line 2: epsilon",
-    ]  # compared all the same
 
 
 def test_where_an_account_takes_long_no_line_of_the_ledger_states_too_little_or_too_much(tmp_path: Path) -> None:

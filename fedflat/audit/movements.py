@@ -160,7 +160,7 @@ def _of_a_run(folder: Path, recipe: Recipe, method: Algorithm, module: nn.Module
     if kept[0].shared.numel() != layout_of(module, method.head).dimension:
         return _given(folder)
     if not (folder / OPENING).is_file():
-        return "Nothing in the folder tells which data the run had: it is exported, or of fedflat 0.1."
+        return "Nothing in the folder tells which data the run had: it is exported."
     plain = recipe.model_copy(update={"engine": type(recipe.engine)(backend="sequential", device="cpu")})
     here = prepare(plain, module, data=data).identity
     return CHANGED if "data" in Opening.read(folder).differing(here) else ""

@@ -119,10 +119,7 @@ def _check_ledger(job: Job, ledger: Ledger) -> None:
     """Refuse a ledger that is not this run's, or whose events are not this plan's."""
     if not ledger.entries:
         return
-    path, opening, carried = ledger.path, job.opening, run_of(ledger.entries)
-    if carried is None:
-        hint = "It can be verified and reported, not resumed."
-        raise wrong(str(path), "a ledger of fedflat 0.1", "the ledger of the run in this folder", hint=hint)
+    path, opening, carried = ledger.path, job.opening, run_of(ledger.entries) or {}
     if {name: carried.get(name) for name in ("id", *opening.digests)} != {"id": opening.run, **opening.digests}:  # type: ignore[union-attr]
         raise wrong(str(path), "the ledger of another run", "that of the run in this folder")
     if opening.attempt < carried.get("attempt", 1):  # type: ignore[union-attr]

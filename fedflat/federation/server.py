@@ -42,7 +42,7 @@ from fedflat.pieces.clipping import MethodScale, whole_vector
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, RunFolder, plain
-from fedflat.records.opening import Opening
+from fedflat.records.opening import Opening, refuse_older
 from fedflat.simulation.planning import drowned
 from fedflat.simulation.run import write_ending
 
@@ -220,7 +220,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     if (out / ENDED).exists():
         raise wrong("out", f"{out}, a run that its operator ended for good", "a new folder")
     job.opening = Opening.read(out)
-    job.opening.refuse_older("out", out)
+    refuse_older("out", out, job.opening.terms)
     if job.opening.differing(job.identity):
         raise wrong("out", f"{out}, the folder of another deployment", "the one this task was started in")
     return RunFolder(out, deployment=True, run=job.opening.run)

@@ -280,11 +280,7 @@ def refuse_seeded(where: str, found: Mapping[str, Any]) -> None:
     Raises:
         InputError: it is one.
     """
-    facts = found.get("facts") or {}
-    # A path or a name with dots is a table of one's own; published names are plain words.
-    named = (facts.get("data") or {}).get("dataset")  # 0.2 did not say whose clients they were
-    published = isinstance(named, str) and named.replace("-", "").isalnum()
-    if is_seeded(found) and facts.get("own_clients", not published):
+    if is_seeded(found) and (found.get("facts") or {}).get("own_clients", True):
         hint = "Its noise can be drawn again. Train once more with privacy.randomness: secret."
         raise wrong(where, "a run on clients of one's own with privacy.randomness: seeded", "a secret one", hint=hint)
 

@@ -157,12 +157,6 @@ def load_released(path: Path) -> RoundState:
     return _state(*_read(path))
 
 
-def unsealed(path: Path) -> bool:
-    """Return whether this is a checkpoint of before 0.2, which has no checksum."""
-    facts = facts_of(path)
-    return bool(facts) and "sha256" not in facts
-
-
 def facts_of(path: Path) -> Facts:
     """Return the facts beside a checkpoint's tensors, unchecked; {} where there are none to read."""
     try:

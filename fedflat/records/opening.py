@@ -68,8 +68,7 @@ class Opening:
     run: public random-looking id. secret: keys the digests. attempt: counts fresh keys of this run. digests: of
     ``PARTS``, keyed. recipe_file: SHA-256 of recipe.yaml as written.
     software: what may change bits. key: the public name of the key that is in use, once there is one. engine: what the
-    key follows besides the run. terms: public facts that the privacy statement needs (``assembly.stating.Terms``);
-    empty in a run of 0.2.
+    key follows besides the run. terms: public facts that the privacy statement needs (``assembly.stating.Terms``).
     """
 
     run: str
@@ -100,13 +99,7 @@ class Opening:
     def public(self) -> dict[str, Any]:
         """What the ledger's lines carry."""
         found = {"format": self.format, "id": self.run, "attempt": self.attempt, **self.digests}
-        return {**found, "software": dict(self.software), **({"terms": dict(self.terms)} if self.terms else {})}
-
-    def refuse_older(self, where: str, path: Path) -> None:
-        """Raise InputError for a run of fedflat 0.2: its first weights and its noise were drawn otherwise."""
-        if not self.terms:
-            hint = "It can be verified, loaded and reported here."
-            raise wrong(where, f"{path}, a run of fedflat 0.2", "fedflat 0.2, which resumes it", hint=hint)
+        return {**found, "software": dict(self.software), "terms": dict(self.terms)}
 
     def differing(self, identity: Identity) -> list[str]:
         """Return which parts of a run are not those it was opened with."""
@@ -129,17 +122,24 @@ class Opening:
         """Return the opening of the run in a folder.
 
         Raises:
-            InputError: there is none (a run of before 0.2), or it is damaged.
+            InputError: there is none, or it is damaged.
         """
         path = folder / OPENING
         with reading(path, "a damaged record", "the file that was written at the start"):
             if not path.exists():
-                hint = "A run of fedflat 0.1 can be verified and reported, not resumed."
-                raise wrong(str(path), "no such file", "the one this run was opened with", hint=hint)
+                raise wrong(str(path), "no such file", "the one this run was opened with")
             body = json.loads(path.read_bytes())
             if body.pop("checksum") != _checksum(body):
                 raise ValueError("its checksum does not match")
             return cls(**body)
+
+
+def refuse_older(where: str, path: Path, terms: object) -> None:
+    """Raise InputError for a run without terms, of which less could be checked than of one of 1.0."""
+    if not terms:
+        found = f"{path}, a run whose records have no terms: of fedflat 0.1 or 0.2, or somebody took them out"
+        hint = "fedflat 0.2 verifies, loads and resumes its own runs, and verifies those of 0.1."
+        raise wrong(where, found, "a run of fedflat 1.0 or later", hint=hint)
 
 
 def keyed(identity: Identity, secret: str) -> dict[str, str | None]:

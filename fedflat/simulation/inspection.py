@@ -68,6 +68,7 @@ def inspect_run(folder: str | Path, key: Path | None = None, witness: Path | Non
         raise wrong("verify", f"{path}, {found}", "the folder of a run, or an exported one")
     check_kinds(path)
     run = Records(path)
+    run.refuse_older()
     return [*(check for each in CHECKS for check in each(run)), *check_signed(run, public, witness)]
 
 
@@ -98,6 +99,7 @@ def refuse_damage(folder: Path) -> None:
     check_kinds(folder)
     read(folder / LEDGER)
     run = Records(folder)
+    run.refuse_older()
     for each in (check_opening, check_recipe, check_body, check_rounds, check_sums, check_metadata, check_checkpoints,
                  check_tips, check_statement, check_fields, check_signed):  # fmt: skip
         for check in each(run):
@@ -118,8 +120,6 @@ def check_opening(run: Records) -> Iterator[Check]:
 def _opening_verdict(run: Records) -> tuple[Verdict, str]:
     if run.locked:
         return "unchecked", f"{LOCKED}, where the seals of recipe and metrics lie; its owner can"
-    if run.old:
-        return "unchecked", "a run of fedflat 0.1 has none, nor seals and checksums"
     if not (run.folder / "private").is_dir() and run.exported:
         return "unchecked", "not in this folder, which is an exported one"
     if not (run.folder / "private").is_dir():
@@ -211,19 +211,10 @@ def figures(found: Verification) -> str:
 
 
 def check_statement(run: Records) -> Iterator[Check]:
-    """Check that privacy.json is as it was written, and this run's.
-
-    One of before 0.2, whose ledger names no run, has no checksum.
-    """
-    body, first = run.statement, run.first
-    here = run.opening.run if run.opening is not None else (first or {}).get("id")
-    if body is None:
-        good = False
-    elif "checksum" in body:
-        good = body["checksum"] == checksum(body) and (here is None or body.get("run", here) == here)
-    else:
-        good = not run.locked and not (run.folder / OPENING).exists() and first is None
-    if not good:
+    """Check that privacy.json is as it was written, and this run's."""
+    body = run.statement or {}
+    here = run.opening.run if run.opening is not None else (run.first or {}).get("id")
+    if body.get("checksum") != checksum(body) or (here is not None and body.get("run") != here):
         yield Check(STATEMENT, "wrong", "not as it was written")
 
 
@@ -239,7 +230,7 @@ def check_fields(run: Records) -> Iterator[Check]:
         contrary = list(recomputed.ledger_faults(run)) if run.entries else []
     except UNREADABLE as error:
         about = f"cannot be made again from {RECIPE} and {LEDGER} ({' '.join(str(error).split())})"
-        yield Check(FIELDS, "wrong" if run.terms else "unchecked", about)
+        yield Check(FIELDS, "wrong", about)
         return
     yield from (Check(LEDGER, "wrong", each) for each in contrary[:5])
     yield from (Check(FIELDS, "unchecked", each) for each in unchecked)
@@ -255,14 +246,10 @@ FIELDS, SHOWN = f"{STATEMENT}, every field", f"{METRICS}, ε and clip"
 def _check_weights(run: Records, stated: Mapping[str, Any]) -> Iterator[Check]:
     """Check the weights that the statement is about."""
     found = recomputed.released_digest(run.folder, int(stated["rounds"]))
-    if found is not None and "weights" in stated:
-        good = stated["weights"] == found
+    if found is not None:
+        good = stated.get("weights") == found
         about = "those of the statement" if good else "of another run or round"
         yield Check("the weights", "ok" if good else "wrong", about)
-    elif found is not None and run.terms:
-        yield Check(STATEMENT, "wrong", "names no weights")
-    elif found is not None:
-        yield Check("the weights", "unchecked", "a statement of fedflat 0.2 does not name them")
 
 
 def check_rounds(run: Records) -> Iterator[Check]:
@@ -315,10 +302,7 @@ def check_checkpoints(run: Records) -> Iterator[Check]:
         try:
             _, _, facts = checkpoint.load(file, hidden=not run.locked)
         except InputError as error:
-            if run.old and checkpoint.unsealed(file):
-                yield Check(name, "unchecked", "of fedflat 0.1, without a checksum")
-            else:
-                yield Check(name, "wrong", str(error))
+            yield Check(name, "wrong", str(error))
             continue
         fault, events = _foreign(run, facts), (facts.get("ledger") or {}).get("events", 0)
         yield Check(name, "wrong" if fault else "ok", fault or f"this run's, made after {_count(events, 'event')}")
@@ -339,18 +323,16 @@ def _foreign(run: Records, facts: Mapping[str, Any]) -> str:
         return "of another run"
     if mark.get("tip") is None or run.tip_at(mark.get("events")) != mark["tip"]:
         return "not made after the ledger's events"
-    if tip is None:  # a run of 0.2 has no tips, which name checkpoints
-        return f"{TIPS} has no line for it" if run.terms else ""
+    if tip is None:
+        return f"{TIPS} has no line for it"
     return "" if tip.get("checkpoint") == facts["sha256"] else f"not the one that {TIPS} names"
 
 
 def check_tips(run: Records) -> Iterator[Check]:
     """Check that tips.jsonl has a line for each finished round, with the ledger's tip then."""
     path = run.folder / TIPS
-    if not run.terms and not path.exists():
-        return
     found = [f"no line for round {number}" for number in range(1, run.finished_rounds + 1) if number not in run.tips]
-    found += [IRREGULAR] if whole_lines(path) is None else []
+    found += [IRREGULAR] if path.exists() and whole_lines(path) is None else []
     for number, line in run.tips.items():
         if line.get("tip") != run.tip_at(line.get("events")):
             found.append(f"round {number} was finished with other events in the ledger")
@@ -366,8 +348,7 @@ def check_mark(run: Records) -> Iterator[Check]:
     if run.opening is None or not (run.folder / LEDGER).exists():
         return
     if not keys.Mark(run.opening.run).path.exists():
-        older = "secret" if run.given("privacy", "secure_rng") else ""  # the key of recipes of 0.1
-        if (run.given("privacy", "randomness") or older) == "secret":
+        if run.given("privacy", "randomness") == "secret":
             yield Check(name, "unchecked", "not on this machine: whether every key was used once cannot be seen here")
         return
     try:
@@ -395,7 +376,7 @@ def check_sums(run: Records) -> Iterator[Check]:
         yield _same(name, good, "as it was exported")
     if whole_lines(path / METRICS) is None:
         yield Check(METRICS, "wrong", IRREGULAR)
-    if run.terms and any(key in row for row in run.metrics for key in TIMES):
+    if any(key in row for row in run.metrics for key in TIMES):
         yield Check(METRICS, "wrong", "names the seconds of a round, which no export holds")
 
 
@@ -443,10 +424,6 @@ def _payload(envelope: Any, public: Ed25519PublicKey | None) -> dict[str, Any]:
     return signing.payload_of(envelope) if public is None else signing.opened(envelope, public)
 
 
-NEWER = {"metrics": "test figures are", MADE_FOR: "inputs and names of classes are"}
-"""Subjects that signatures of earlier versions lack, and what is not covered without them."""
-
-
 def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]:
     path = run.folder
     if not (path / SIGNATURE).is_file():
@@ -468,16 +445,12 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
         f"another {LEDGER}": (LEDGER, _sha256(path / LEDGER)),
         f"another {STATEMENT}": (STATEMENT, _sha256(path / STATEMENT)),
         "another model": ("weights", recomputed.released_digest(path, run.finished_rounds)),
-        "other metrics": ("metrics", metrics_digest(path) if "metrics" in subjects else None),
-        "other inputs or classes": (MADE_FOR, recomputed.made_for_digest(run) if MADE_FOR in subjects else None),
+        "other metrics": ("metrics", metrics_digest(path)),
+        "other inputs or classes": (MADE_FOR, recomputed.made_for_digest(run)),
     }
     others = [f"it is about {name}" for name, (key, digest) in ours.items() if digest not in (None, subjects.get(key))]
     if said.get("run") != run.id or (run.entries and said.get("tip") != run.ledger.tip):
         others.append("it is about another run or another ledger")
-    for subject, covered in NEWER.items():
-        if subject not in subjects and (run.exported or subject == "metrics"):
-            text = f"{covered} not covered: this signature, of an earlier version, has no {subject}"
-            yield Check(SIGNATURE, "unchecked", text)
     if others:
         yield Check(SIGNATURE, "wrong", "; ".join(others))
     elif public is None:
@@ -485,7 +458,7 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
         about = f"about these records, by the key {named}; --key operator.pub checks it"
         yield Check(SIGNATURE, "unchecked", about)
     else:
-        covered = ", ".join(["run", "ledger", "statement", "weights", *(name for name in NEWER if name in subjects)])
+        covered = f"run, ledger, statement, weights, metrics, {MADE_FOR}"
         yield Check(SIGNATURE, "ok", f"{covered} signed by the key {signing.keyid(public)[:16]}")
 
 

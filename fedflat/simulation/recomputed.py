@@ -36,11 +36,10 @@ from fedflat.records.folder import (
     STATEMENT,
     locked,
     read_lines,
-    seals_of,
     single_keys,
 )  # fmt: skip
 from fedflat.records.folder import SEALED as SUMS
-from fedflat.records.opening import Opening, versions
+from fedflat.records.opening import Opening, refuse_older, versions
 from fedflat.records.signing import tips_of
 
 HERE = versions(("fedflat",))["fedflat"]
@@ -87,12 +86,15 @@ class Records:
                 return True
         return False
 
-    @cached_property
-    def old(self) -> bool:
-        """Whether this is a run of fedflat 0.1: its ledger names no run, and its statement has no checksum."""
-        newer = self.locked or (self.folder / OPENING).exists() or self.exported or self.first is not None
-        sealed = "checksum" in (self.statement or {}) or (self.folder / seals_of(METRICS)).exists()
-        return not newer and not sealed and (self.folder / LEDGER).is_file()
+    def refuse_older(self) -> None:
+        """Refuse a run of before 1.0, or whose terms somebody took out of its ledger or private/run.json.
+
+        A run that charges nothing, as of a method without privacy, has them in private/run.json alone.
+        """
+        if self.entries:
+            refuse_older("ledger", self.folder, (self.first or {}).get("terms"))
+        elif self.opening is not None:
+            refuse_older(OPENING, self.folder, self.opening.terms)
 
     @cached_property
     def opening(self) -> Opening | None:
@@ -126,7 +128,7 @@ class Records:
 
     @cached_property
     def first(self) -> Entry | None:
-        """What the ledger's first line says of the run; None of one before 0.2."""
+        """What the ledger's first line says of the run; None without one."""
         return run_of(self.entries)
 
     @cached_property
@@ -176,7 +178,7 @@ class Records:
 
     @cached_property
     def terms(self) -> Mapping[str, Any]:
-        """The terms that the run began with; empty of a run of 0.2."""
+        """The terms that the run began with; empty of an exported run that charges nothing."""
         if self.first is not None:
             return dict(self.first.get("terms") or {})
         return {} if self.opening is None else self.opening.terms
@@ -219,7 +221,7 @@ class Records:
 
     @cached_property
     def all_terms(self) -> Terms:
-        """The terms; of a run of 0.2 as far as its own statement tells them (one of ``UNREADABLE`` else)."""
+        """The terms; of a run that charges nothing as far as its statement tells them (one of ``UNREADABLE`` else)."""
         return Terms.read(self.parsed, self.terms or _terms_stated(self.statement or {}))
 
 
@@ -235,11 +237,6 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.field} says {_short(self.stated)}, and the run gives {_short(self.found)}"
-
-    @property
-    def unsaid(self) -> bool:
-        """Whether the statement has no such field at all, as one of an earlier version may not."""
-        return self.stated is _NOTHING
 
     @property
     def worded(self) -> bool:
@@ -297,19 +294,18 @@ def remade(run: Records) -> tuple[list[Difference], list[str]]:
     Raises:
         InputError: the recipe is none from which a statement follows.
     """
-    stated, entries, recipe, terms = run.statement or {}, run.entries, run.parsed, run.all_terms
-    public_data = tested(run.metrics) if run.terms else bool(dict(stated["facts"]).get("public_data"))
+    stated, recipe, terms = run.statement or {}, run.parsed, run.all_terms
+    known: dict[str, Any] = {"rounds": run.finished_rounds, "entries": run.entries, "public_data": tested(run.metrics)}
     try:
-        known: dict[str, Any] = {"rounds": run.finished_rounds, "entries": entries, "public_data": public_data}
         found = restated(recipe, run.recipe, terms, **known)
     except RunError as error:
         return [], [str(error)]
     unchecked = []
     found["warnings"] += [SEEN] if SEEN in stated["warnings"] else []
     different = list(differences(stated, found))
-    words = [each for each in different if not run.ours and (each.worded or (not run.terms and each.unsaid))]
+    words = [each for each in different if not run.ours and each.worded]
     if words:
-        made = f"fedflat {terms.fedflat}" if terms.fedflat else "fedflat 0.2"
+        made = f"fedflat {terms.fedflat}" if terms.fedflat else "another version"
         named = ", ".join(dict.fromkeys(each.field.partition("[")[0] for each in words))
         unchecked.append(f"the wording of {named}: {made} wrote it, and this is {HERE}; that version compares it")
     return [each for each in different if each not in words], unchecked
@@ -361,12 +357,10 @@ def ledger_faults(run: Records) -> Iterator[str]:
     if not plan.private or (isinstance(own, ScheduledPlan) and entries[0].get("factor") != own.factor.digest):
         return  # another machine's factorisation: ``remade`` says so
     yield from (f"no line for round {number}" for number in sorted(set(range(max(rounds))) - rounds))
-    if not run.terms and (run.tips or "weights" in (run.statement or {})):
-        yield "line 0: no terms, which every run with tips or weights in its statement began with"
     for place, entry in enumerate(entries):
         clip = math.inf if entry.get("clip") is None else float(entry["clip"])
         planned = plan.record(0, clip)  # all rounds are alike but for the clip
-        shown = {name: planned.get(name) for name in (LINE if run.terms else LINE[:-3])}
+        shown = {name: planned.get(name) for name in LINE}
         said, first = float(math.inf if entry.get("epsilon") is None else entry["epsilon"]), "reason" not in entry
         if (len(entries) - 1 - place) % _every(plan, entries) == 0 and (first or plan.standing(entries) is plan):
             shown["epsilon"] = _finite(plan.standing(entries[: place + 1]).epsilon(entry["round"] + 1))
@@ -392,7 +386,7 @@ LINE = (
     "mechanism", "sampling", "relation", "trust", "clients", "cohort", "q", "noise_multiplier", "delta", "accountant",
     "max_participations", "colluders", "count_std", "separation", "sensitivity", "std", "rounding",
 )  # fmt: skip
-"""Fields of a ledger line that follow from recipe, terms and the line's clip; fedflat 0.2 left the last three open."""
+"""Fields of a ledger line that follow from recipe, terms and the line's clip."""
 BESIDE = {*CHAIN, *REASONS, RUN, "key_id", "draw", "column", "row_norm"}
 """Fields of a line beside those that every round of its run has."""
 
@@ -422,7 +416,7 @@ def _standing(plan: Plan, run: Records, round: int) -> tuple[list[Entry], Plan, 
 
 
 def _terms_stated(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the terms of a run of 0.2, as far as its own statement tells them."""
+    """Return the terms of a run that charges nothing, as far as its own statement tells them."""
     facts = dict(stated["facts"])
     known = {
         name: facts[name] for name in ("personal", "finetuned", "client_state", "prior", "held_out") if name in facts
@@ -476,7 +470,7 @@ def metadata_faults(run: Records) -> Iterator[str]:
     said, rounds = made_for(run.folder, 0), (run.statement or {}).get("rounds")
     if (number := read_about(run.folder / MODEL).get("round")) != str(rounds):
         yield f"round says {_short(number)}, and the statement {_short(rounds)}"
-    if not isinstance(said, dict) or (run.terms and not {"input_shape", "dtype"} <= said.keys()):
+    if not isinstance(said, dict) or not {"input_shape", "dtype"} <= said.keys():
         yield "made_for does not say which inputs the model takes"
         return
     prepared, beside = said.get("preparation"), None

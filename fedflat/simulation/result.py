@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fedflat.assembly.inputs import data_of, options_for
+from fedflat.assembly.inputs import options_for
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import whole, wrong
@@ -170,7 +170,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Result:
     """Return a run that ended, or an exported folder, with every record checked against its checksums.
 
     model: the module, where it was given in Python; its weights do not matter, and it is not changed. The weights are
-    those after the last round. Nothing is trained, and data are read only if a folder of before 0.2 asks for them.
+    those after the last round. Nothing is trained, and no data are read.
     Raises InputError: no run, one that has not ended, a damaged record (named), a module that does not fit.
 
     >>> import tempfile
@@ -229,16 +229,15 @@ def _built(recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, An
     """Return the recipe's module. Where an exported folder has no seed, all that it would decide is in the folder."""
     if recipe.model.name == GIVEN:
         raise wrong("load: model", "none, and the run's was given in Python", "fedflat.load(path, model=MODULE)")
-    facts = dict(known)
-    if "classes" not in known:
-        # A folder of before 0.2: its data say what the model takes.
-        data = data_of(recipe, None, None)
-        facts = {name: getattr(data, name) for name in ("input_shape", "classes", "vocabulary", "padding")}
-    vocabulary, padding = (int(facts.get(name, 0)) for name in ("vocabulary", "padding"))
-    options = options_for(recipe, vocabulary, padding, facts.get("preparation"))
+    if not {"input_shape", "classes"} <= known.keys():
+        raise wrong(
+            "load: model", "weights that do not say what they were made for", "fedflat.load(path, model=MODULE)"
+        )
+    vocabulary, padding = (int(known.get(name, 0)) for name in ("vocabulary", "padding"))
+    options = options_for(recipe, vocabulary, padding, known.get("preparation"))
     if recipe.model.name in KEPT and (folder / FILE).is_file():
         options["path"] = str(folder / FILE)
-    make = functools.partial(build, recipe.model.name, tuple(facts["input_shape"]), int(facts["classes"]), **options)
+    make = functools.partial(build, recipe.model.name, tuple(known["input_shape"]), int(known["classes"]), **options)
     module = make(seed=recipe.seed)
     if "seed:" not in (folder / RECIPE).read_text(encoding="utf-8"):
         other = make(seed=recipe.seed + 1).state_dict()

@@ -31,7 +31,7 @@ from fedflat.engine.train import Record, final_module, train, weights_digest
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import OPENING, RECIPE, STATEMENT, RunFolder, check_kinds, check_new
-from fedflat.records.opening import Opening
+from fedflat.records.opening import Opening, refuse_older
 from fedflat.records.signing import Operator, check_outside, sign_run
 from fedflat.report import Progress
 from fedflat.simulation.result import Result
@@ -161,12 +161,11 @@ def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
     if not (path / RECIPE).is_file():
         return recipe
     if (path / OPENING).is_file():
-        Opening.read(path).refuse_older("--resume", path)
+        refuse_older("--resume", path, Opening.read(path).terms)
     started, asked = Recipe.load(path).engine, recipe.engine
-    here = "cpu" if started.device == "auto" else started.device  # a folder of before there were GPUs
     if asked.device == "auto" and asked.backend not in PROCESSES:
-        asked = asked.model_copy(update={"device": here})
-    same = asked.device.partition(":")[0] == here.partition(":")[0]
+        asked = asked.model_copy(update={"device": started.device})
+    same = asked.device.partition(":")[0] == started.device.partition(":")[0]
     if asked.backend != "auto" or not same:
         return recipe.model_copy(update={"engine": asked})
     plain = type(asked)()
