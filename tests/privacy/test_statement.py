@@ -12,12 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from scipy.stats import norm
 
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.methods.plans import VotesPlan
 from fedflat.privacy import statement as module
+from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.plan import build_plan
-from fedflat.privacy.statement import headline, rounds_charged, statement, write
+from fedflat.privacy.statement import headline, rounds_charged, statement, true_positives, write
 from fedflat.privacy.verify import verify
 
 
@@ -349,3 +351,11 @@ def test_a_seeded_run_of_ones_own_clients_is_not_handed_over() -> None:
     for facts in ({}, {"facts": None}, {"facts": {"own_clients": True}}):
         with pytest.raises(InputError, match=r"export: found a run on clients of one's own with privacy\.randomness"):
             module.refuse_seeded("export", {"caution": "seeded", **facts})
+
+
+def test_no_attacker_has_more_true_positives() -> None:
+    """0.01·e^ε + δ; the Gaussian of that ε, whose best attacker is known, has fewer."""
+    assert true_positives(0.0, 0.0) == 0.01 and true_positives(1000.0, 1e-5) == 1.0
+    for mu in (0.1, 0.5, 1.0):
+        best = float(norm.cdf(norm.ppf(0.01) + mu))
+        assert best <= true_positives(gaussian_epsilon(mu, 1e-3), 1e-3)

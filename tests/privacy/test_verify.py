@@ -152,6 +152,7 @@ def test_no_noise_no_rounds_and_no_bound() -> None:
         assert not verify(lines(silent), 5.0).ok
     assert recompute([]).epsilon == 0 and verify([], 0.0).ok
     assert participation(10, 0.1, 1e9, 0.01) == 0.0 and participation(10, 0.1, 1.0, 0.0) == math.inf
+    assert participation(3, 0.3, math.inf, 1e-3) == 0.0
     hopeless = [{**line, "cohort_min": 600} for line in lines(plan_of(trust="distributed"))]
     assert recompute(hopeless).epsilon == math.inf
 
@@ -281,7 +282,3 @@ def test_unreadable_files_are_named(run: Path, name: str, text: str, sentence: s
     (run / name).write_text(text)
     with pytest.raises(InputError, match=sentence):
         verify_run(run)
-
-
-def test_nothing_is_imported_for_the_optional_library_at_import_time() -> None:
-    assert "prv_accountant" not in vars(module)
