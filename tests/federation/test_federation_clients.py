@@ -96,7 +96,7 @@ def test_local_trust_noise_is_never_drawn_twice(tmp_path: Path) -> None:
 
 
 def test_the_reply_to_a_failure_says_nothing(
-    project: tuple[Path, Task, list[Client]], monkeypatch: pytest.MonkeyPatch
+    project: tuple[Path, Task, list[Client]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, task, clients = project
     grid = grid_of(task, clients)
@@ -107,12 +107,15 @@ def test_the_reply_to_a_failure_says_nothing(
     app = folder / "app" / PACKAGE
     assert reply_to(message, config, app).has_content()
 
+    faults = [ValueError("row 17 of patient 3"), OSError(28, "No space left on device")]
+
     def explode(self: Any, content: Any) -> Any:
-        raise ValueError("row 17 of patient 3")
+        raise faults.pop(0)
 
     monkeypatch.setattr(client_module.Client, "answer", explode)
-    for found in (reply_to(message, config, app), reply_to(message, {}, app)):
+    for found in (reply_to(message, config, app), reply_to(message, config, app), reply_to(message, {}, app)):
         assert found.has_error() and found.error == Error(code=0, reason="no answer")
+    assert [record.exc_info is None for record in caplog.records] == [False, True, True]  # a full disk is a line
     assert grid.task is task
 
 
