@@ -39,6 +39,8 @@ class _Fit:
 
 
 _FITS: list[_Fit] = []
+BEYOND = 30
+"""Size of an input from which usual rates are far too high."""
 CLASSES = "Which classes there are: they were taken from y. Name them (classes=) where that is private."
 
 
@@ -117,10 +119,10 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         )
         x, *rest = found if isinstance(found, tuple) else (found,)
         if self.ranges is not None:
-            low, high = (np.asarray(bound, dtype=np.float32) for bound in self.ranges)
-            if not (high > low).all():
-                raise wrong("ranges", self.ranges, "(low, high), numbers or one for each column, low < high")
+            low, high = _bounds(self.ranges, x.shape[1])
             x = np.clip(2 * (x - low) / (high - low) - 1, -1, 1)
+        elif reset and self.body is None and np.abs(x).max() > BEYOND:
+            warnings.warn(f"ranges: none given, and inputs are beyond ±{BEYOND}: training may diverge", stacklevel=3)
         inputs = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
         if self.body is not None and inputs.dim() == 3:
             # Grey images have one channel.
@@ -152,7 +154,8 @@ class PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         hidden: None for a linear model, or the width of one hidden layer.
         rounds, steps, batch_size, lr, clip: of the training (docs/recipe.md).
         cohort: share of the users that take part in a round, by coins of their own below 1.
-        ranges: public (low, high) of the inputs, or of each column: they are mapped to [-1, 1] and cut there.
+        ranges: public (low, high) of all inputs, or one such pair for each column: they are mapped to [-1, 1] and cut
+            there.
         recipe: more keys of a recipe, by section, over those above.
         out: a new folder for the run's files.
         random_state: seed of initial weights and batches; the noise is secret whatever it is.
@@ -172,7 +175,10 @@ class PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         check_classification_targets(labels)
         self.classes_ = np.unique(labels if self.classes is None else np.asarray(self.classes))
         if len(self.classes_) < 2:
-            raise ValueError("y: found 1 class; allowed: two classes or more (classes= names those that do not occur).")
+            key = "y" if self.classes is None else "classes"
+            raise ValueError(
+                f"{key}: found 1 class; allowed: two classes or more (classes= names those that do not occur)."
+            )
         unknown = np.setdiff1d(labels, self.classes_)
         if len(unknown):
             raise wrong("y", str(unknown[0]), f"the classes {', '.join(map(str, self.classes_))}")
@@ -232,11 +238,24 @@ class PrivateRegressor(RegressorMixin, _Private):  # type: ignore[misc]
         return tags
 
 
+def _bounds(ranges: Any, columns: int) -> tuple[Any, Any]:
+    """Return the lowest and the highest value of all columns, or of each."""
+    allowed = f"(low, high) with low < high, or one such pair for each of the {columns} columns"
+    try:
+        bounds = np.asarray(ranges, dtype=np.float32)
+    except (TypeError, ValueError):
+        raise wrong("ranges", ranges, allowed) from None
+    if bounds.shape not in ((2,), (columns, 2)) or not (bounds[..., 1] > bounds[..., 0]).all():
+        raise wrong("ranges", ranges, allowed)
+    return bounds[..., 0], bounds[..., 1]
+
+
 def _by_user(users: Any, rows: int) -> tuple[list[Any], frozenset[Any] | None]:
     """Return the rows of each user, in the order of their first row; and the users' names, None without names."""
     if users is None:
         # Silence would let somebody protect single rows where they meant people.
-        warnings.warn("users: none given, so every row counts as a user of its own", stacklevel=4)
+        said = "users: none given, so each row is taken as one person; several rows of one are not protected together"
+        warnings.warn(said, stacklevel=4)
         return [slice(row, row + 1) for row in range(rows)], None
     named = np.asarray(users)
     if named.shape != (rows,):

@@ -34,7 +34,7 @@ def rows(classes: int = 2) -> tuple[Any, Any]:
 def test_a_classifier_learns_and_states_its_guarantee() -> None:
     x, y = rows()
     labels = np.array(["no", "yes"])[y]
-    found = PrivateClassifier(epsilon=8, ranges=(-4, 4)).fit(x, labels, users=USERS)
+    found = PrivateClassifier(epsilon=8, ranges=[(-4, 4)] * 8).fit(x, labels, users=USERS)
     assert found.score(x, labels) > 0.8 and found.n_users_ == 150 and set(found.predict(x)) == {"no", "yes"}
     assert found.privacy_["proven_epsilon"] <= 8 and found.privacy_["randomness"] == "secret"
     assert np.allclose(found.predict_proba(x[:5]).sum(1), 1)
@@ -103,6 +103,7 @@ def test_a_cross_validation_in_a_pipeline_counts_every_fit() -> None:
     ("given", "users", "words"),
     [
         ({"ranges": (1, 1)}, None, "ranges: found"),
+        ({"ranges": [(0, 1)] * 7}, None, "one such pair for each of the 8 columns"),
         ({"classes": [0, 2]}, None, "y: found 1; allowed: the classes 0, 2"),
         ({}, np.arange(3), "users: found shape"),
         ({}, np.array([None, *range(1199)], dtype=object), r"users\[0\]: found no name"),

@@ -218,5 +218,6 @@ def test_a_path_of_pathlib_is_one_and_no_data_are_shown(tmp_path: Path) -> None:
     first = simulation.run(RECIPE, Mine(), clients(), out=tmp_path / "first")
     recipe = RECIPE | {"after": tmp_path / "first", "privacy": {"clip": 0.5, "epsilon": 500}}
     assert simulation.run(recipe, Mine(), clients()).history and first.history
-    shown = repr(from_pairs(clients(), clients()[0]))
+    x, y = clients()[0]
+    shown = repr(from_pairs(clients(), (x + 1, y)))
     assert shown == "<5 clients, inputs (5,), 3 classes, 6 public test examples>"

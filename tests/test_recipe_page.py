@@ -51,7 +51,7 @@ def conditions(model: type[BaseModel] = Recipe, before: str = "") -> dict[str, l
     return found
 
 
-BASE: dict[str, Any] = {"rounds": 2, "algorithm": "dp-fedavg", "cohort": {"size": 2}}
+BASE: dict[str, Any] = {"rounds": 3, "algorithm": "dp-fedavg", "cohort": {"size": 2}}
 KEYS = {key.path: key for key in reference.recipe_keys()}
 
 

@@ -163,6 +163,12 @@ def test_from_a_table_to_an_answer_and_to_onnx_with_the_steps_beside_it(tmp_path
     inputs = np.concatenate(sides, 1).astype(np.float32)
     (outputs,) = onnx.ReferenceEvaluator(str(tmp_path / "out" / "model.onnx")).run(None, {"inputs": inputs})
     assert [steps["names"][place] for place in outputs.argmax(1)] == expected.tolist()
+    bought = {"model": nn.Linear(3, 3)}, {"model": nn.Linear(3, 2), "recipe": {**recipe, "data": {"classes": 5}}}
+    for more, says in zip(
+        bought, ("3 outputs; allowed: 2, one for each", "classes: found 5; allowed: nothing, or 2, the")
+    ):
+        with pytest.raises(InputError, match=says):
+            fedflat.run(**{"recipe": recipe, "clients": clients, **more})
     with pytest.raises(InputError, match="no column plan"):
         ran.predict(rows.drop(columns="plan"))
     with pytest.raises(InputError, match=r"row 0, column plan: found 'gold'; allowed: free, pro"):
@@ -181,7 +187,8 @@ def test_tensors_numbers_and_labels_are_answered(tmp_path: Path) -> None:
     pairs = [(x, (x > 0).long()) for x in draw.split(5)]
     labels = fedflat.run({**recipe, "rounds": 1}, model=nn.Linear(3, 3), clients=pairs, task="multilabel")
     assert set(np.unique(labels.predict(draw))) <= {0, 1} and labels.predict_proba(draw.numpy()).shape == (40, 3)
-    for rows, says in ((torch.zeros(2, 4), "inputs of shape"), (frame, "found a table"), ("x", "found str")):
+    nan = (torch.tensor([[0.0] * 3, [torch.nan] * 3]), "predict: row 1: found a NaN")
+    for rows, says in (nan, (torch.zeros(2, 4), "inputs of shape"), (frame, "found a table"), ("x", "found str")):
         with pytest.raises(InputError, match=says):
             labels.predict(rows)
 

@@ -39,9 +39,9 @@ class Terms:
     """Public facts that a statement needs and that neither the recipe nor the ledger's events show.
 
     The ledger's first line carries them. method: the packaged one, or, of the user's own one, a stand-in with what the
-    account asks for. left_out: how many clients became public test data. identified: whether the user's own code can be
-    told apart from other code. dimension: d. tensors: how many tensors are shared. fedflat: the version that began the
-    run.
+    account asks for. left_out: how many clients became public test data. uncompared: whether test data of one's own do
+    not name their users. identified: whether the user's own code can be told apart from other code. dimension: d.
+    tensors: how many tensors are shared. fedflat: the version that began the run.
     """
 
     method: Algorithm
@@ -49,6 +49,7 @@ class Terms:
     prior: str = "unknown"
     held_out: bool = False
     left_out: int = 0
+    uncompared: bool = False
     deployment: bool = False
     dimension: int = 1
     tensors: int = 1
@@ -64,6 +65,7 @@ class Terms:
             prior=prior_of(recipe, job.problem.pristine),
             held_out=held_out(method, recipe.data.dataset, job.data.name),
             left_out=job.data.left_out,
+            uncompared=not is_public(recipe.data.dataset) and job.data.unknown,
             deployment=deployment,
             dimension=layout.dimension,
             tensors=layout.shared,
@@ -240,6 +242,7 @@ def _facts(recipe: Recipe, terms: Terms, tested: bool) -> dict[str, Any]:
         "client_state": [state.name for state in method.client_state],
         "unidentified": not terms.identified,
         "left_out": terms.left_out,
+        "uncompared": terms.uncompared,
     }
     return found | {name: value for name, value in rare.items() if value}
 

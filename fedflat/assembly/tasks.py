@@ -92,6 +92,9 @@ def with_public_classes(recipe: Recipe, data: FederatedData, private: bool, name
     if known is None and needed:
         hint = "The largest label of somebody would show in the shape of what is released."
         raise wrong("data.classes", "nothing", "the number of classes, a public number; or public test data", hint=hint)
+    names = () if data.preparation is None or recipe.task != "classification" else data.preparation.names
+    if known is not None and names and known != len(names):
+        raise wrong("data.classes", known, f"nothing, or {len(names)}, the named classes: {', '.join(map(str, names))}")
     if known is not None and data.classes > known:
         hint = "data.classes says how many there are."
         raise wrong("clients", first_above(data, known), f"class numbers below {known}", hint=hint)
@@ -153,6 +156,9 @@ def check_outputs(module: nn.Module, example: Tensor, data: FederatedData, objec
             raise wrong("model", f"an output of shape {tuple(out.shape)} for {len(example)} examples", f"({shown})")
         if out.shape[-1] < n:
             raise wrong("model", f"{out.shape[-1]} outputs", f"at least {n} ({first_above(data, out.shape[-1])})")
+        names = () if data.preparation is None or task != "classification" else data.preparation.names
+        if names and out.shape[-1] > len(names):
+            raise wrong("model", f"{out.shape[-1]} outputs", f"{n}, one for each class: {', '.join(map(str, names))}")
         return int(out.shape[-1])
     wanted = tuple(data.targets.shape[1:])
     if shape != wanted and not (task == "regression" and wanted == () and shape == (1,)):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import math
 import sys
 import textwrap
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -102,10 +104,10 @@ def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, p
 
     Args:
         runs: Run folders.
-        out: The page to write. Default: report.html in the (first) run's folder.
+        out: The page to write. Default: report.html in the run's folder; of several runs, in the working folder.
         verify: Recompute ε from the ledger with a second accountant.
     """
-    from fedflat.records.folder import LOCKED, SEALED, check_unsealed, locked
+    from fedflat.records.folder import LOCKED, RECIPE, SEALED, check_unsealed, locked
     from fedflat.report.html import figures_of, write_report
 
     for run in runs:
@@ -114,7 +116,9 @@ def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, p
     verdicts = [_verified(run) for run in runs] if verify else []
     if not all(verdicts):
         raise typer.Exit(1)
-    page = out or runs[0] / "report.html"
+    page = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
+    if (page.parent / RECIPE).is_file() and [page.parent.resolve()] != [run.resolve() for run in runs]:
+        raise wrong("--out", str(page), "a file outside the folders of runs, whose own pages are among their records")
     if verify and out is None and (runs[0] / SEALED).is_file():
         print(f"{page}: left as it was exported")
     else:
@@ -231,7 +235,11 @@ FEW = 20
 USERS = ("user", "user_id", "userid", "client", "client_id", "patient", "patient_id", "customer", "customer_id")
 PRIVATE = "What stands here is about your clients: keep it to yourself. The guarantee covers none of it."
 READ_OFF = (
-    "# categories, scale and fill were read off private rows and become public: put in what is known without them."
+    "# categories, scale and fill were read off private rows, and become public with the model: before a run, put in "
+    "their place what is known without these rows."
+)
+GIVEN_UP = (
+    "# test_clients gives up this share of the users: their rows are measured without noise, covered by no guarantee."
 )
 
 
@@ -267,7 +275,9 @@ def data(
     for option, name in (("--by", by), ("--target", target)):
         if name is not None:
             one_of(option, clean(name), names)
-    by = clean(by) if by else next((name for name in names if name.lower() in USERS), None)
+    by = clean(by) if by else next((name for name in names if name.lower().replace(" ", "_") in USERS), None)
+    if target and clean(target) == by:
+        raise wrong("--target", target, "another column than the one of users")
     rows = split.read(names).to_pandas()
     looked = {name: _column(rows[name], split.features[name]) for name in names if name != by}
     target = clean(target) if target else _target(looked)
@@ -285,7 +295,7 @@ def data(
     mark = "# " if recipe is not None and not sys.stdout.isatty() else ""
     print("\n".join(mark + line for line in about))
     if recipe is not None:
-        print(f"\n{READ_OFF}\n{yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)}", end="")
+        print(f"\n{READ_OFF}\n{GIVEN_UP}\n{yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)}", end="")
 
 
 def _spread(each: dict[str, Any] | None) -> str:
@@ -324,19 +334,37 @@ def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
         words = present.astype(str).str.split().str.len().mean() if len(present) else 0
         found["type"] = "text"
         if len(distinct) <= FEW:
+            if alike := _alike(distinct):
+                found["fault"] = f"{alike} differ only in case: write each value in one way"
             return {**found, "becomes": "a 0/1 feature for each value (categories)", "categories": distinct}
         kind = "text" if words >= 3 else "nothing: list its values in data.categories"
         return {**found, "becomes": "token ids, alone" if kind == "text" else kind, "free": kind == "text"}
     if values.dtype.kind == "b":
         return {**found, "becomes": "0 or 1", "number": True}
-    numbers = present.astype(float)
+    return {**found, **_numbers(present.astype(float))}
+
+
+def _numbers(present: pd.Series) -> dict[str, Any]:
+    """Return what a column of numbers would become, with the public constants that its own values suggest."""
+    numbers = present[present.abs() < math.inf]
+    infinite = len(present) - len(numbers)
     mean, std = (float(numbers.mean()), float(numbers.std(ddof=0))) if len(numbers) else (0.0, 1.0)
     # Two digits: more would say more about the rows.
     scale = [float(f"{mean:.2g}"), float(f"{std:.2g}") or 1.0]
-    found |= {"number": True, "scale": scale, "whole": bool((numbers % 1 == 0).all())}
+    found = {"number": True, "scale": scale, "whole": bool((numbers % 1 == 0).all())}
+    if infinite:
+        found["fault"] = f"{infinite} infinite values; leave their rows or the column out"
     # Inputs far from 1 make training diverge at the usual rates.
     unscaled = abs(mean) > 3 or std > 3
     return {**found, "becomes": "a number" + (", scaled (data.scale); unscaled it makes training diverge" * unscaled)}
+
+
+def _alike(values: Iterable[Any]) -> str:
+    """Return the first values that differ only in case; empty where there are none."""
+    spellings: dict[str, list[str]] = {}
+    for value in map(str, values):
+        spellings.setdefault(value.casefold(), []).append(value)
+    return ", ".join(next((found for found in spellings.values() if len(found) > 1), []))
 
 
 def _target(looked: dict[str, dict[str, Any]]) -> str | None:
@@ -348,16 +376,27 @@ def _target(looked: dict[str, dict[str, Any]]) -> str | None:
 
 def _facts(rows: pd.DataFrame, by: str | None, target: str | None, looked: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return what a table holds, with all its faults."""
+    from fedflat.data.encoding import name_of
+
     faults = []
-    sizes = None if by is None else rows[by].value_counts()
+    sizes = None if by is None else rows[by].dropna().map(name_of).value_counts()
     if by is None:
         faults.append("no column says whose each row is; name it with --by")
     elif rows[by].isna().any():
         faults.append(f"column {by}: {int(rows[by].isna().sum())} rows belong to nobody")
+    if sizes is not None and len(sizes) < 3:
+        faults.append(f"column {by}: {len(sizes)} users; with fewer than three nobody is protected among others")
+    if sizes is not None and (alike := _alike(sizes.index)):
+        faults.append(f"column {by}: {alike} differ only in case, and are different clients")
+    if rows.empty:
+        return {"rows": 0, "by": by, "users": 0, "rows_a_user": None, "target": target, "columns": looked,
+                "faults": ["a table without rows"]}  # fmt: skip
     for name, one in looked.items():
         if one["missing"]:
             way = "no target can be missing" if name == target else f"data.fill.{name}, or leave the column out"
             faults.append(f"column {name}: {one['missing']} missing values; {way}")
+        if not name:
+            faults.append("a column without a name, perhaps an index that was saved: name it, or leave it out")
         if "fault" in one:
             faults.append(f"column {name}: {one['fault']}")
         if one["values"] <= 1:
@@ -374,7 +413,7 @@ def _recipe(file: Path, found: dict[str, Any], written: dict[str, str | None]) -
     looked, target, users = found["columns"], found["target"], found["users"] or 0
     if users < 3 or target is None:
         return None
-    others = {name: one for name, one in looked.items() if name != target}
+    others = {name: one for name, one in looked.items() if name not in (target, "")}
     alone = [name for name, one in others.items() if one.get("free") or one["type"] == "image"][:1]
     usable = [name for name, one in others.items() if one.get("number") or "categories" in one or one["type"] == "list"]
     inputs = usable or alone

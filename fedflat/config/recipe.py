@@ -101,6 +101,8 @@ class Recipe(Section):
         local, clip = self.local, self.privacy.clip
         if local.steps is not None and local.epochs is not None:
             raise wrong(f"{where}: local", "both steps and epochs", "one of them")
+        if local.warmup > self.rounds:
+            raise wrong(f"{where}: local.warmup", local.warmup, f"at most {self.rounds}, the number of rounds")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.engine.device):
             raise wrong(f"{where}: engine.device", self.engine.device, "auto, cpu, cuda or one of cuda:0, cuda:1, …")
         if not isinstance(clip, ClipSection) and not (clip > 0 and math.isfinite(clip)):
@@ -135,10 +137,11 @@ def _without_effect(recipe: Recipe, before: str, section: Section | None = None)
                 yield f"{before}{name}", value, only
 
 
-def refuse_beside(recipe: Recipe, given: Mapping[str, bool]) -> None:
+def refuse_beside(recipe: Recipe, given: Mapping[str, bool], written: Iterable[str] = ()) -> None:
     """Refuse keys that have no effect because something else was given in Python in their place.
 
-    given: the argument's name -> whether it was given. Keys that fedflat wrote into a run's recipe pass.
+    given: the argument's name -> whether it was given. written: keys of the data section that are refused with their
+    defaults too. Keys that fedflat wrote into a run's recipe pass.
 
     Raises:
         InputError: with every such key in one line.
@@ -152,7 +155,7 @@ def refuse_beside(recipe: Recipe, given: Mapping[str, bool]) -> None:
     if recipe.data.dataset != GIVEN:
         for name, info in type(recipe.data).model_fields.items():
             value = getattr(recipe.data, name)
-            if name not in BESIDE_CLIENTS and value != info.default:
+            if name not in BESIDE_CLIENTS and (name in written or value != info.default):
                 shown = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
                 refuse("clients", f"data.{name}", shown, CLIENTS_HINTS.get(name, "Leave it out of the recipe."))
     default = Recipe.model_fields["model"].default

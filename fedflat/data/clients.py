@@ -6,16 +6,17 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import in_range, nearest, whole, wrong
+from fedflat.core.checks import in_range, nearest, wrong
 from fedflat.core.loss import IGNORE
 from fedflat.core.rng import stream
+from fedflat.data.encoding import name_of
 from fedflat.data.preparation import Preparation
 
 GIVEN = "clients"
@@ -38,6 +39,7 @@ class FederatedData:
     preparation: the public steps from a row to an input, which travel with the model; None where tensors were given.
     left_out: clients whose examples are the public test data instead of being trained on.
     stated: whether the number of classes is a public constant; otherwise it follows from the largest label.
+    compared: whether the users of the public test data are named, and none of them is a client.
     """
 
     inputs: torch.Tensor
@@ -55,6 +57,7 @@ class FederatedData:
     preparation: Preparation | None = None
     left_out: int = 0
     stated: bool = False
+    compared: bool = False
 
     def __post_init__(self) -> None:
         # A bound that is stated must hold, or shapes would follow from who has how much.
@@ -70,6 +73,11 @@ class FederatedData:
     def clients(self) -> int:
         """Number of clients M, those without data included."""
         return len(self.parts)
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the public test data do not say whose they are."""
+        return self.test_targets is not None and not (self.left_out or self.compared)
 
     def called(self, i: int) -> str:
         """Return the client ``i`` as messages name it."""
@@ -169,11 +177,11 @@ def with_test(data: FederatedData, test: Any) -> FederatedData:
     return found
 
 
-def leave_out(data: FederatedData, which: float | Sequence[str], key: int | bytes, where: str) -> FederatedData:
+def leave_out(data: FederatedData, which: float | Sequence[str], where: str) -> FederatedData:
     """Return the federation without some whole clients, whose examples become the public test data.
 
-    which: how many clients, a share of them below 1, or their names. key: a number of clients is drawn by it. where:
-    the words for the setting in messages.
+    which: how many clients, a share of them below 1, or their names. where: the words for the setting in messages. A
+    number is drawn by the clients' names alone: a client left out for one seed would be protected under another.
 
     Raises:
         InputError: there is other test data, a name that is no client's, or fewer than one client on either side.
@@ -182,14 +190,21 @@ def leave_out(data: FederatedData, which: float | Sequence[str], key: int | byte
         raise wrong(where, which, "nothing beside other public test data")
     if isinstance(which, Sequence) and not isinstance(which, str):
         numbers = {name: number for number, name in enumerate(data.names)}
-        for name in which:
-            if str(name) not in numbers:
-                raise wrong(where, name, "names of clients", hint=nearest(str(name), numbers))
-        chosen = {numbers[str(name)] for name in which}
+        names = [name_of(name) for name in which]
+        for name in names:
+            if name not in numbers:
+                raise wrong(where, name, "names of clients", hint=nearest(name, numbers))
+        chosen = {numbers[name] for name in names}
     else:
-        count = in_range(where, which, 0.0, open_low=True)
-        count = round(count * data.clients) if count < 1 else whole(where, int(count) if count == int(count) else count)
-        chosen = set(stream(key, "clients left out as test data").permutation(data.clients)[:count].tolist())
+        count = float(in_range(where, which, 0.0, open_low=True))
+        if count > 1 and not count.is_integer():
+            raise wrong(
+                where, which, "a share of the clients below 1, a whole number of them, or a list of their names"
+            )
+        count = round(count * data.clients) if count < 1 else int(count)
+        names = list(data.names) or list(map(str, range(data.clients)))
+        order = sorted(range(data.clients), key=lambda i: hashlib.sha256(f"left out {names[i]}".encode()).digest())
+        chosen = set(order[:count])
     if not 0 < len(chosen) < data.clients:
         raise wrong(where, f"{len(chosen)} of {data.clients} clients", "at least one, and fewer than all")
     rows = torch.from_numpy(np.sort(np.concatenate([data.parts[i] for i in sorted(chosen)])))
@@ -207,41 +222,57 @@ def leave_out(data: FederatedData, which: float | Sequence[str], key: int | byte
     )
 
 
-LEAKED = 0.25
-"""Share of the test rows that may be clients' rows, beyond those that agree by chance."""
-
-
 def refuse_private_test(data: FederatedData) -> None:
-    """Refuse public test data whose rows are clients' rows: what is measured on them would be released without noise.
+    """Refuse public test data with clients' rows: what is measured on them would be released without noise.
 
-    Rows of other people agree with a client's by chance about as often as two rows of clients do. Ten rows more than
-    that are asked for, so that small tables pass.
+    A row counts that exactly one client has. A stranger has such a row by chance about as often as two clients have one
+    in common (the estimate of Good and Turing), so that a single row is refused where no two have any.
 
     Raises:
-        InputError: more than a quarter of the test rows are clients' rows.
+        InputError: more such rows than three standard deviations above chance.
     """
     x, y = data.test_inputs, data.test_targets
     if x is None or y is None or data.left_out or not len(x):
         return
-    rows = torch.from_numpy(np.sort(np.concatenate([*data.parts, *data.held_back])))
-    known, counts = np.unique(_marks(data.inputs[rows], data.targets[rows]), return_counts=True)
-    # Rows that occur twice among clients measure how often two people agree by chance.
-    chance = float(counts[counts > 1].sum() / max(1, counts.sum()))
-    shared = float(np.isin(_marks(x, y), known).mean())
-    if (shared - chance) * len(x) >= 10 and shared - chance > LEAKED * (1 - chance):
-        found = f"{round(shared * len(x))} of {len(x)} rows that are clients' rows too"
+    parts = [np.concatenate(both) for both in zip(data.parts, data.held_back)]
+    rows = torch.from_numpy(np.concatenate(parts))
+    # Sorted by row and then by client, so that a row which one client has twice counts once.
+    marks, whose = (
+        _marks(data.inputs[rows], data.targets[rows]),
+        np.repeat(np.arange(len(parts)), list(map(len, parts))),
+    )
+    order = np.lexsort((whose, marks))
+    marks, whose = marks[order], whose[order]
+    first = np.append(True, (marks[1:] != marks[:-1]) | (whose[1:] != whose[:-1]))
+    known, holders = np.unique(marks[first], return_counts=True)
+    asked = np.unique(_marks(x, y))
+    shared = int(np.isin(asked, known[holders == 1]).sum())
+    chance = 2 * int((holders == 2).sum()) / max(1, int(holders.sum())) * len(asked)
+    if shared > chance + 3 * chance**0.5:
+        found = f"{shared} of {len(asked)} different rows that one client has and no other"
         raise wrong("test", found, "public rows, which are no client's", hint=PUBLIC)
 
 
-def _marks(inputs: torch.Tensor, targets: torch.Tensor) -> npt.NDArray[np.float64]:
-    """Return one number for each row, equal for equal rows: a sum with fixed odd weights."""
-    found = np.zeros(len(inputs))
-    for side, values in enumerate((inputs, targets)):
-        weights = stream(side, "weights of row marks").random(max(1, values[:1].numel()))
-        for start in range(0, len(values), 4096):
-            block = values[start : start + 4096].reshape(len(values[start : start + 4096]), -1)
-            found[start : start + 4096] += block.cpu().double().numpy() @ weights
-    return found
+def refuse_users(clients: Iterable[Any], public: Iterable[Any], where: str) -> bool:
+    """Refuse public test data of people who are clients, by their names in lower case; return whether all are named.
+
+    Raises:
+        InputError: somebody is in both.
+    """
+    known = {name_of(name).casefold() for name in clients}
+    users = set(map(name_of, public))
+    both = sorted(name for name in users if name.casefold() in known)
+    if both:
+        found = f"rows of {len(both)} users who are clients, such as {both[0]}"
+        raise wrong(where, found, "public rows, which are no client's", hint=PUBLIC)
+    return "" not in users
+
+
+def _marks(inputs: torch.Tensor, targets: torch.Tensor) -> Indices:
+    """Return one number for each row, equal for equal rows."""
+    sides = [(side.cpu() + 0).flatten(1) if side.ndim > 1 else side.cpu() + 0 for side in (inputs, targets)]
+    x, y = (side.numpy() for side in sides)  # adding 0 makes one zero of two
+    return np.fromiter((hash((a.tobytes(), b.tobytes())) for a, b in zip(x, y)), np.int64, len(x))
 
 
 def classes_of(*targets: torch.Tensor | None) -> int:

@@ -200,6 +200,8 @@ def encoding_of(
     listed = checked("categories", categories, both, _category_values)
     scaled = checked("scale", scale, both, _constants)
     filled = checked("fill", fill, read, lambda _, value: value)
+    for column in scaled.keys() & listed.keys():
+        faults.append(wrong(f"{where}scale.{column}", "a column with categories", "columns of numbers"))
     for column, value in filled.items():
         with gather(faults):
             _check_fill(f"{where}fill.{column}", value, listed.get(column))
@@ -210,6 +212,11 @@ def encoding_of(
 def clean(name: Any) -> str:
     """Return a column's name without blanks around it and without characters that cannot be seen."""
     return " ".join(str(name).translate(INVISIBLE).split())
+
+
+def name_of(user: Any) -> str:
+    """Return a user's name without blanks around it, or nothing; 7.0, as tables with gaps have it, is 7."""
+    return "" if _missing(user) else clean(int(user) if isinstance(user, float) and user.is_integer() else user)
 
 
 def check_columns(where: str, wanted: Sequence[str], there: Iterable[str]) -> None:
@@ -235,12 +242,12 @@ def words_of(where: str, length: int | None, vocabulary: int | None, tokenizer: 
     return Words(most, whole(f"{where}vocabulary", size, 3, decoding.MOST_WORDS), tokenizer)
 
 
-def owners_of(frame: pd.DataFrame, by: str) -> list[Any]:
-    """Return the client of each row. Raises InputError for a row that belongs to nobody."""
-    missing = (frame[by].isna() | (frame[by] == "")).to_numpy(dtype=bool)
-    if missing.any():
-        raise wrong(f"row {int(missing.argmax())}, column {by}", MISSING, "the client that the row belongs to")
-    return list(frame[by].tolist())
+def owners_of(frame: pd.DataFrame, by: str) -> list[str]:
+    """Return the client of each row by name. Raises InputError for a row that belongs to nobody."""
+    names = list(map(name_of, frame[by].tolist()))
+    if "" in names:
+        raise wrong(f"row {names.index('')}, column {by}", MISSING, "the client that the row belongs to")
+    return names
 
 
 def _is_free_text(column: pd.Series) -> bool:

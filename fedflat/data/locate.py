@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import dataclasses
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -183,7 +184,10 @@ def _open(files: tuple[Path, ...], written: Written, key: str) -> Split:
         if ending == ".parquet":
             whole, schema = None, pq.read_schema(first)
         else:
-            whole = joined(_commas(file, written) if ending in COMMAS else _sheet(file) for file in files)
+            tables = [_commas(file, written, key) if ending in COMMAS else _sheet(file) for file in files]
+            for file, table in zip(files, tables):
+                _clean_names(table.column_names, file, key)
+            whole = joined(iter(tables))
             schema = whole.schema
         names = _clean_names(schema.names, first, key)
         features = Features({names[name]: of for name, of in Features.from_arrow_schema(schema).items()})
@@ -208,15 +212,29 @@ def _readable(file: Path, key: str) -> Iterator[None]:
     except InputError:
         raise
     except (OSError, pa.ArrowException, ValueError, KeyError) as error:
-        reason, hint = _reason(error), ""
-        if "UTF" in reason or "decode" in reason:
-            hint = "Another encoding, such as latin-1 or cp1252, is data.encoding, or --encoding."
-        elif "columns, got" in reason:
-            hint = "Another separator is data.separator, or --separator; or a row has another number of values."
-        raise wrong(key, f"{file} ({reason})", f"a readable file: {TABLES}", hint=hint) from None
+        raise _unreadable(error, file, key) from None
 
 
-def _commas(file: Path, written: Written) -> Any:
+def _unreadable(error: Exception, file: Path, key: str) -> InputError:
+    """Return what is said of a file that cannot be read; of a CSV file's rows, which are private, never a word."""
+    said, hint = str(error), ""
+    if ending_of(file) not in COMMAS or isinstance(error, OSError):
+        reason = _reason(error)
+    elif isinstance(error, UnicodeError):
+        reason, hint = "text in another encoding", ENCODINGS
+    elif row := re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", said):
+        reason = f"line {row[1]} has {row[3]} values, the lines before it {row[2]}"
+        hint = "Another separator is data.separator, or --separator."
+    else:
+        reason = "a file without rows" if "Empty CSV" in said else "no CSV"
+    return wrong(key, f"{file} ({reason})", f"a readable file: {TABLES}", hint=hint)
+
+
+ENCODINGS = "Another encoding, such as latin-1, cp1252 or utf-16, is data.encoding, or --encoding."
+
+
+def _commas(file: Path, written: Written, key: str) -> Any:
+    import pyarrow as pa
     import pyarrow.csv as pc
 
     mark = written.separator or ("\t" if ".tsv" in file.name.lower() else ",")
@@ -224,7 +242,11 @@ def _commas(file: Path, written: Written) -> Any:
     if len(mark) != 1:
         raise wrong("data.separator", mark, "one sign, or tab")
     form = pc.ParseOptions(delimiter=mark, newlines_in_values=True)
-    found = pc.read_csv(file if written.encoding is None else _in_utf8(file, written.encoding), parse_options=form)
+    source = file if written.encoding is None else _in_utf8(file, written.encoding)
+    # Only one thread knows which line is at fault.
+    found = pc.read_csv(source, pc.ReadOptions(use_threads=False), form)
+    if any(map(pa.types.is_binary, found.schema.types)) or "\ufffd" in "".join(found.column_names):
+        raise wrong(key, f"{file} (text in another encoding)", f"a readable file: {TABLES}", hint=ENCODINGS)
     # One column whose name has a separator in it was cut at the wrong sign.
     inside = [sign for sign in ";\t|," if sign != mark and sign in found.column_names[0]]
     if len(found.column_names) == 1 and inside:

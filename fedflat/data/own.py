@@ -20,9 +20,10 @@ from fedflat.data.clients import (
     classes_of,
     from_pairs,
     leave_out,
+    refuse_users,
     with_test,
 )
-from fedflat.data.encoding import Encoding, check_columns, clean, encoding_of, owners_of, words_of
+from fedflat.data.encoding import Encoding, check_columns, clean, encoding_of, name_of, owners_of, words_of
 from fedflat.data.preparation import Preparation
 
 if TYPE_CHECKING:
@@ -64,9 +65,10 @@ def clients(
     scale: column -> (mean, std), public constants. Nothing is ever learnt from the rows.
     fill: column -> the public value that stands for a missing one.
     max_examples: public bound on each client's examples: the first so many of a draw by ``seed``.
-    test: public test data of the same form, without users; what is measured on it is released without noise.
+    test: public test data of the same form, of no client; what is measured on it is released without noise. A table is
+    compared by user where it has the column ``by``.
     test_clients: instead, how many whole clients (a number, a share, or their names) are left out of training, so that
-    their examples are the public test data.
+    their examples are the public test data; a number is drawn by their names, whatever the seed.
     Clients are in the order of their names. Raises InputError naming row, client and column of what cannot be used.
 
     >>> data = {"ann": (torch.zeros(3, 4), torch.tensor([0, 1, 1])), "bob": (torch.ones(2, 4), torch.tensor([1, 0]))}
@@ -88,7 +90,7 @@ def clients(
     by = clean(by) if isinstance(by, str) else by
     found = _federation(source, by, encoding, test)
     if test_clients is not None:
-        found = leave_out(found, test_clients, seed, "clients: test_clients")
+        found = leave_out(found, test_clients, "clients: test_clients")
     if max_examples is None:
         return found
     whole("max_examples", max_examples, 1)
@@ -107,8 +109,11 @@ def _federation(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedDat
     if isinstance(source, Mapping):
         if by is not None:
             raise wrong("clients: by", by, "none, since a dict has its users for keys")
-        named = sorted(((str(user), data) for user, data in source.items()), key=lambda pair: pair[0])
-        names, source = [user for user, _ in named], [data for _, data in named]
+        named = {name_of(user): data for user, data in source.items()}
+        if len(named) < len(source):
+            raise wrong("clients", "two users of one name, but for blanks around it", "each user once")
+        names = sorted(named)
+        source = [named[name] for name in names]
     elif by is not None and not isinstance(by, str):
         names, source = _by_owner(source, by)
     elif not isinstance(source, Sequence) or isinstance(source, str):
@@ -146,8 +151,8 @@ def _table(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedData:
         owners = owners_of(frame, one_of("clients: by", by, frame.columns))
     else:
         owners = _each(by, len(frame))
-    names, codes = np.unique(np.array([str(value) for value in owners]), return_inverse=True)
-    return _encoded(frame, names.tolist(), codes.reshape(-1), encoding(frame), test)
+    names, codes = np.unique(np.array(owners), return_inverse=True)
+    return _encoded(frame, names.tolist(), codes.reshape(-1), encoding(frame), test, by)
 
 
 def _tables(entries: Sequence[Any], names: list[str], encoding: Rule, test: Any) -> FederatedData:
@@ -163,8 +168,10 @@ def _tables(entries: Sequence[Any], names: list[str], encoding: Rule, test: Any)
     return _encoded(pd.concat(frames, ignore_index=True), shown, codes, rule, test)
 
 
-def _encoded(frame: pd.DataFrame, names: list[str], codes: Indices, encoding: Encoding, test: Any) -> FederatedData:
-    """Return one table whose row ``i`` belongs to client ``codes[i]``."""
+def _encoded(
+    frame: pd.DataFrame, names: list[str], codes: Indices, encoding: Encoding, test: Any, by: Any = None
+) -> FederatedData:
+    """Return one table whose row ``i`` belongs to client ``codes[i]``. by: the column of users, if there is one."""
     if not names:
         raise wrong("clients", "a table without rows", "at least one client's example")
     # A client's rows stay in their order, and lie together.
@@ -174,13 +181,7 @@ def _encoded(frame: pd.DataFrame, names: list[str], codes: Indices, encoding: En
     def place(row: int) -> str:
         return f"row {order[row]}, client {names[whose[row]]}"
 
-    public = None
-    if test is not None:
-        if not _is_table(test):
-            raise wrong("clients: test", type(test).__name__, "a table with the same columns")
-        rows = _frame(test)
-        check_columns("clients: test", (*encoding.inputs, *encoding.target), rows.columns)
-        public = encoding.examples_of(rows, lambda row: f"test row {row}")
+    public, compared = _public(test, names, encoding, by)
     x, y = encoding.examples_of(frame, place)
     ends = np.searchsorted(whose, np.arange(len(names) + 1))
     parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
@@ -200,8 +201,22 @@ def _encoded(frame: pd.DataFrame, names: list[str], codes: Indices, encoding: En
         names=tuple(names),
         preparation=preparation,
         stated=bool(preparation.names),
+        compared=compared,
     )
     return with_test(found, public)
+
+
+def _public(test: Any, names: list[str], encoding: Encoding, by: Any) -> tuple[Any, bool]:
+    """Return the examples of a public test table, and whether it names its users, none of whom is a client."""
+    if test is None:
+        return None, False
+    if not _is_table(test):
+        raise wrong("clients: test", type(test).__name__, "a table with the same columns")
+    rows = _frame(test)
+    check_columns("clients: test", (*encoding.inputs, *encoding.target), rows.columns)
+    named = isinstance(by, str) and by in rows.columns
+    compared = named and refuse_users(names, rows[by].tolist(), "clients: test")
+    return encoding.examples_of(rows, lambda row: f"test row {row}"), compared
 
 
 def _examples(where: str, entry: Any) -> Any:
@@ -233,9 +248,9 @@ def _stacked(where: str, values: Sequence[Any]) -> torch.Tensor:
     return torch.stack(tensors)
 
 
-def _each(by: Any, rows: int) -> list[Any]:
-    """Return the owner of every example, as a list."""
-    owners = by.tolist() if hasattr(by, "tolist") else list(by)
+def _each(by: Any, rows: int) -> list[str]:
+    """Return the name of every example's owner."""
+    owners = list(map(name_of, by.tolist() if hasattr(by, "tolist") else by))
     if len(owners) != rows:
         raise wrong("clients: by", f"{len(owners)} owners", f"one for each of the {rows} examples")
     return owners
@@ -247,7 +262,7 @@ def _by_owner(source: Any, by: Any) -> tuple[list[str], list[Any]]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise wrong("clients", type(source).__name__, ALLOWED)
     x, y = (side if isinstance(side, torch.Tensor) else np.asarray(side) for side in pair)
-    owners = np.array([str(value) for value in _each(by, len(x))])
+    owners = np.array(_each(by, len(x)))
     if len(y) != len(x):
         raise wrong("clients", f"{len(x)} inputs and {len(y)} targets", "as many targets as inputs")
     if not len(owners):
@@ -275,6 +290,9 @@ def prepared(rows: Any, preparation: Preparation | None, known: Mapping[str, Any
         except (TypeError, ValueError, RuntimeError):
             raise wrong("predict", type(rows).__name__, "a table, or a tensor or array of inputs") from None
         found = found if known.get("dtype", "float32") != "float32" else found.float()
+        if not found.isfinite().all():
+            row = int((~found.isfinite()).reshape(len(found), -1).any(1).to(torch.uint8).argmax()) if found.dim() else 0
+            raise wrong(f"predict: row {row}", "a NaN or infinite value", "finite numbers")
     shape = tuple(known.get("input_shape", found.shape[1:]))
     if found.dim() == 0 or tuple(found.shape[1:]) != shape or not len(found):
         raise wrong("predict", f"inputs of shape {tuple(found.shape)}", f"(N, {', '.join(map(str, shape))}), N ≥ 1")

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedflat.config.sections import DataSection
 from fedflat.core.checks import wrong
 from fedflat.core.rng import stream
-from fedflat.data.clients import FederatedData, bounded, hold_back, leave_out, refuse_private_test
+from fedflat.data.clients import FederatedData, bounded, hold_back, leave_out, refuse_private_test, refuse_users
 from fedflat.data.decoding import normalise
 from fedflat.data.locate import Split, Written, is_path, locate
 from fedflat.data.partition import partition
@@ -87,11 +87,12 @@ def _loaded(options: DataSection, seed: int) -> tuple[FederatedData, Pair | None
         padding=meaning.padding,
         preparation=meaning.preparation,
         stated=not own or bool(meaning.preparation.names),
+        compared=own and _compared(train, given_test),
     )
     if own:
         refuse_private_test(found)
     if options.test_clients is not None:
-        found = _without_test_clients(found, train, options, options.test_clients, seed)
+        found = _without_test_clients(found, train, options, options.test_clients)
     elif options.validation_fraction and test is not None and given_test is None and train.natural is not None:
         allowed = f"0: the test examples of {meaning.name} are rows of its natural clients, and no public ones"
         hint = "Give it a test split of other people's data."
@@ -100,6 +101,13 @@ def _loaded(options: DataSection, seed: int) -> tuple[FederatedData, Pair | None
     parts = found.parts if options.max_per_client is None else bounded(found.parts, options.max_per_client, seed)
     parts, held = hold_back(parts, options.client_test_fraction, seed)
     return dataclasses.replace(found, parts=parts, held_back=held, most=options.max_per_client), apart
+
+
+def _compared(train: Table, test: Table | None) -> bool:
+    """Return whether the test rows name their users, none of whom is a client."""
+    if test is None or test.natural is None or train.natural is None:
+        return False
+    return refuse_users(train.natural, test.natural, "data.test")
 
 
 def _at_most(train: Table, options: DataSection, seed: int, own: bool) -> Table:
@@ -114,12 +122,12 @@ def _at_most(train: Table, options: DataSection, seed: int, own: bool) -> Table:
 
 
 def _without_test_clients(
-    found: FederatedData, train: Table, options: DataSection, which: float | Sequence[str], seed: int
+    found: FederatedData, train: Table, options: DataSection, which: float | Sequence[str]
 ) -> FederatedData:
     """Return the federation without whole clients, whose rows become the public test data."""
     owners = train.natural if options.natural else None
     names = () if owners is None else tuple(str(owners[part[0]]) for part in found.parts)
-    found = leave_out(dataclasses.replace(found, names=names), which, seed, "data.test_clients")
+    found = leave_out(dataclasses.replace(found, names=names), which, "data.test_clients")
     if options.clients is not None and options.clients != found.clients:
         allowed = f"{found.clients}, the clients that are left for training"
         raise wrong("data.clients", options.clients, allowed)

@@ -79,7 +79,9 @@ def read(
             _, vocabulary, padding = encoding.words.ids([])
     tables = [_table(kind, train, frame, encoding, owner)]
     if test is not None:
-        tables.append(_table(kind, test, _frame(kind, test, encoding, None), encoding, None))
+        found = _table(kind, test, _frame(kind, test, encoding, None), encoding, None)
+        users = np.array(test.values(owner), dtype=np.object_) if owner and owner in test.features else None
+        tables.append(dataclasses.replace(found, natural=users))
     label = train.features[encoding.target[0]] if len(encoding.target) == 1 else None
     names = encoding.class_names(frame) or tuple(getattr(label, "names", None) or ())
     classes = _classes(kind, encoding, label, source, tables)

@@ -67,9 +67,10 @@ def statement(
     """The statement of a run, as plain JSON values (an infinite or missing ε is ``None`` with a reason).
 
     ``facts`` are the public facts of the recipe, kept as given; those known here: ``clip``, ``simulation`` (default
-    true), ``secure``, ``personal``, ``finetuned``, ``client_state``, ``held_out``, ``left_out``, ``prior`` (a key of
-    :data:`PRIORS`, with which one after a colon), ``mechanism`` (a sentence), ``own_clients`` (false: published data)
-    and ``paper_items`` (numbers of those in statement.yaml). ``key_source``: where cohorts and noise came from.
+    true), ``secure``, ``personal``, ``finetuned``, ``client_state``, ``held_out``, ``left_out``, ``uncompared``,
+    ``prior`` (a key of :data:`PRIORS`, with which one after a colon), ``mechanism`` (a sentence), ``own_clients``
+    (false: published data) and ``paper_items`` (numbers of those in statement.yaml). ``key_source``: where cohorts and
+    noise came from.
     Under ``protocol: published`` the caller gives the paper's ``claimed`` ε and what is ``proven`` for what ran;
     under ``sound`` both are the plan's. ``entries`` are the ledger's lines.
     """
@@ -247,6 +248,7 @@ def not_covered(plan: Plan, facts: Mapping[str, Any], key_source: str) -> list[s
         "pretrained": str(facts.get("prior")).startswith("public natural data"),
         "held_out": facts.get("held_out"),
         "left_out": facts.get("left_out"),
+        "uncompared": facts.get("uncompared"),
         "personal": facts.get("personal") or facts.get("finetuned"),
         "client_state": facts.get("client_state"),
         "enrolled": apart,

@@ -89,6 +89,7 @@ def _date(runs: Sequence[Run]) -> str:
 def _words(run: Run) -> dict[str, Any]:
     """Return what a page says of a run: its lead, what is public of the data, and what is read with its ε."""
     sections = {key: section(run.recipe, key) for key in ("data", "model", "cohort")}
+    sections["facts"] = section(run.privacy, "facts")
     values = {
         "run": run,
         "partition": section(sections["data"], "partition"),

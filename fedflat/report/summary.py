@@ -182,6 +182,7 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
     values = {
         "recipe": recipe,
         "facts": facts,
+        "stated": privacy.get("facts") or {},
         # A task without an accuracy has a loss.
         "tested_by_loss": facts["final_accuracy"] is None and facts["final_loss"] is not None,
         "fate": FATES.get(metrics.fate(run), ""),

@@ -75,7 +75,8 @@ def run(
     _check_call(out, resume, progress, on_round=on_round, on_start=on_start, should_stop=should_stop)
     asked = _asked(recipe, algorithm, task, out if resume else None)
     if not isinstance(recipe, Recipe) and recipe not in names():  # keys that the caller wrote, for this run
-        refuse_beside(asked, {"model": model is not None, "clients": clients is not None, "loss": loss is not None})
+        given = {"model": model is not None, "clients": clients is not None, "loss": loss is not None}
+        refuse_beside(asked, given, recipe.get("data") or () if isinstance(recipe, Mapping) else ())
     parsed = as_given(asked, model, clients, data, algorithm, loss)
     speaks = sys.stderr.isatty() if progress is None else progress
     with Progress(parsed, quiet=not speaks, stderr=True) as shown:

@@ -16,6 +16,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData
 from fedflat.data.sources import load
+from fedflat.report.summary import summary_rows
 
 pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
@@ -213,6 +214,7 @@ def test_a_wrong_cell_is_named_with_row_client_and_column(
         (table(), {"categories": {"colour": [["red"]]}}, "a list of different values"),
         (table(), {"categories": {"user": ["u1"]}}, "clients: categories: found user"),
         (table(), {"scale": {"age": (1, 0)}}, "std > 0"),
+        (table(), {"scale": {"colour": (1, 1)}}, "scale.colour: found a column with categories"),
         (table(), {"max_examples": 0}, "max_examples: found 0"),
         (table().iloc[:0], {}, "a table without rows"),
         (table().assign(user=None), {}, "row 0, column user: found a missing value"),
@@ -297,15 +299,24 @@ def test_rows_of_clients_are_never_public(tmp_path: Path) -> None:
     """Neither by a share of a file, nor as the same object, tensor, file or rows; whole clients may be left out."""
     frame = table()
     frame.to_csv(tmp_path / "a.csv", index=False)
-    frame.to_csv(tmp_path / "b.csv", index=False)
+    others = frame[:12].assign(age=frame.age[:12] + 1, user=None)
+    frame.assign(user=" " + frame.user.str.upper()).to_csv(tmp_path / "b.csv", index=False)
+    pd.concat([others, frame[30:31]]).drop(columns="user").to_csv(tmp_path / "c.csv", index=False)
+    others.assign(user="new").to_csv(tmp_path / "d.csv", index=False)
+    others.drop(columns="user").to_csv(tmp_path / "e.csv", index=False)
     spec = {"dataset": str(tmp_path / "a.csv"), "by": "user", **FORM}
     assert load(spec).test_inputs is None
     for more, says in (
         ({"test_fraction": 0.2}, "every row is a client's"),
         ({"test": str(tmp_path / "a.csv")}, "another file"),
-        ({"test": str(tmp_path / "b.csv")}, "120 of 120 rows that are clients' rows too"),
+        ({"test": str(tmp_path / "b.csv")}, "data.test: found rows of 12 users who are clients, such as U0"),
+        ({"test": str(tmp_path / "c.csv")}, "found 1 of 13 different rows that one client has and no other"),
         ({"test_clients": ["nobody"]}, "found nobody; allowed: names of clients"),
         ({"test_clients": 12}, "found 12 of 12 clients"),
+        (
+            {"test_clients": 1.5},
+            "found 1.5; allowed: a share of the clients below 1, a whole number of them, or a list",
+        ),
         ({"test_clients": 3, "clients": 12}, "data.clients: found 12; allowed: 9"),
     ):
         with pytest.raises(InputError, match=says):
@@ -323,6 +334,27 @@ def test_rows_of_clients_are_never_public(tmp_path: Path) -> None:
     own = frame[frame.user.isin(["u1", "u3"])]
     assert found.clients == 10 and found.left_out == 2 and len(found.test_targets) == len(own)
     assert sum(map(len, found.parts)) == ROWS - len(own)
+    # Who is left out follows from the names alone: else a client would be protected under one seed and measured under
+    # another.
+    drawn = [load({**spec, "test_clients": 0.3}, seed).test_inputs for seed in (0, 1)]
+    drawn += [fedflat.clients(frame, by="user", test_clients=4, seed=2, **FORM).test_inputs]
+    assert all(torch.equal(rows.sort(0).values, drawn[0].sort(0).values) for rows in drawn)
+    few = {
+        "rounds": 1,
+        "model": "linear",
+        "algorithm": "dp-fedavg",
+        "cohort": {"size": 5},
+        "privacy": {"noise_multiplier": 1.0},
+    }
+    form = {**spec, "max_per_client": 9, "classes": 3}
+    for more, said in (
+        ({"test_clients": 0.3}, "The 4 clients left out of training"),
+        ({"test": str(tmp_path / "d.csv")}, ""),
+        ({"test": str(tmp_path / "e.csv")}, "The test data: they name no users"),
+    ):
+        result = fedflat.run({**few, "data": {**form, **more}})
+        assert said in "".join(result.privacy["not_covered"])
+        assert bool(said) == ("test data" in dict(summary_rows(result)))
 
 
 @pytest.mark.parametrize(
@@ -340,6 +372,7 @@ def test_rows_of_clients_are_never_public(tmp_path: Path) -> None:
 )
 def test_tables_in_other_coats(tmp_path: Path, name: str, more: dict[str, Any], write: Any) -> None:
     frame = table().rename(columns={"user": " user\u200b", "age": "age "})
+    frame.iloc[::2, 0] += " "  # the same user still
     write(frame, str(tmp_path / name))
     found = load({"dataset": str(tmp_path / name), "by": "user ", **FORM, **more})
     assert found.clients == 12 and found.inputs.shape == (ROWS, 6)
@@ -357,14 +390,21 @@ def test_what_is_in_the_way_is_said_at_once(tmp_path: Path) -> None:
         fedflat.clients(answer.assign(bought="no"), "user", "visits", "bought", categories={"bought": [False, True]})
     table().to_csv(tmp_path / "semi.csv", sep=";", index=False)
     (tmp_path / "empty.csv").write_bytes(b"")
+    (tmp_path / "odd.csv").write_text("user,age\nann,1\nbob,SECRET,3\n", encoding="utf-8")
+    (tmp_path / "latin.csv").write_text("user,age\nKöln,1\n", encoding="latin-1")
+    (tmp_path / "binary.csv").write_bytes(bytes(range(256)) * 9)
     for name, more, says in (
         ("semi.csv", {}, r"Set data\.separator=';'"),
         ("semi.csv", {"separator": "|"}, r"columns with '\|' between them. Set data\.separator=';'"),
         ("empty.csv", {}, "empty.csv, an empty file"),
+        ("odd.csv", {}, r"odd\.csv \(line 3 has 3 values, the lines before it 2\)"),
+        ("latin.csv", {}, r"\(text in another encoding\).*data\.encoding"),
+        ("binary.csv", {}, r"binary\.csv \(line \d+ has \d+ values"),
         (__file__, {}, "a file of another kind"),
     ):
-        with pytest.raises(InputError, match=says):
+        with pytest.raises(InputError, match=says) as error:
             load({"dataset": str(tmp_path / name), "by": "user", **FORM, **more})
+        assert "SECRET" not in str(error.value)
 
 
 def test_texts_by_user_in_python() -> None:

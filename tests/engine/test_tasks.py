@@ -47,6 +47,10 @@ def clients(task: str) -> list[tuple[Tensor, Tensor]]:
     return [(x, targets(task, x)) for x in (inputs(n, i) for i, n in enumerate(SIZES))]
 
 
+def public(task: str) -> tuple[Tensor, Tensor]:
+    return inputs(5, 99), targets(task, inputs(5, 99))
+
+
 def module(outputs: int) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs))
@@ -66,7 +70,7 @@ def mae(outputs: Tensor, wanted: Tensor) -> Tensor:
 
 def trained(task: str, outputs: int, /, **more: Any) -> fedflat.Result:
     recipe = {**RECIPE, **more.pop("recipe", {})}
-    given = {"model": module(outputs), "clients": clients(task), "test": clients(task)[0], "task": task}
+    given = {"model": module(outputs), "clients": clients(task), "test": public(task), "task": task}
     return fedflat.run(recipe, **{**given, **more})
 
 
@@ -151,7 +155,7 @@ def test_task_and_loss_are_part_of_what_a_run_is(tmp_path: Path) -> None:
     assert len({key(), key("multilabel"), key(loss=column), key(loss=other)}) == 4
     assert key(loss=column) == key(loss=column)
     trained("regression", 1, loss=huber, out=tmp_path / "a")
-    again = {"model": module(1), "clients": clients("regression"), "test": clients("regression")[0]}
+    again = {"model": module(1), "clients": clients("regression"), "test": public("regression")}
     for loss, says in ((None, "does not hold the function"), (mean_of_three, "another method")):
         with pytest.raises(InputError, match=says):
             fedflat.run(tmp_path / "a", out=tmp_path / "a", resume=True, loss=loss, **again)
@@ -178,7 +182,7 @@ class Running:
 
 def test_metrics_are_shown_wherever_figures_are(tmp_path: Path) -> None:
     found = trained("regression", 1, metrics={"mae": mae, "running": Running()}, out=tmp_path / "a")
-    x, y = clients("regression")[0]
+    x, y = public("regression")
     last = found.history[-1]
     assert math.isclose(last["test_mae"], float(mae(found.model(x).detach(), y)), rel_tol=1e-5)
     assert last["test_mae"] == last["test_running"] and last["test_accuracy"] is None and "class_accuracy" not in last
@@ -221,7 +225,7 @@ def test_next_token_leaves_out_what_is_marked() -> None:
     pairs[0][1][0, :3] = IGNORE
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
     found = fedflat.run(
-        RECIPE, model=model, clients=pairs, test=tuple(side[:4].clone() for side in pairs[1]), task="next-token"
+        RECIPE, model=model, clients=pairs, test=tuple(side[:4].flip(1) for side in pairs[1]), task="next-token"
     )
     assert 0 <= found.history[-1]["test_accuracy"] <= 1
 
