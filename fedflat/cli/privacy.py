@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from fedflat.privacy.plan import Plan
 
 Row = dict[str, Any]
+Sigma = Annotated[float | None, Option(metavar="σ", help="Noise multiplier: noise std / clip.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """M, m, T, σ (std / clip), δ and the limits of the cohort laws and trust models; None where not given."""
+    """M, m, T, δ and the limits of the cohort laws and trust models; None where not given."""
 
     clients: Annotated[int | None, Option(metavar="M")] = None
     cohort: Annotated[float | None, Option(metavar="m")] = None
     rounds: Annotated[int | None, Option(metavar="T")] = None
-    noise_multiplier: Annotated[float | None, Option(metavar="σ")] = None
     delta: Annotated[float | None, Option(metavar="δ")] = None
     max_cohort: int | None = None
     min_cohort: int | None = None
@@ -44,7 +44,6 @@ class Options(Numbers):
         clients: Number of clients.
         cohort: Expected cohort.
         rounds: Rounds.
-        noise_multiplier: Noise multiplier: noise std / clip.
         delta: Default: 0.1/M.
         max_cohort: Largest cohort (truncated).
         min_cohort: Minimum cohort: fewer shares abort a round (distributed).
@@ -76,31 +75,28 @@ class Options(Numbers):
         """Return the numbers given as options."""
         return {field.name: getattr(self, field.name) for field in fields(Numbers)}
 
-    def load(self, only: Mapping[str, str], target: float | None) -> Recipe:
-        """Return the recipe with the options, and a target ε, in the place of its own numbers."""
+    def load(self, only: Mapping[str, str], noise: Mapping[str, float | None]) -> Recipe:
+        """Return the recipe with the options in the place of its own numbers, and with this noise, if it is given."""
         from fedflat.config.recipe import Recipe
 
         # An approximation is shown but proves nothing, so no recipe may name it.
         names = {name: value for name, value in only.items() if value != "gdp"}
-        changes = {**self.numbers(), **names}
-        texts = [f"{KEYS[name]}={value}" for name, value in changes.items() if value is not None]
-        if self.noise_multiplier is not None:
-            texts.append("privacy.epsilon=null")
-        elif target is not None:
-            texts += ["privacy.noise_multiplier=null", f"privacy.epsilon={target!r}"]
+        changes = {KEYS[name]: value for name, value in {**self.numbers(), **names}.items() if value is not None}
+        if any(value is not None for value in noise.values()):
+            changes |= {f"privacy.{name}": "null" if value is None else repr(value) for name, value in noise.items()}
+        texts = [f"{key}={value}" for key, value in changes.items()]
         return Recipe.load(self.recipe or "", [*(self.override or []), *texts])
 
 
 KEYS = {
-    "clients": "data.clients", "cohort": "cohort.size", "rounds": "rounds",
-    "noise_multiplier": "privacy.noise_multiplier", "delta": "privacy.delta", "max_cohort": "cohort.max",
-    "min_cohort": "cohort.min", "max_participations": "cohort.max_participations",
+    "clients": "data.clients", "cohort": "cohort.size", "rounds": "rounds", "delta": "privacy.delta",
+    "max_cohort": "cohort.max", "min_cohort": "cohort.min", "max_participations": "cohort.max_participations",
     "noise_cohort": "privacy.noise_cohort", "trust": "privacy.trust", "sampling": "cohort.sampling",
     "accountant": "privacy.accountant",
 }  # fmt: skip
 
 
-def budget(options: Options) -> None:
+def budget(options: Options, *, noise_multiplier: Sigma = None) -> None:
     """ε for given noise, by every applicable trust model, cohort law and accountant.
 
     Example: fedflat budget --clients 500 --cohort 50 --rounds 300 --noise-multiplier 0.95 --delta 0.002
@@ -108,37 +104,25 @@ def budget(options: Options) -> None:
     Example: fedflat budget quick-start --rounds 100
     """
     only = options.only()
-    plan = scheduled_plan(options, only)
-    if plan is not None:
-        _show_scheduled(plan, only, None, options)
-        return
-    setting = setting_of(options, only).needs("clients", "cohort", "rounds", "noise_multiplier")
+    setting = setting_of(options, only, sigma=noise_multiplier)
     run, larger = setting.of_this_run(), setting.deployed()
-    found: Row = {"setting": run.as_dict(), "rows": _answered(_budget_rows(run, only), only)}
+    found: Row = {"setting": run.as_dict(), "rows": _answered(run.rows(only), only)}
     if larger is not None:
-        found["deployed"] = {"setting": larger.as_dict(), "rows": _answered(_budget_rows(larger, only), only)}
+        found["deployed"] = {"setting": larger.as_dict(), "rows": _answered(larger.rows(only), only)}
     if options.as_json:
         _print_json(found)
         return
-    _print_rows(
-        run, found["rows"], EPSILON,
-        "" if larger is None else "ε of this run: what is proven for the clients that take part in it",
-    )  # fmt: skip
+    title = "" if larger is None else "ε of this run: what is proven for the clients that take part in it"
+    _print_rows(run, found["rows"], ("epsilon",), title)
     if larger is not None:
         title = f"ε if deployed at population P = {larger.clients:,}: a projection, proven of no run"
-        _print_rows(larger, found["deployed"]["rows"], EPSILON, title)
+        _print_rows(larger, found["deployed"]["rows"], ("epsilon",), title)
 
 
-def calibrate(options: Options, *, epsilon: Annotated[float, Option(metavar="ε")], find: str | None = None) -> None:
-    """What a target ε needs: the noise multiplier; with σ given, the most rounds, largest cohort or fewest clients.
+def calibrate(options: Options, *, epsilon: Annotated[float, Option(metavar="ε", help="The target.")]) -> None:
+    """The least noise multiplier σ for a target ε, by every applicable trust model, cohort law and accountant.
 
     Example: fedflat calibrate --epsilon 8 --clients 500 --cohort 50 --rounds 300
-
-    Example: fedflat calibrate --epsilon 8 --clients 500 --cohort 50 --noise-multiplier 0.95
-
-    Args:
-        epsilon: The target.
-        find: noise-multiplier, rounds, cohort or clients. Default: what is left out, or σ.
     """
     from fedflat.privacy.accounting.curves import proving
 
@@ -147,96 +131,19 @@ def calibrate(options: Options, *, epsilon: Annotated[float, Option(metavar="ε"
     only = options.only()
     if "accountant" in only:
         proving(only["accountant"])
-    plan = scheduled_plan(options, only, epsilon)
-    if plan is not None:
-        if find not in (None, "noise-multiplier") or options.noise_multiplier is not None:
-            raise wrong("--find", find or "what σ buys", "noise-multiplier for a recipe whose rounds are not alike")
-        _show_scheduled(plan, only, epsilon, options)
-        return
-    setting = setting_of(options, only, epsilon)
-    wanted = _wanted(find, setting)
-    setting = setting.needs(*(name for name in WANTED if name != wanted))
-    larger = setting.deployed() or setting
-    rows = _answered(_needed_rows(setting, larger, wanted, epsilon, only), only)
+    setting = setting_of(options, only, target=epsilon)
+    # With noise_cohort the target is that of the simulated system, as in a recipe.
+    larger = setting.deployed()
+    rows = _answered((larger or setting).rows(only, epsilon), only)
+    if larger is not None:
+        rows = [row | {"run_epsilon": setting.run_epsilon(row)} for row in rows]
     if options.as_json:
-        _print_json({"epsilon": epsilon, "find": wanted, "setting": setting.as_dict(wanted), "rows": rows})
+        _print_json({"epsilon": epsilon, "setting": setting.as_dict(), "rows": rows})
         return
-    shown = (wanted, *EPSILON, *(("run_epsilon",) if setting.noise_cohort else ()))
-    _print_rows(setting, rows, shown, f"{WANTED[wanted]} for ε ≤ {epsilon:g}", leave=wanted)
-    if setting.noise_cohort:
+    shown = ("noise_multiplier", "epsilon", *(() if larger is None else ("run_epsilon",)))
+    _print_rows(setting, rows, shown, f"Least noise multiplier σ for ε ≤ {epsilon:g}")
+    if larger is not None:
         print(f"ε: if deployed at population P = {larger.clients:,}, a projection. ε here: proven of this run.")
-
-
-def _needed_rows(setting: Setting, larger: Setting, wanted: str, target: float, only: dict[str, str]) -> list[Row]:
-    """Return what ``target`` needs of ``wanted``; larger: the simulated system, or the setting itself."""
-    from fedflat.privacy.accounting.budget import calibrate_table, needed_table
-
-    if wanted == "noise_multiplier":
-        # With noise_cohort the target is that of the simulated system, as in a recipe.
-        rows = calibrate_table(target=target, only=only, **larger.common())
-        return [row | {"run_epsilon": _run_epsilon(setting, row)} for row in rows] if setting.noise_cohort else rows
-    if setting.noise_cohort is not None:
-        raise wrong("--noise-cohort", setting.noise_cohort, "nothing when --find is not noise-multiplier")
-    sigma = float(setting.noise_multiplier or 0)
-    return needed_table(find=wanted, target=target, noise_multiplier=sigma, **only, **setting.common())
-
-
-EPSILON = ("epsilon",)
-WANTED = {
-    "clients": "Fewest clients M", "cohort": "Largest cohort m", "rounds": "Most rounds T",
-    "noise_multiplier": "Least noise multiplier σ",
-}  # fmt: skip
-TITLES = {
-    "epsilon": "ε", "run_epsilon": "ε here", "noise_multiplier": "σ", "rounds": "T", "cohort": "m", "clients": "M",
-}  # fmt: skip
-
-
-def _wanted(find: str | None, setting: Setting) -> str:
-    if find is not None:
-        return str(one_of("--find", find, [n.replace("_", "-") for n in WANTED])).replace("-", "_")
-    missing = [name for name in ("clients", "cohort", "rounds") if getattr(setting, name) is None]
-    return missing[0] if len(missing) == 1 and setting.noise_multiplier is not None else "noise_multiplier"
-
-
-def _budget_rows(setting: Setting, only: dict[str, str]) -> list[Row]:
-    from fedflat.privacy.accounting.budget import budget_table
-
-    return budget_table(noise_multiplier=float(setting.noise_multiplier or 0.0), only=only, **setting.common())
-
-
-def _show_scheduled(plan: Any, only: dict[str, str], target: float | None, options: Options) -> None:
-    """Print ε, or the σ for a target, of a plan whose account is one of the whole run, by every accountant."""
-    from fedflat.privacy.accounting.curves import PROVEN
-    from fedflat.privacy.accounting.epsilon import calibrate
-
-    rows: list[Row] = []
-    for name in PROVEN if only.get("accountant") is None else (only["accountant"],):
-        one = replace(plan, accountant=str(one_of("accountant", name, PROVEN)))
-        if target is not None:
-            found = calibrate(lambda s, at=one: at.at(s).epsilon(), target, one.noise_multiplier)  # type: ignore[misc]
-            one = one.at(found)
-        worst = max(one.guarantees(), key=lambda guarantee: guarantee.epsilon)
-        rows.append(
-            {"trust": one.trust, "sampling": one.sampler.name, "accountant": name, "adversary": worst.adversary,
-             "relation": worst.relation, "epsilon": worst.epsilon, "delta": one.delta, "proven": True, "reason": "",
-             "noise_multiplier": one.noise_multiplier}
-        )  # fmt: skip
-    setting = Setting.of(plan, noise_open=target is not None)
-    said = plan.mechanism.sentence if plan.mechanism.kind != "independent" else ""
-    about = {"setting": setting.as_dict() | plan.mechanism.record(plan), "rows": rows}
-    if options.as_json:
-        _print_json(about if target is None else {"epsilon": target, "find": "noise_multiplier", **about})
-        return
-    shown = EPSILON if target is None else ("noise_multiplier", *EPSILON)
-    _print_rows(setting, rows, shown, said, leave="noise_multiplier")
-
-
-def _run_epsilon(setting: Setting, row: Row) -> float | None:
-    if row["noise_multiplier"] is None:
-        return None
-    run = replace(setting, noise_multiplier=row["noise_multiplier"]).of_this_run()
-    own = {name: row[name] for name in ("trust", "sampling", "accountant")}
-    return next((found["epsilon"] for found in _budget_rows(run, own)), None)
 
 
 def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
@@ -254,7 +161,10 @@ def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
     return rows
 
 
-def _print_rows(setting: Setting, rows: list[Row], numbers: tuple[str, ...], title: str = "", leave: str = "") -> None:
+TITLES = {"epsilon": "ε", "run_epsilon": "ε here", "noise_multiplier": "σ"}
+
+
+def _print_rows(setting: Setting, rows: list[Row], numbers: tuple[str, ...], title: str) -> None:
     """Print a setting and a table of at most 80 columns; what does not apply is left out of it (``--json`` has the
     reasons)."""
     described = ("relation", "adversary") if any(row.get("relation") for row in rows) else ()
@@ -265,8 +175,8 @@ def _print_rows(setting: Setting, rows: list[Row], numbers: tuple[str, ...], tit
         if row["epsilon"] is not None:
             words = [row["trust"], row["sampling"], _accountant(row, notes), *(row[name] or "" for name in described)]
             table.append([*words, *(_cell(row, name) for name in numbers)])
-    said = [*([title] if title else []), setting.text(leave), ""]
-    print("\n".join([*said, *columns(table, left=len(heads)), *notes]))
+    said = [line for line in (title, setting.said) if line]
+    print("\n".join([*said, setting.text(), "", *columns(table, left=len(heads)), *notes]))
 
 
 def _accountant(row: Row, notes: dict[str, None]) -> str:
@@ -278,14 +188,9 @@ def _accountant(row: Row, notes: dict[str, None]) -> str:
 
 
 def _cell(row: Row, name: str) -> str:
-    value: Any = row[name]
-    if value is None:
-        return "–"
     if name == "noise_multiplier":
-        return f"{value:.4f}"
-    if "epsilon" not in name:
-        return f"{value:,.0f}"
-    return ("≈ " if row["accountant"] == "gdp" else "") + report.epsilon_text(value)
+        return f"{row[name]:.4f}"
+    return ("≈ " if row["accountant"] == "gdp" else "") + report.epsilon_text(row[name])
 
 
 def _print_json(found: Row) -> None:
@@ -296,44 +201,54 @@ def _print_json(found: Row) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(Numbers):
-    """Numbers of a run or of a larger system, and what a recipe adds to them."""
+    """Numbers of a run or of a larger system, and what a recipe adds to them.
 
+    noise_multiplier: None where it is to be found. source: behind the numbers. said: a sentence of its own. plan: of a
+    recipe whose rounds follow a schedule or share noise, which answers for the whole run.
+    """
+
+    noise_multiplier: float | None = None
     colluders: int = 0
     source: str = ""
+    said: str = ""
+    plan: Plan | None = None
 
-    @staticmethod
-    def of(plan: Plan, noise_open: bool) -> Setting:
-        """Return a plan's numbers, without its noise where that is to be found."""
-        return Setting(
-            clients=plan.sampler.clients, cohort=plan.sampler.size, rounds=plan.rounds, delta=plan.delta,
-            noise_multiplier=None if noise_open else plan.noise_multiplier,
-        )  # fmt: skip
+    def rows(self, only: dict[str, str], target: float | None = None) -> list[Row]:
+        """Return ε, or with a target the least σ, of every combination that ``only`` allows."""
+        from fedflat.privacy.accounting.budget import budget_table, calibrate_table
 
-    def needs(self, *names: str) -> Setting:
-        """Return this setting, if it has all of ``names``; δ gets its default.
+        if self.plan is not None:
+            return _rows_of(self.plan, only, target)
+        names = ("clients", "cohort", "rounds", "delta", "max_cohort", "min_cohort", "max_participations", "colluders")
+        numbers = {name: getattr(self, name) for name in names}
+        if target is not None:
+            return calibrate_table(target=target, only=only, **numbers)
+        return budget_table(noise_multiplier=float(self.noise_multiplier or 0), only=only, **numbers)
+
+    def run_epsilon(self, row: Row) -> float | None:
+        """Return the proven ε of this run with the σ that a row found for the larger system."""
+        if row["noise_multiplier"] is None:
+            return None
+        run = replace(self, noise_multiplier=row["noise_multiplier"]).of_this_run()
+        (own,) = run.rows({name: row[name] for name in ("trust", "sampling", "accountant")})
+        return float(own["epsilon"])
+
+    def checked(self, *needed: str) -> Setting:
+        """Return this setting with δ's default.
 
         Raises:
-            InputError: one of them is missing, or a number is out of range.
+            InputError: one of the numbers ``needed`` is missing, or one is out of range.
         """
-        for name in names:
+        from fedflat.privacy.accounting.epsilon import default_delta
+
+        for name in needed:
             if getattr(self, name) is None:
                 raise wrong(f"--{name.replace('_', '-')}", "nothing", "a number, or a recipe that has it")
-        if self.rounds is not None:
-            whole("--rounds", self.rounds)
-        if self.clients is not None:
-            whole("--clients", self.clients, 1)
-        if self.noise_cohort is not None and self.cohort is not None:
-            in_range("--noise-cohort", self.noise_cohort, self.cohort)
-        if self.delta is None and self.clients is not None:
-            from fedflat.privacy.accounting.epsilon import default_delta
-
-            return replace(self, delta=default_delta(self.clients))
-        return self
-
-    def common(self) -> dict[str, Any]:
-        """Return the arguments for the tables, without σ."""
-        names = ("clients", "cohort", "rounds", "delta", "max_cohort", "min_cohort", "max_participations", "colluders")
-        return {name: getattr(self, name) for name in names}
+        whole("--rounds", self.rounds or 0)
+        clients = whole("--clients", self.clients or 0, 1)
+        if self.noise_cohort is not None:
+            in_range("--noise-cohort", self.noise_cohort, self.cohort or 0)
+        return self if self.delta is not None else replace(self, delta=default_delta(clients))
 
     def of_this_run(self) -> Setting:
         """Return the noise that really is added: σ·size/noise_cohort."""
@@ -352,41 +267,66 @@ class Setting(Numbers):
         cohort = self.cohort / self.clients * clients
         return replace(self, clients=clients, cohort=cohort, max_cohort=largest, min_cohort=least, noise_cohort=None)
 
-    def as_dict(self, leave: str = "") -> dict[str, Any]:
+    def as_dict(self) -> Row:
         """Return the setting's numbers as plain values, for ``--json``."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, "") and name != leave}
+        said = {name: value for name, value in vars(self).items() if value not in (None, "") and name not in HIDDEN}
+        if self.plan is None:
+            return said
+        return said | self.plan.account.record(self.plan)
 
-    def text(self, leave: str = "") -> str:
+    def text(self) -> str:
         """Return one line: M = 500, m = 50 (q = 0.1), T = 300, σ = 0.95, δ = 0.002."""
-        shown = {
-            "clients": f"M = {self.clients:,}" if self.clients else "",
-            "cohort": f"m = {self.cohort:g}" if self.cohort else "",
-            "rounds": f"T = {self.rounds:,}" if self.rounds is not None else "",
-            "noise_multiplier": f"σ = {self.noise_multiplier:.5g}" if self.noise_multiplier is not None else "",
-            "delta": f"δ = {self.delta:.4g}" if self.delta else "δ = 0.1/M",
-        }
-        if self.clients and self.cohort and leave not in ("clients", "cohort"):
-            shown["cohort"] += f" (q = {self.cohort / self.clients:.4g})"
-        return ", ".join(value for name, value in shown.items() if value and name != leave) + self.source
+        clients, cohort = self.clients or 0, self.cohort or 0
+        sigma = "" if self.noise_multiplier is None else f", σ = {self.noise_multiplier:.5g}"
+        share = f"m = {cohort:g} (q = {cohort / clients:.4g})"
+        return f"M = {clients:,}, {share}, T = {self.rounds:,}{sigma}, δ = {self.delta:.4g}{self.source}"
 
 
-def setting_of(options: Options, only: Mapping[str, str], target: float | None = None) -> Setting:
+HIDDEN = ("said", "plan")
+
+
+def _rows_of(plan: Plan, only: dict[str, str], target: float | None) -> list[Row]:
+    """Return ε, or the σ for a target, of a plan whose account is one of the whole run, by every accountant."""
+    from fedflat.privacy.accounting.curves import PROVEN
+    from fedflat.privacy.accounting.epsilon import calibrate as least
+
+    rows: list[Row] = []
+    for name in PROVEN if only.get("accountant") is None else (only["accountant"],):
+        one = replace(plan, accountant=str(one_of("accountant", name, PROVEN)))
+        if target is not None:
+            one = one.at(least(lambda s, at=one: at.at(s).epsilon(), target, one.noise_multiplier))  # type: ignore[misc]
+        worst = max(one.guarantees(), key=lambda guarantee: guarantee.epsilon)
+        rows.append(
+            {"trust": one.trust, "sampling": one.sampler.name, "accountant": name, "adversary": worst.adversary,
+             "relation": worst.relation, "epsilon": worst.epsilon, "delta": one.delta, "proven": True, "reason": "",
+             "noise_multiplier": one.noise_multiplier}
+        )  # fmt: skip
+    return rows
+
+
+def setting_of(
+    options: Options, only: Mapping[str, str], sigma: float | None = None, target: float | None = None
+) -> Setting:
     """Return the numbers given as options, or a recipe's with the options in their place.
 
-    target: an ε that takes the place of the recipe's own noise.
+    sigma, target: take the place of the recipe's own noise; with a target, σ is left open.
 
     Raises:
-        InputError: ``-o`` without a recipe, whatever is wrong in the recipe, a method without a Gaussian account.
+        InputError: ``-o`` without a recipe, a number that is missing or out of range, whatever is wrong in the recipe,
+            a method without a Gaussian account.
     """
+    needed = ("clients", "cohort", "rounds", *(("noise_multiplier",) if target is None else ()))
     name = options.recipe
     if name is None:
         if options.override:
             hint = "Use --clients, --cohort, --rounds and so on."
             raise wrong("-o", options.override[0], "only with a recipe", hint=hint)
-        return Setting(**options.numbers())
+        return Setting(**options.numbers(), noise_multiplier=sigma).checked(*needed)
     from fedflat.assembly.plans import algorithm_of, plan_of
+    from fedflat.methods.plans import VotesPlan
+    from fedflat.privacy.correlated import ScheduledPlan
 
-    recipe = options.load(only, target)
+    recipe = options.load(only, {"noise_multiplier": sigma, "epsilon": target})
     method = algorithm_of(recipe)
     if not method.private:
         raise wrong(name, method.name, "a method with privacy: this one neither clips nor adds noise")
@@ -397,33 +337,18 @@ def setting_of(options: Options, only: Mapping[str, str], target: float | None =
         raise wrong(name, "privacy.protocol: published", "sound", hint=hint)
     if recipe.data.clients is None:
         raise wrong("--clients", "nothing", f"the number of clients: {name} takes it from its data")
-    plan: Any = plan_of(recipe, method, recipe.data.clients)
-    cohort = recipe.cohort
-    found = replace(
-        Setting.of(plan, noise_open=target is not None and options.noise_multiplier is None), max_cohort=cohort.max,
+    plan = plan_of(recipe, method, recipe.data.clients)
+    cohort, account = recipe.cohort, plan.mechanism
+    found = Setting(
+        clients=plan.sampler.clients, cohort=plan.sampler.size, rounds=plan.rounds, delta=plan.delta,
+        noise_multiplier=plan.noise_multiplier if target is None else None, max_cohort=cohort.max,
         min_cohort=cohort.min, max_participations=cohort.max_participations, noise_cohort=plan.noise_cohort,
         colluders=plan.colluders,
-    )  # fmt: skip
-    if method.kind != "votes":
+    ).checked(*needed)  # fmt: skip
+    if isinstance(account, ScheduledPlan):
+        return replace(found, plan=plan, said=account.sentence if account.kind != "independent" else "")
+    if not isinstance(account, VotesPlan):
         return found
     # Votes are Gaussian rounds: T counts cohort draws, and σ is per class, so σ/√Q is that of a draw.
-    sigma = None if found.noise_multiplier is None else found.noise_multiplier / math.sqrt(plan.mechanism.labels)
-    return replace(found, rounds=plan.mechanism.total, noise_multiplier=sigma, source=" (T: cohort draws, σ: per draw)")
-
-
-def scheduled_plan(options: Options, only: Mapping[str, str], target: float | None = None) -> Plan | None:
-    """Return the plan of a recipe whose rounds follow a schedule or share noise; else None.
-
-    Raises:
-        InputError: whatever is wrong in the recipe.
-    """
-    from fedflat.assembly.plans import algorithm_of, plan_of
-    from fedflat.privacy.correlated import ScheduledPlan
-
-    if options.recipe is None:
-        return None
-    recipe = options.load(only, target)
-    if recipe.data.clients is None or recipe.cohort.sampling not in ("full", "min-separation", "cyclic-poisson"):
-        return None
-    plan = plan_of(recipe, algorithm_of(recipe), recipe.data.clients)
-    return plan if isinstance(plan.mechanism, ScheduledPlan) else None
+    drawn = None if found.noise_multiplier is None else found.noise_multiplier / math.sqrt(account.labels)
+    return replace(found, rounds=account.total, noise_multiplier=drawn, source=" (T: cohort draws, σ: per draw)")

@@ -16,33 +16,12 @@ from fedflat.core.types import Aggregate, Broadcast
 from fedflat.methods.ddgauss import DistributedDiscreteGaussian, SharedDiscreteNoise
 from fedflat.methods.noise import CorrelatedGridNoise, CorrelatedNoise
 from fedflat.methods.plans import DDGaussPlan, VotesPlan
-from fedflat.privacy.accounting.budget import needed_table
 from fedflat.privacy.accounting.discrete import DDGaussAccount
-from fedflat.privacy.accounting.epsilon import epsilon
 from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.plan import build_plan
 from fedflat.privacy.schedules import contradictions
 from fedflat.privacy.statement import checksum, is_whole, not_covered, statement
 from fedflat.privacy.verify import verify_run
-
-
-def test_what_no_number_of_rounds_can_reach_has_a_reason() -> None:
-    rows = needed_table(target=0.01, find="rounds", clients=100, cohort=50, rounds=10, noise_multiplier=0.5, delta=1e-5)
-    assert rows and all(row["epsilon"] is None and row["reason"] for row in rows)
-
-
-@pytest.mark.parametrize(("find", "step", "names"), [("rounds", 1, None), ("cohort", 1, "pld"), ("clients", -1, "pld")])
-def test_what_is_found_is_the_last_within_the_target(find: str, step: int, names: str | None) -> None:
-    setting: dict[str, Any] = {"clients": 40, "cohort": 4, "rounds": 30, "noise_multiplier": 1.5, "delta": 1e-4}
-    for row in needed_table(target=2.0, find=find, accountant=names, **setting):
-        at = {**setting, "accountant": row["accountant"], find: row[find]}
-        assert row["reason"] == "" and row["epsilon"] == epsilon(**at) <= 2.0
-        assert epsilon(**{**at, find: row[find] + step}) > 2.0
-
-
-def test_a_setting_that_does_not_apply_has_its_reason() -> None:
-    rows = needed_table(target=8, find="rounds", clients=100, cohort=200, noise_multiplier=1.0, delta=1e-5)
-    assert rows and all(row["rounds"] is None and row["reason"] for row in rows)
 
 
 def test_too_little_noise_per_share_amplifies_nothing() -> None:

@@ -5,17 +5,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fedflat.core.checks import InputError, one_of
+from fedflat.core.checks import InputError
 from fedflat.core.cohorts import NAMES, SECRET
 from fedflat.privacy.accounting.curves import ACCOUNTANTS, APPROXIMATIONS, gdp_mu
 from fedflat.privacy.accounting.epsilon import (
     accounting_params,
     approximate_epsilon,
-    clients_for,
-    cohort_for,
     epsilon,
     noise_multiplier,
-    rounds_for,
 )
 from fedflat.privacy.trust import guarantees
 
@@ -90,61 +87,22 @@ def _approximated(setting: Row) -> Row:
     return {name: setting[name] for name in names if name in setting}
 
 
-def calibrate_table(
-    *,
-    target: float,
-    clients: int,
-    cohort: float,
-    rounds: int,
-    only: Mapping[str, str] = MappingProxyType({}),
-    **setting: Any,
-) -> list[Row]:
+def calibrate_table(*, target: float, only: Mapping[str, str] = MappingProxyType({}), **setting: Any) -> list[Row]:
     """The noise multiplier that reaches ε = ``target`` for every trust model × cohort law × proving accountant.
 
-    ``setting``: delta, max_cohort, min_cohort, max_participations, colluders. ``only``: as in :func:`budget_table`.
+    ``setting``: the other arguments of :func:`fedflat.noise_multiplier`. ``only``: as in :func:`budget_table`.
     Rows have ``trust, sampling, accountant, noise_multiplier, epsilon, reason``; noise_multiplier and epsilon are None
     where nothing applies.
     """
-    base = {"clients": clients, "cohort": cohort, "rounds": rounds, **setting}
     names = [each for each in _combinations(only) if each[2] in ("pld", "rdp")]
-    return [_solved_row("noise_multiplier", target, base, *each) for each in names]
+    return [_calibrated_row(target, setting, *each) for each in names]
 
 
-def needed_table(
-    *,
-    find: str,
-    target: float,
-    trust: str = "central",
-    sampling: str = "poisson",
-    accountant: str | None = None,
-    **setting: Any,
-) -> list[Row]:
-    """The most ``rounds``, the largest whole ``cohort`` or the least ``clients`` within ε = ``target``, σ being given.
-
-    One row for each proving accountant, or for the one given, under one trust model and cohort law.
-
-    find: rounds, cohort or clients; ``setting``: the others, noise_multiplier, and what else epsilon takes. Rows are as
-    in :func:`calibrate_table`, with ``find`` for noise_multiplier; None where nothing applies or reaches the target.
-    """
-    one_of("find", find, [name for name in SOLVERS if name != "noise_multiplier"])
-    base = {name: value for name, value in setting.items() if name != find}
-    every = ("pld", "rdp") if trust != "distributed" else ("pld",)
-    chosen = [(trust, sampling, name) for name in every if accountant in (None, name)]
-    return [_solved_row(find, target, base, *names) for names in chosen]
-
-
-SOLVERS: dict[str, Any] = {
-    "noise_multiplier": noise_multiplier, "rounds": rounds_for, "cohort": cohort_for, "clients": clients_for,
-}  # fmt: skip
-
-
-def _solved_row(find: str, target: float, base: Row, trust: str, sampling: str, accountant: str) -> Row:
-    row: Row = {"trust": trust, "sampling": sampling, "accountant": accountant, find: None, "epsilon": None}
+def _calibrated_row(target: float, setting: Row, trust: str, sampling: str, accountant: str) -> Row:
+    row: Row = {"trust": trust, "sampling": sampling, "accountant": accountant}
     try:
-        own = _own_setting(base, trust, sampling, accountant)
-        found = SOLVERS[find](epsilon=target, **own)
-        if not found:
-            return row | {find: found, "reason": f"no number of {find} stays within ε = {target:g}"}
-        return row | {find: found, "epsilon": epsilon(**{**own, find: found}), "reason": ""}
+        own = _own_setting(setting, trust, sampling, accountant)
+        found = noise_multiplier(epsilon=target, **own)
+        return row | {"noise_multiplier": found, "epsilon": epsilon(**own, noise_multiplier=found), "reason": ""}
     except InputError as error:
-        return row | {"reason": str(error)}
+        return row | {"noise_multiplier": None, "epsilon": None, "reason": str(error)}

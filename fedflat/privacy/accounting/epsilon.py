@@ -1,4 +1,4 @@
-"""ε for given noise, noise for a given ε, and how many rounds or clients a budget allows.
+"""ε for given noise, and noise for a given ε.
 
 ``epsilon`` and ``noise_multiplier`` are ``fedflat.epsilon`` and ``fedflat.noise_multiplier``. The accountants are in
 ``curves`` (what each can do), the adversaries in ``trust``; every figure is the largest over the adversaries. What is
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fedflat.core.checks import InputError, in_range, whole, wrong
+from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.privacy.accounting.curves import gdp_mu
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
@@ -106,9 +106,6 @@ def approximate_epsilon(
     if rounds == 0:
         return 0.0
     return gaussian_epsilon(gdp_mu(params.sampler.q, noise_multiplier, rounds), params.delta)
-
-
-_epsilon = epsilon  # under a name that the arguments called epsilon do not hide
 
 
 def noise_multiplier(
@@ -219,52 +216,6 @@ def _bracket(
         # No noise at all may be enough (T·q < δ): then little will do, and the least of all is not sought.
         if enough and x < math.log(1e-6 if found == -math.inf else 1e-11):
             return (x - 1, math.inf), (x, found)
-
-
-def rounds_for(*, epsilon: float, most: int = 10**6, **setting: Any) -> int:
-    """The largest number of rounds (up to ``most``) whose ε is at most ``epsilon``; 0 if not even one.
-
-    ``setting``: the other arguments of :func:`fedflat.epsilon`.
-    """
-    in_range("privacy.epsilon", epsilon, 0, open_low=True)
-    # One call outside of the search, or a mistake would look like a budget that allows nothing.
-    _epsilon(rounds=1, **setting)  # whatever is wrong with the setting shows here
-
-    def fits(rounds: int) -> bool:
-        try:
-            return _epsilon(rounds=rounds, **setting) <= epsilon
-        except InputError:  # under trust distributed the chance of an abort has used up δ
-            return False
-
-    return largest(fits, whole("most", most, 1))
-
-
-def cohort_for(*, epsilon: float, clients: int, **setting: Any) -> int:
-    """The largest whole expected cohort m ≤ M whose ε is at most ``epsilon``; 0 if not even one client fits.
-
-    Under cyclic-poisson ε does not grow evenly with m: one that fits, and maybe not the largest.
-    """
-    in_range("privacy.epsilon", epsilon, 0, open_low=True)
-    _without_shares(setting)
-    most = min(clients, setting.get("max_cohort") or clients)
-    return largest(lambda m: _epsilon(clients=clients, cohort=m, **setting) <= epsilon, most)
-
-
-def clients_for(*, epsilon: float, cohort: float, most: int = 10**9, **setting: Any) -> int | None:
-    """The smallest population M whose ε is at most ``epsilon`` (δ following M by default); None beyond ``most``."""
-    in_range("privacy.epsilon", epsilon, 0, open_low=True)
-    _without_shares(setting)
-    least = math.ceil(cohort)
-    if _epsilon(clients=least, cohort=cohort, **setting) <= epsilon:
-        return least
-    # ε falls as M grows, so the largest M that is too small is sought, and the next one taken.
-    short = largest(lambda extra: _epsilon(clients=least + extra, cohort=cohort, **setting) > epsilon, most)
-    return None if short >= most else least + short + 1
-
-
-def _without_shares(setting: dict[str, Any]) -> None:
-    if setting.get("trust") == "distributed":
-        raise wrong("privacy.trust", "distributed", "central or local here", hint="cohort.min depends on the cohort.")
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
