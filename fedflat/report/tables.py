@@ -10,7 +10,7 @@ import io
 import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedflat.core.checks import wrong
@@ -20,19 +20,15 @@ from fedflat.report.groups import (
     Difference,
     Group,
     Spread,
-    Targets,
-    accuracy_at_epsilon,
     differing,
-    epsilon_at_accuracy,
     headline,
     paired_difference,
     setting,
     spread,
     strata,
-    targets,
 )
 from fedflat.report.metrics import Run, epsilon_text
-from fedflat.report.wording import clock, duration, epsilon_spread, percent, percent_spread, text
+from fedflat.report.wording import clock, duration, percent_spread, text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,7 +37,6 @@ DIFFERENCES = "Δ: points from the first row at its ε, paired over seeds, 95 % 
 BENEATH = 4
 """Lines of notes beneath the terminal's table at most; every note stands in ``table.md`` and on the page."""
 PLAINLY = "Noise from the seeds: ε is the mechanism's, these models protect nobody."
-EQUAL = ("epsilon_at_accuracy", "accuracy_at_epsilon")
 PRIVATE_NOTE = "Personal accuracy is private to the simulation and not covered by the guarantee."
 
 
@@ -50,9 +45,8 @@ class Row:
     """One method over its seeds. Accuracies are shares (0 to 1); ``None`` where a run has none.
 
     ``against`` is the row that its differences are from: the first with the same data and ε, empty for that row itself.
-    ``epsilon_at_accuracy`` and ``accuracy_at_epsilon`` are read at the comparison's ``equal`` targets. ``fates``: of
-    the runs that came to nothing (``fates.FATES``), whose last round counts as their best. ``gap``: training minus test
-    accuracy at the end, private to the simulation. ``rounds_to_accuracy``: rounds until the target was first reached.
+    ``fates``: of the runs that came to nothing (``metrics.FATES``), whose last round counts as their best. ``gap``:
+    training minus test accuracy at the end, private to the simulation.
     """
 
     method: str
@@ -67,23 +61,18 @@ class Row:
     difference: Difference | None
     personal_difference: Difference | None
     reasons: tuple[str, ...]
-    epsilon_at_accuracy: Spread | None = None
-    accuracy_at_epsilon: Spread | None = None
     fates: tuple[str, ...] = ()
     gap: Spread | None = None
-    rounds_to_accuracy: Spread | None = None
     against: str = ""
     randomness: str = "secret"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows of a comparison, by ε; differences are within one ε. ``equal``: the accuracy and the ε that the private
-    settings are compared at, ``None`` where fewer than two are private. ``together``: what publishing all runs costs,
-    for each data set; empty for a single run. ``headline``: what was found, in a sentence."""
+    """The rows of a comparison, by ε; differences are within one ε. ``together``: what publishing all runs costs, for
+    each data set; empty for a single run. ``headline``: what was found, in a sentence."""
 
     rows: tuple[Row, ...]
-    equal: Targets | None = None
     together: tuple[metrics.Cost, ...] = ()
     headline: str = ""
 
@@ -101,12 +90,11 @@ def comparison_table(groups: Sequence[Group]) -> Comparison:
     """
     if not groups:
         raise wrong("comparison", "no run", "one or more runs")
-    equal = targets(groups)
-    rows = tuple(_row(group, part[0], equal) for part in strata(groups) for group in part)
-    return Comparison(rows, equal, metrics.costs([run for group in groups for run in group.runs]), headline(groups))
+    rows = tuple(_row(group, part[0]) for part in strata(groups) for group in part)
+    return Comparison(rows, metrics.costs([run for group in groups for run in group.runs]), headline(groups))
 
 
-def _row(group: Group, first: Group, equal: Targets | None) -> Row:
+def _row(group: Group, first: Group) -> Row:
     def over(measure: Callable[[Run], float | None]) -> Spread | None:
         return spread(measure(run) for run in group.runs)
 
@@ -133,11 +121,8 @@ def _row(group: Group, first: Group, equal: Targets | None) -> Row:
         difference=against(metrics.final_accuracy),
         personal_difference=against(metrics.personal_accuracy),
         reasons=tuple(metrics.reasons(shown)),
-        epsilon_at_accuracy=over(lambda run: epsilon_at_accuracy(run, equal.accuracy)) if equal else None,
-        accuracy_at_epsilon=over(lambda run: accuracy_at_epsilon(run, equal.epsilon)) if equal else None,
         fates=tuple(found for run in group.runs if (found := metrics.fate(run))),
         gap=over(metrics.generalisation_gap),
-        rounds_to_accuracy=over(lambda run: metrics.rounds_to(run, equal.accuracy)) if equal else None,
         against="" if group is first else first.label,
     )
 
@@ -182,7 +167,6 @@ def columns(table: Comparison) -> list[Column]:
         (personal, Column("personal", "personal %", lambda row: percent_spread(row.personal))),
         (True, Column("proven_epsilon", proven, lambda row: epsilon_text(row.proven_epsilon))),
         (claimed, Column("claimed_epsilon", "ε claimed", lambda row: epsilon_text(row.claimed_epsilon, missing="–"))),
-        *_equal_columns(table),
         (
             any(row.seconds for row in rows),
             Column("seconds", "time", lambda row: duration(row.seconds.mean if row.seconds else None)),
@@ -197,17 +181,6 @@ def _mean(value: Spread | None) -> float | None:
 
 def _final_text(row: Row) -> str:
     return percent_spread(row.final) + "".join(metrics.MARKS[found] for found in dict.fromkeys(row.fates))
-
-
-def _equal_columns(table: Comparison) -> list[tuple[bool, Column]]:
-    """Return ε at equal accuracy; accuracy at equal ε only where the settings end at different ε."""
-    if table.equal is None:
-        return []
-    reached, limit = f"ε at {percent(table.equal.accuracy)} %", f"% at ε {epsilon_text(table.equal.epsilon)}"
-    return [
-        (True, Column(EQUAL[0], reached, lambda row: epsilon_spread(row.epsilon_at_accuracy))),
-        (not table.equal.one_epsilon, Column(EQUAL[1], limit, lambda row: percent_spread(row.accuracy_at_epsilon))),
-    ]
 
 
 def notes(table: Comparison) -> list[str]:
@@ -231,7 +204,7 @@ def to_rich(table: Comparison) -> Table:
 
     rows = table.rows
     crowded = sum(column.key in ("difference", "personal", "claimed_epsilon") for column in columns(table)) > 1
-    left_out = {*EQUAL, "seeds" if len({row.seeds for row in rows}) == 1 else "", "seconds" if crowded else ""}
+    left_out = {"seeds" if len({row.seeds for row in rows}) == 1 else "", "seconds" if crowded else ""}
     shown = [column for column in columns(table) if column.key not in left_out]
     heads = {"proven_epsilon": "ε, mechanism" if table.seeded else "ε", "claimed_epsilon": "claimed"}
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
@@ -290,13 +263,12 @@ def to_markdown(table: Comparison) -> str:
 
 
 def record_of(table: Comparison) -> dict[str, Any]:
-    """Return the rows with full precision, what the private ones are compared at, and what publishing all costs.
+    """Return the rows with full precision, and what publishing all costs.
 
     All values are plain; what is absent or infinite is None.
     """
-    shown = asdict(replace(table, together=()))
     together = [metrics.cost_record(cost) for cost in table.together]
-    found: dict[str, Any] = metrics.plain({"rows": shown["rows"], "equal": shown["equal"], "together": together})
+    found: dict[str, Any] = metrics.plain({"rows": [asdict(row) for row in table.rows], "together": together})
     return found | {"notes": notes(table)}
 
 
@@ -338,21 +310,18 @@ def runs_csv(groups: Sequence[Group]) -> str:
     return _csv(records)
 
 
-MEAN_SD, INTERVAL = ("mean", "sd"), ("mean", "low", "high", "pairs")
-NESTED = {
-    **dict.fromkeys(("final", "best", "personal", "seconds", "gap", "rounds_to_accuracy", *EQUAL), MEAN_SD),
-    **dict.fromkeys(("difference", "personal_difference"), INTERVAL),
-}
-"""The parts of a row's values that have a column each."""
+PARTS = {"Spread | None": ("mean", "sd"), "Difference | None": ("mean", "low", "high", "pairs")}
+"""The parts of a row's values that have a column each, by the type of its field."""
 
 
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for key, value in record.items():
-        if key in NESTED:
-            flat |= {f"{key}.{part}": (value or {}).get(part) for part in NESTED[key]}
+    for field in fields(Row):
+        value = record[field.name]
+        if isinstance(field.type, str) and field.type in PARTS:
+            flat |= {f"{field.name}.{part}": (value or {}).get(part) for part in PARTS[field.type]}
         else:
-            flat[key] = " ".join(value) if isinstance(value, list) else value
+            flat[field.name] = " ".join(value) if isinstance(value, list) else value
     return flat
 
 

@@ -116,14 +116,6 @@ def percent_spread(value: Spread | None) -> str:
     return percent(value.mean) + ("" if value.sd is None else f" ± {percent(value.sd)}")
 
 
-def epsilon_spread(value: Spread | None) -> str:
-    """Return ``3.41 ± 0.12``; a dash where no ε was read."""
-    if value is None:
-        return "–"
-    sd = "" if value.sd is None else f" ± {value.sd:.3g}" if value.mean < 1 else f" ± {value.sd:.2f}"
-    return epsilon_text(value.mean) + sd
-
-
 def duration(value: float | None) -> str:
     """Return the seconds in the unit a reader wants: ``8.2 s``, ``3 min 05 s``, ``2 h 10 min``."""
     if value is None:

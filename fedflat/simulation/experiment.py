@@ -163,7 +163,7 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON; None for what is absent or infinite."""
-        none: dict[str, Any] = {"rows": [], "equal": None, "together": [], "notes": []}
+        none: dict[str, Any] = {"rows": [], "together": [], "notes": []}
         record = none if self.table is None else tables.record_of(self.table)
         return record | {
             "folder": str(self.folder), "report": None if self.page is None else str(self.page),

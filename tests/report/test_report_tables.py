@@ -11,7 +11,7 @@ from scipy import stats
 from synthetic_runs import write_many, write_run
 
 from fedflat.core.checks import InputError
-from fedflat.report import groups, metrics, tables, wording
+from fedflat.report import figures, groups, metrics, pages, tables, wording
 
 
 def grouped(folders: list[Path]) -> list[groups.Group]:
@@ -167,14 +167,24 @@ def test_the_largest_epsilon_of_the_seeds_stands_for_the_group(tmp_path: Path) -
     assert tables.comparison_table(grouped([folders[0], folders[2]])).rows[0].proven_epsilon == 5.0
 
 
-def test_epsilon_at_accuracy(tmp_path: Path) -> None:
-    run = metrics.read_run(write_run(tmp_path / "a", rounds=50))
-    target = 0.4
-    expected = next(record["epsilon"] for record in run.metrics if record["test_accuracy"] >= target)
-    assert tables.epsilon_at_accuracy(run, target) == expected
-    assert tables.epsilon_at_accuracy(run, 0.99) is None
-    with pytest.raises(InputError, match="accuracy target"):
-        tables.epsilon_at_accuracy(run, 40)
+def test_different_delta_is_said(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / "a", "dp-fedavg", rounds=3)]
+    paths.append(write_run(tmp_path / "b", "dp-fedsam", rounds=3, statement={"delta": 1e-5}))
+    table = tables.comparison_table(groups.group_runs(map(metrics.read_run, paths)))
+    assert any("different δ (1e-05, 0.002)" in note for note in tables.notes(table))
+
+
+def test_a_share_never_leaves_its_axis(tmp_path: Path) -> None:
+    """Mean + sd of shares near 1 is above 1; band and axis end at 100 % all the same."""
+    paths = [write_run(tmp_path / str(seed), rounds=4, seed=seed) for seed in range(2)]
+    for path, shares in zip(paths, ([1.0, 1.0, 0.9, 0.05], [0.6, 0.7, 0.95, 0.0]), strict=True):
+        lines = [json.dumps({"round": turn, "clipped_fraction": share}) for turn, share in enumerate(shares)]
+        (path / "private/private.jsonl").write_text("\n".join(lines) + "\n")
+    found = figures.figures_of_groups(groups.group_runs(map(metrics.read_run, paths)))
+    clipped = next(figure for figure in found if figure.key == "clipped")
+    assert max(clipped.series[0].high) == 1.0 and min(clipped.series[0].low) >= 0.0
+    scale = pages._y_scale(clipped)
+    assert scale.high == 1.0 and max(scale.ticks) <= 1.0
 
 
 def test_user_names_cannot_break_a_table(tmp_path: Path) -> None:
