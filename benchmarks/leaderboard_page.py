@@ -20,7 +20,7 @@ from fedflat.papers.board import (
     task_of,
 )  # fmt: skip
 from fedflat.report.figures import Figure, Series
-from fedflat.report.groups import spread, styles
+from fedflat.report.groups import spread
 from fedflat.report.plates import draw_on
 from fedflat.report.tables import PLAINLY
 from fedflat.report.wording import environment
@@ -122,9 +122,8 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
         lines: dict[str, list[Row]] = {}
         for row in ordered(row for row in found["rows"] if task_of(row) is task):
             lines.setdefault(method_name(row), []).append(row)
-        drawn = styles([str(own[0]["method"]["name"]) for own in lines.values()])
         series = []
-        for (name, own), style in zip(lines.items(), drawn):
+        for style, (name, own) in enumerate(lines.items()):
             x = {"round": tuple(float(row["epsilon"]) for row in own)}
             series.append(Series(name, x, tuple(_mean(row) / 100 for row in own), style=style))
         ceiling = found["ceilings"].get(task.features)

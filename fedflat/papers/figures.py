@@ -14,7 +14,7 @@ from fedflat.papers.rows import accounted, lacking, measured, planned, trained
 from fedflat.papers.scales import SCALES, differences, scaled
 from fedflat.papers.tables import Cell, Table, asked_for, load, named
 from fedflat.report.figures import Figure, Series, figures_of_groups, figures_of_run
-from fedflat.report.groups import Group, flatten, spread, styles
+from fedflat.report.groups import Group, flatten, spread
 from fedflat.report.metrics import FATES, Run, fate, plain
 from fedflat.report.progress import RunEvent
 
@@ -294,15 +294,10 @@ def folder_of(folder: Path, panel: Panel) -> Path:
 
 def _rounds(panel: Panel, ran: Ran) -> list[Figure]:
     """Return a measure by round: means over seeds with bands of one standard deviation."""
-    groups = [Group(line.label, tuple(runs), style) for (line, runs), style in zip(ran, _styles(ran))]
+    groups = [Group(line.label, tuple(runs), style) for style, (line, runs) in enumerate(ran)]
     made = {each.key: each for each in figures_of_groups(groups)}
     kept = [made[key] for key in panel.shows if key in made]
     return [replace(each, overlay=False, y_title=each.title) for each in kept]
-
-
-def _styles(ran: Ran) -> list[int]:
-    """Return the lines' colours and dashes: their methods' own, as on every page."""
-    return styles([runs[0].algorithm for _, runs in ran])
 
 
 def _bands(panel: Panel, ran: Ran) -> list[Figure]:
@@ -321,7 +316,7 @@ def _axis(panel: Panel, ran: Ran) -> list[Figure]:
         if (point := _point(line, runs)) is not None and line.x is not None:
             made.setdefault(line.label, []).append((line.x, *point))
     series = []
-    drawn = dict(zip([line.label for line, _ in ran], _styles(ran)))
+    drawn = {line.label: style for style, (line, _) in enumerate(ran)}
     for label, points in made.items():
         x, y, low, high = zip(*sorted(points))
         several = any(a != b for a, b in zip(low, high))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedflat.report.figures import figures_of_groups
-    from fedflat.report.groups import Group, styles
+    from fedflat.report.groups import Group
     from fedflat.report.html import public, render, write_report
     from fedflat.report.metrics import (
         Run,
@@ -51,12 +51,12 @@ __all__ = [
     "ASKED", "DivergenceWatch", "ExperimentProgress", "Group", "Progress", "Run", "RunEvent", "State", "Trackers",
     "cautions", "duration", "epsilon_text", "figures_of_groups", "filled", "final_accuracy", "own_metrics", "percent",
     "plain", "print_comparison", "print_stages", "print_summary", "proven_epsilon", "public", "read_run", "read_runs",
-    "render", "styles", "summary_rows", "uncounted", "waiting_text", "write_csv", "write_figure", "write_picture",
+    "render", "summary_rows", "uncounted", "waiting_text", "write_csv", "write_figure", "write_picture",
     "write_report",
 ]  # fmt: skip
 _MODULES = {
     "figures": "figures_of_groups",
-    "groups": "Group styles",
+    "groups": "Group",
     "html": "public render write_report",
     "metrics": "Run epsilon_text final_accuracy own_metrics plain proven_epsilon read_run read_runs uncounted",
     "plates": "write_csv write_figure write_picture",

@@ -18,14 +18,10 @@ from fedflat.report import metrics
 from fedflat.report.groups import (
     COLOURS,
     DASHES,
-    SAME,
     Group,
     Spread,
-    dashed,
     final_epsilon,
     spread,
-    style_of,
-    styles,
     without_epsilon,
 )
 from fedflat.report.metrics import Run, column, number
@@ -47,7 +43,7 @@ class Series:
         x: abscissae by axis name, ``round`` always and ``epsilon`` where it is known; same length as ``y``.
         y: the values (for a band that has no middle line, empty).
         low, high: the band's edges, or empty.
-        style: index of colour and dash; −1 draws dashed in the text colour, −2 without dashes.
+        style: index of colour and dash; −1 draws dashed in the text colour.
     """
 
     label: str
@@ -221,18 +217,11 @@ def figures_of_run(run: Run) -> list[Figure]:
         found.append(SPECIAL.get(key, _as_declared)(run, figure, lines))
         if key == "loss":
             found += [with_series(replace(figure, key=k, title=_title(k)), [_line(run, _title(k), k)]) for k in own]
-    style = style_of(run.algorithm)
-    return [_styled(figure, style) for figure in found if figure is not None]
+    return [figure for figure in found if figure is not None]
 
 
 def _line(run: Run, label: str, name: str, style: int = 0) -> Series:
     return _series(Group(label, (run,), style), points_of(name), spent=name.startswith(("test_", "private_")))
-
-
-def _styled(figure: Figure, style: int) -> Figure:
-    """Return the figure in the method's colour; a second line has its next dash."""
-    series = [each if each.style < 0 else replace(each, style=dashed(style, each.style)) for each in figure.series]
-    return replace(figure, series=tuple(series))
 
 
 def _title(key: str) -> str:
@@ -370,8 +359,6 @@ SPECIAL: dict[str, Callable[[Run, Figure, Sequence[Series]], Figure | None]] = {
 
 MAX_OVERLAID = 3000
 """Points of all lines of an overlay together."""
-FOLDED = -2
-"""Style of a line that stands for several methods: in the text colour."""
 
 
 def figures_of_groups(groups: Sequence[Group]) -> list[Figure]:
@@ -383,7 +370,7 @@ def figures_of_groups(groups: Sequence[Group]) -> list[Figure]:
             found.append(class_bars(figure, groups))
         elif key != "by-epsilon":
             found.append(_overlay(figure, groups, said["of"][""]))
-    return [_folded(figure) if figure.key == "epsilon" else figure for figure in found if figure is not None]
+    return [figure for figure in found if figure is not None]
 
 
 def by_epsilon(groups: Sequence[Group]) -> Figure | None:
@@ -396,13 +383,13 @@ def by_epsilon(groups: Sequence[Group]) -> Figure | None:
     if len({f"{epsilon:.3g}" for points in found.values() for epsilon, _, _ in points}) < 2:
         return None
     series = []
-    for (label, points), style in zip(found.items(), styles([label.partition(" ")[0] for label in found])):
+    for label, points in found.items():
+        # The line is hidden with the first of its settings.
+        style = min(style for _, _, style in points)
         points.sort(key=lambda point: point[0])
         y = tuple(final.mean for _, final, _ in points)
-        sds = [final.sd or 0.0 for _, final, _ in points]
-        low = tuple(max(0.0, value - sd) for value, sd in zip(y, sds)) if any(sds) else ()
-        high = tuple(min(1.0, value + sd) for value, sd in zip(y, sds)) if any(sds) else ()
-        series.append(Series(label, {"round": tuple(epsilon for epsilon, _, _ in points)}, y, low, high, style))
+        band = _band(y, [final.sd or 0.0 for _, final, _ in points], share=True)
+        series.append(Series(label, {"round": tuple(epsilon for epsilon, _, _ in points)}, y, *band, style))
     lines = chance_line([run for group in groups for run in group.runs])
     return replace(declared("groups", "by-epsilon"), series=tuple(series), lines=lines)
 
@@ -419,28 +406,3 @@ def _overlay(figure: Figure, groups: Sequence[Group], name: str) -> Figure | Non
         # By ε only what has a proven ε can be drawn; the caption says who is missing.
         changes["note"] = f"{figure.note} Without a proven ε, so by round only: {', '.join(absent)}."
     return with_series(figure, series, **changes)
-
-
-def _folded(figure: Figure) -> Figure:
-    """Return the lines that are the same within calibration's error as one, which the note says."""
-    kept: list[list[Series]] = []
-    for series in figure.series:
-        like = next((alike for alike in kept if _alike(alike[0], series)), None)
-        kept.append([series]) if like is None else like.append(series)
-    drawn = tuple(_one_for(alike) for alike in kept)
-    said = [f"One line for {_listed([each.label for each in alike])}." for alike in kept if len(alike) > 1]
-    return replace(figure, series=drawn, note=" ".join([figure.note, *said]))
-
-
-def _one_for(alike: Sequence[Series]) -> Series:
-    first = alike[0]
-    return first if len(alike) == 1 else replace(first, label=f"{len(alike)} settings alike", style=FOLDED)
-
-
-def _alike(one: Series, other: Series) -> bool:
-    close = (math.isclose(a, b, rel_tol=SAME) for a, b in zip(one.y, other.y))
-    return one.x["round"] == other.x["round"] and not one.low and not other.low and all(close)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]])

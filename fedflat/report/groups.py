@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ NOISE, BUDGET = "privacy.noise_multiplier", "privacy.budget"
 class Group:
     """The runs of one setting, one per seed, under a label that tells it from the other groups.
 
-    style: colour and dash of its lines (``styles``): those of its method on every page.
+    style: number of its lines on a page, which gives their colour and dash.
     """
 
     label: str
@@ -99,8 +98,7 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     firsts = [group[0] for group in kept]
     engines = len(kept) > len(members)
     labels = _distinct([_label(first, firsts, engines) for first in firsts])
-    drawn = styles([first.algorithm for first in firsts])
-    return [Group(label, tuple(group), style) for label, group, style in zip(labels, kept, drawn, strict=True)]
+    return [Group(label, tuple(group), style) for style, (label, group) in enumerate(zip(labels, kept, strict=True))]
 
 
 def _key(run: Run, engine: bool = False) -> str:
@@ -191,54 +189,7 @@ def _by_seed(group: Group, measure: Callable[[Run], float | None]) -> dict[int |
 
 
 COLOURS, DASHES = 7, 4
-"""Kinds of lines that the style sheet has; coprime, so that one number names a pair."""
-EVERY = COLOURS * DASHES
-
-# A method's place gives its colour first, then its dash: the first seven are told apart by colour alone. A method of
-# one's own gets a place from its name. Adding a name at the end leaves all others as they are.
-HOMES = (
-    *("fedavg", "dp-fedavg", "dp-fedsam", "dp-fedpgn", "dp-fedpgn-ls", "dp-fedadam", "dp-disk"),
-    *("fedsam", "dp-fedavg-ls", "dp-fedsam-topk", "dp-fednsam", "dp-fedprox", "dp-scaffold", "class-statistics"),
-    *("ddgauss", "dp-fedavg-blur", "dp-fedsam-blur", "fed-smp-randk", "fed-smp-topk", "fed-normec", "dp-fedavg-lus"),
-    *("ae-dpfl", "dp-fedavg-blurs", "dp2-fedsam", "centaur", "dp-fedavg-ft", "dp-fedsam-ft", "p-fedsam"),
-)
-
-
-def style_of(method: str) -> int:
-    """Return the number of a method's line: colour ``style % COLOURS``, dash ``style % DASHES``."""
-    place = HOMES.index(method) if method in HOMES else zlib.crc32(method.encode()) % EVERY
-    return _number(place % COLOURS, place // COLOURS)
-
-
-def dashed(style: int, more: int) -> int:
-    """Return the style with the same colour whose dash is ``more`` places on."""
-    return _number(style % COLOURS, style % DASHES + more)
-
-
-def styles(methods: Sequence[str]) -> list[int]:
-    """Return a style for each line of a page, given its method; no two alike.
-
-    Settings of one method share its colour and differ in their dash. Where all lines are of one method, or a method
-    has more settings than there are dashes, colours tell its lines apart.
-    """
-    several = len(set(methods)) > 1
-    found: list[int] = []
-    homes = {style_of(method) for method in methods}
-    for method in methods:
-        # Lines of other methods keep their own colour and dash, whoever is on the page.
-        own = style_of(method)
-        dashes = [dashed(own, more) for more in range(DASHES)]
-        colours = [_number(own % COLOURS + more, own % DASHES) for more in range(COLOURS)]
-        others = [style for style in (*(dashes if several else colours), *range(EVERY)) if style not in homes]
-        found.append(next((style for style in (own, *others) if style not in found), len(found) + EVERY))
-    return found
-
-
-def _number(colour: int, dash: int) -> int:
-    """Return the number below ``EVERY`` with this colour and this dash (the Chinese remainder of both)."""
-    return next(n for n in range(EVERY) if n % COLOURS == colour % COLOURS and n % DASHES == dash % DASHES)
-
-
+"""Kinds of lines that the style sheet has; coprime, so that line n of a page has colour n % 7 and dash n % 4."""
 SAME = 1e-3
 """Relative: two ε closer than this are one ε (calibration stops at about 1e-4)."""
 

@@ -366,8 +366,7 @@ def _collect(crew: _WorkerCrew) -> Comparison:
     notes += [f"Missing runs: {', '.join(missing)}."] if missing else []
     page = table = None
     if groups:
-        numbers = report.styles([group.runs[0].algorithm for group in groups])
-        groups = [replace(group, style=style) for group, style in zip(groups, numbers)]
+        groups = [replace(group, style=style) for style, group in enumerate(groups)]
         table = tables.comparison_table(groups)
         _write_tables(folder, groups, table)
         page = report.write_report(paths, folder / "report.html")

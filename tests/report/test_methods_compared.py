@@ -1,4 +1,4 @@
-"""How a comparison reads: one colour for a method, zoomed axes, named ends, one curve for equal ε, the finding."""
+"""How a comparison reads: zoomed axes, named ends, the finding."""
 
 import csv
 import io
@@ -10,7 +10,6 @@ from synthetic_runs import write_many, write_run
 
 from fedflat.report import figures, groups, metrics, pages, tables
 from fedflat.report.figures import Figure, Series, figures_of_run
-from fedflat.report.groups import COLOURS, HOMES, style_of, styles
 from fedflat.report.pages import describe
 from fedflat.report.plates import draw_on, write_figure
 
@@ -19,32 +18,12 @@ def read(folders: list[Path]) -> list[groups.Group]:
     return groups.group_runs(map(metrics.read_run, folders))
 
 
-def colour(style: int) -> int:
-    return style % COLOURS
-
-
-def test_a_method_has_one_colour_whatever_it_stands_beside(tmp_path: Path) -> None:
-    many, two = read(write_many(tmp_path / "many", 5, 1)), read(write_many(tmp_path / "two", 2, 1))
-    assert {group.label: group.style for group in two}.items() <= {group.label: group.style for group in many}.items()
-    single = figures_of_run(two[1].runs[0])
-    assert {colour(series.style) for figure in single for series in figure.series if series.style >= 0} == {
-        colour(style_of("dp-fedsam"))
-    }
-
-
-def test_settings_of_one_method_share_its_colour_among_others() -> None:
-    found = styles(["dp-fedsam", "dp-fedavg", "dp-fedsam", "dp-fedsam"])
-    assert len(set(found)) == 4 and len({colour(found[place]) for place in (0, 2, 3)}) == 1
-    assert len({colour(style) for style in styles(["dp-fedsam"] * COLOURS)}) == COLOURS
-    assert len(set(styles(["dp-fedsam"] * 40))) == 40 and len({style_of(name) for name in HOMES}) == len(HOMES)
-    assert style_of("my_file.py:mine") == style_of("my_file.py:mine")
-
-
-def test_equal_privacy_is_one_line_that_starts_at_nothing(tmp_path: Path) -> None:
+def test_equal_privacy_starts_at_nothing(tmp_path: Path) -> None:
     found = figures.figures_of_groups(read(write_many(tmp_path / "runs", 3, 1, rounds=20)))
-    (line,) = next(figure for figure in found if figure.key == "epsilon").series
-    assert line.x["round"][0] == line.y[0] == 0.0 and line.x["round"][-1] == 20.0
-    assert line.label == "3 settings alike"
+    lines = next(figure for figure in found if figure.key == "epsilon").series
+    assert len({line.classes for line in lines}) == 3
+    for line in lines:
+        assert line.x["round"][0] == line.y[0] == 0.0 and line.x["round"][-1] == 20.0
 
 
 def test_an_axis_of_shares_begins_at_zero_and_marks_guessing(tmp_path: Path) -> None:
