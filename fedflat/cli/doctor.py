@@ -9,7 +9,6 @@ import shutil
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata, resources
@@ -43,7 +42,7 @@ class Finding:
 
 
 def doctor(*, as_json: Json = False) -> None:
-    """Check this machine and this installation: versions, folders, disk, clock, extras, and whether torch computes.
+    """Check this machine and this installation: versions, extras, folders, disk, and whether torch loads.
 
     Exit status 1 if something that every run needs is broken. Nothing is changed, and no network is used.
 
@@ -83,46 +82,48 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Yield fedflat, then what it requires: there, in its range, and whether it is the version that is tested."""
+    """Yield fedflat, what it requires (there, in its range, the version that is tested), and each extra."""
     from packaging.requirements import Requirement
 
     from fedflat import __version__
 
     yield Finding("fedflat", "ok", f"{__version__}, from {Path(__file__).resolve().parents[1]}")
-    tested = _tested()
-    for line in metadata.requires("fedflat") or []:
-        need = Requirement(line)
-        version, extra = _version(need.name), need.marker is not None and not need.marker.evaluate({"extra": ""})
-        # The lines of the extras say what is missing of them.
-        if extra and (version is None or need.name not in SHOWN):
-            continue
-        usual = tested.get(need.name.lower(), "")
-        if fault := _fault(need):
-            yield Finding(need.name, "broken", fault, install())
-        elif version and usual and version.partition("+")[0] != usual:
-            yield Finding(need.name, "note", f"{version}; tested with {usual}")
-        elif need.name in SHOWN:
-            yield Finding(need.name, "ok", f"{version}{', the tested version' if usual else ''}")
-
-
-def _fault(need: Requirement) -> str:
-    """Return what is wrong with a package that is needed, or the empty string."""
-    version = _version(need.name)
-    if version is None:
-        return f"not installed; needs {need.specifier}" if need.specifier else "not installed"
-    return "" if need.specifier.contains(version, prereleases=True) else f"{version}; needs {need.specifier}"
-
-
-def _extras() -> Iterator[Finding]:
-    """Yield the optional parts: there, or how to get them."""
-    from packaging.requirements import Requirement
-
-    needs = [Requirement(line) for line in metadata.requires("fedflat") or []]
-    for extra in metadata.metadata("fedflat").get_all("Provides-Extra") or []:
-        wanted = [n for n in needs if n.marker and n.marker.evaluate({"extra": extra}) and "extra" in str(n.marker)]
-        faults = [f"{need.name} {fault}" for need in wanted if (fault := _fault(need))]
+    # What the tests ran with; ``make lock`` writes the file with constraints.txt.
+    lines = resources.files("fedflat").joinpath("tested.txt").read_text(encoding="ascii").splitlines()
+    tested = dict(line.split("==") for line in lines)
+    missing: dict[str, list[str]] = {name: [] for name in metadata.metadata("fedflat").get_all("Provides-Extra") or []}
+    for need in map(Requirement, metadata.requires("fedflat") or []):
+        marker, always = need.marker, need.marker is None or need.marker.evaluate({"extra": ""})
+        extras = [name for name in missing if marker and not always and marker.evaluate({"extra": name})]
+        version, usual = _version(need.name), tested.get(need.name.lower())
+        if fault := _fault(need, version):
+            if always:
+                yield Finding(need.name, "broken", fault, install())
+            for extra in extras:
+                missing[extra].append(f"{need.name} {fault}")
+        elif need.name in SHOWN or always:
+            if usual and version.partition("+")[0] != usual:
+                yield Finding(need.name, "note", f"{version}; tested with {usual}")
+            elif need.name in SHOWN:
+                yield Finding(need.name, "ok", f"{version}{', the tested version' if usual else ''}")
+    for extra, faults in missing.items():
         remedy = f"if wanted: {install(extra)}" if faults else ""
         yield Finding(f"[{extra}]", "note" if faults else "ok", ", ".join(faults) or "installed", remedy)
+
+
+def _version(name: str) -> str:
+    """Return the version of a package; the empty string where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _fault(need: Requirement, version: str) -> str:
+    """Return what is wrong with a package that is needed, or the empty string."""
+    if version and need.specifier.contains(version, prereleases=True):
+        return ""
+    return (version or "not installed") + (f"; needs {need.specifier}" if need.specifier else "")
 
 
 def _machine() -> Iterator[Finding]:
@@ -135,22 +136,16 @@ def _machine() -> Iterator[Finding]:
 
 
 def _computing() -> Iterator[Finding]:
-    """Yield one product by torch, checked by NumPy; and the GPU, if there is one."""
+    """Yield whether torch loads, and the GPU, if there is one."""
     try:
-        import numpy as np
         import torch
 
-        left = np.arange(12.0).reshape(3, 4)
-        same = np.array_equal((torch.from_numpy(left) @ torch.from_numpy(left.T)).numpy(), left @ left.T)
         gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none that torch can use"
     except Exception as error:
         # A broken binary may raise anything.
-        yield Finding("computing", "broken", one_line(error), f"{install()}, into a new environment")
-        return
-    remedy = "" if same else "another build of torch or NumPy for this processor"
-    found = "torch and NumPy agree" if same else "torch and NumPy disagree on a product of small whole numbers"
-    yield Finding("computing", "ok" if same else "broken", found, remedy)
-    yield Finding("GPU", "ok", gpu)
+        yield Finding("torch", "broken", one_line(error), f"{install()}, into a new environment")
+    else:
+        yield Finding("GPU", "ok", gpu)
 
 
 def _text() -> Iterator[Finding]:
@@ -197,36 +192,4 @@ def _writable(what: str, folder: Path, remedy: str, fault: str = "broken") -> Fi
     return Finding(what, "ok", f"{folder}{'' if place == folder else ', not made yet'}")
 
 
-def _clock() -> Iterator[Finding]:
-    """Yield a clock that is right enough for certificates: after this program was written, and going forward."""
-    zone = time.strftime("%Z %z").strip()
-    written = Path(__file__).stat().st_mtime
-    before = time.monotonic()
-    time.sleep(0.01)
-    shown = f"{time.strftime('%Y-%m-%d %H:%M')} {zone}"
-    # Certificates are refused by a clock that is before their day.
-    if time.time() < written - 86400:
-        found = f"{shown}, before this program was installed"
-        yield Finding("clock", "broken", found, "set it: timedatectl set-ntp true")
-    elif time.monotonic() <= before:
-        yield Finding("clock", "broken", f"{shown}; the steady clock stands still", "another machine or virtualisation")
-    else:
-        yield Finding("clock", "ok", shown)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _tested() -> dict[str, str]:
-    """Return name -> version of what the tests ran with; ``make lock`` writes the file with constraints.txt."""
-    lines = resources.files("fedflat").joinpath("tested.txt").read_text(encoding="ascii").splitlines()
-    return dict(line.split("==") for line in lines)
-
-
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    _python, _packages, _extras, _machine, _computing, _text, _folders, _clock,
-)  # fmt: skip
+CHECKS = (_python, _packages, _machine, _computing, _text, _folders)
