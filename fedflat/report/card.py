@@ -4,9 +4,9 @@ The texts are templates, ``card.yaml`` and ``registry.yaml``; every figure in th
 ledger, or is computed from the ledger here. The same sections become HTML, Markdown and the registry's entry.
 
 OpenDP announced the registry in November 2025; its entries and schema are in
-https://github.com/opendp/deployments-registry-data, ``schemas/deployments-schema.yaml``. Our ``registry.yaml``
-says in our own words what that schema allowed in commit 3e9c812 of 15 July 2026: the same names, the same values,
-nothing else. A later schema may differ; entries are always drafts, for somebody to read and hand in.
+https://github.com/opendp/deployments-registry-data, ``schemas/deployments-schema.yaml``. The tests hold our entries
+to what that schema allowed in commit 3e9c812 of 15 July 2026. A later schema may differ; entries are always drafts, for
+somebody to read and hand in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from markupsafe import Markup, escape
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fedflat.core.checks import InputError, nearest, one_line, wrong
 from fedflat.privacy.ledger import extra_rounds
@@ -50,34 +50,6 @@ Day = Annotated[str, AfterValidator(_date)]
 Names = Annotated[list[str], Field(min_length=1)]
 
 
-class _Part(BaseModel):
-    """A mapping of the schema: no other names, no conversions."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-KINDS_OF_VALUES: dict[str, Any] = {
-    "text": (str, ...),
-    "texts": (Names, ...),
-    "day": (Day, ...),
-    "number": (float, ...),
-    "sector": (SECTORS | None, None),
-}
-
-
-def _schema(said: Any) -> Any:
-    """Return the type and default of a part of ``registry.yaml``: a kind, a list of what is allowed, or parts."""
-    if isinstance(said, str):
-        return KINDS_OF_VALUES[said]
-    if isinstance(said, list):
-        return (Literal[tuple(said)], ...)
-    return (create_model("Part", __base__=_Part, **{name: _schema(part) for name, part in said.items()}), ...)
-
-
-Entry = _schema(yaml.safe_load(asset("registry.yaml")))[0]
-"""One file of the registry."""
-
-
 def readable(text: str) -> str:
     """Return the text without control characters and marks that turn the direction of what follows."""
     return "".join(c for c in text if c in "\n\t" or (unicodedata.category(c) != "Cc" and c not in TURNING))
@@ -87,8 +59,10 @@ def readable(text: str) -> str:
 TURNING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
-class About(_Part):
+class About(BaseModel):
     """What no run knows of itself, from the file given with ``--about``; all of it may be missing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -135,36 +109,19 @@ def read_about(path: Path) -> About:
     try:
         return About.model_validate(given)
     except ValidationError as error:
-        raise _first_fault("--about", error) from error
+        fault: Any = error.errors()[0]
+        allowed = fault.get("ctx", {}).get("expected") or KINDS.get(fault["type"]) or fault["msg"]
+        place = ".".join(map(str, fault["loc"]))
+        raise wrong(f"--about: {place}", str(fault["input"]), str(allowed).removeprefix("Value error, ")) from error
 
 
 KINDS = {"string_type": "a text", "list_type": "a list of texts, as [A, B]", "too_short": "at least one text"}
 """What is allowed where the kind of a value is wrong, by the validator's name for it."""
 
 
-def _first_fault(where: str, error: ValidationError) -> InputError:
-    fault: Any = error.errors()[0]
-    allowed = fault.get("ctx", {}).get("expected") or KINDS.get(fault["type"])
-    place = ".".join(map(str, fault["loc"]))
-    return wrong(f"{where}: {place}", str(fault["input"]), str(allowed or fault["msg"]).removeprefix("Value error, "))
-
-
-def checked(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry as the schema takes it, in its order, without what nobody gave.
-
-    Raises:
-        InputError: a name or a value that the schema does not know.
-    """
-    try:
-        found: dict[str, Any] = Entry.model_validate(entry).model_dump(exclude_none=True)
-        return found
-    except ValidationError as error:
-        raise _first_fault("registry entry", error) from error
-
-
 def as_yaml(entry: dict[str, Any]) -> str:
-    """Return the checked entry as text; dates stay text, no text is folded."""
-    return yaml.safe_dump(checked(entry), sort_keys=False, allow_unicode=True, width=10**6)
+    """Return the entry as text; dates stay text, no text is folded."""
+    return yaml.safe_dump(entry, sort_keys=False, allow_unicode=True, width=10**6)
 
 
 @dataclass(frozen=True)
@@ -294,7 +251,7 @@ def brief(run: Run) -> Card | str:
 
 
 def registry_entry(found: Card, today: datetime.date | None = None) -> dict[str, Any]:
-    """Return the card as an entry of the public registry, not yet checked.
+    """Return the card as an entry of the public registry.
 
     Raises:
         InputError: no finite ε is proven, so that there is nothing to enter.
