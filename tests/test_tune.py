@@ -35,7 +35,7 @@ from fedflat.simulation import run as simulation
 from fedflat.simulation import tuning
 from fedflat.simulation.experiment import Comparison, finished
 from fedflat.simulation.inspection import inspect_run
-from fedflat.simulation.settings import CHARGE, PUBLIC, WINNER, applied, axes, costs_of, draw, expand, grid, tasks
+from fedflat.simulation.settings import CHARGE, PUBLIC, WINNER, applied, axes, draw, expand, grid, tasks
 
 SMALL = {
     "name": "small",
@@ -203,16 +203,6 @@ def test_a_run_that_is_not_selected_is_the_run_it_was_before_there_was_a_selecti
             del before[section][key]
     made = [identity(one, "", module, layout_of(module, None), ()) for one in (now, before)]
     assert made[0] == made[1]
-
-
-def test_what_choosing_costs() -> None:
-    one, compared, selected = costs_of(Recipe.of(SMALL), VARY, 10, 20)
-    assert one.epsilon == pytest.approx(8, rel=1e-3)
-    assert one.epsilon < selected.epsilon < compared.epsilon and selected.chance_of_one == pytest.approx(0.1)
-    assert one.needed is not None and selected.needed is not None and compared.needed is not None
-    assert one.needed < selected.needed < compared.needed
-    with pytest.raises(InputError, match="private method"):
-        costs_of(Recipe.of({**SMALL, "algorithm": "fedavg"}), [], 10, 20)
 
 
 def checks(folder: Path) -> list[str]:
@@ -439,7 +429,6 @@ def test_a_search_on_a_proxy_writes_a_recipe_that_runs(tmp_path: Path, here: Cal
     [
         (["--on", "prox"], "Did you mean proxy"),
         (["--on", "proxy", "--trials", "2.5", "--vary", "local.lr=1,2"], "a whole number"),
-        (["--cost", "--trials", "1"], "one run is no choice"),
         (["--trials", "0.5", "--vary", "local.lr=1,2"], "trials: found 0.5"),
         ([], "--vary: found nothing"),
     ],
@@ -454,9 +443,6 @@ def test_the_command(command: Callable[..., Any], tmp_path: Path, here: Callable
     here()
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     words = ["tune", "small.yaml", "--vary", "local.lr=0.1,1", "--trials", "2"]
-    said = command(*words, "--cost")
-    assert said.status == 0 and "a grid of 2 runs, all counted" in said.out and "private selection, 2 in" in said.out
-    assert json.loads(command(*words, "--cost", "--json").out)[1]["what"].startswith("a grid of 2 runs")
     said = command(*words)
     assert said.status == 0, said.err
     assert "Private selection, 2 trials in the mean: total ε = 7.999" in said.out and "for the whole" in said.out

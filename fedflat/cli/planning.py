@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
 from fedflat import report
-from fedflat.cli import Json, Overrides, Processes, RecipeName, columns, filled, print_json, recipe_of, say
+from fedflat.cli import Json, Overrides, Processes, RecipeName, columns, filled, print_json, recipe_of
 from fedflat.core.checks import RunError, one_of, wrong
 
 
@@ -60,7 +58,6 @@ def tune(
     override: Overrides = None,
     on: str = "clients",
     trials: float = 10,
-    cost: bool = False,
     out: Path | None = None,
     processes: Processes = None,
     as_json: Json = False,
@@ -73,23 +70,20 @@ def tune(
     Ctrl-C or a failure the same command goes on. On a proxy: a table, a
     picture, and a recipe that fedflat run takes.
 
-    Example: fedflat tune quick-start --vary local.lr=log:0.05:1 --vary privacy.clip=0.1,0.3,1 --cost
+    Example: fedflat tune quick-start --vary local.lr=log:0.05:1 --vary privacy.clip=0.1,0.3,1
 
     Args:
         vary: A key to choose, once for each: a,b,c, or log:LOW:HIGH, uniform:LOW:HIGH, whole:LOW:HIGH.
         on: clients: private selection. proxy: a random process, which costs no privacy.
         trials: Mean number of trials; their number is secret. On a proxy: the number.
-        cost: Only say what it would cost, and what a grid would.
         out: Folder of the search. Default: runs/tune-NAME.
     """
     one_of("--on", on, ("clients", "proxy"))
     parsed = recipe_of(recipe, override)
     folder = out or Path("runs") / (f"tune-{parsed.name}" + ("-proxy" if on == "proxy" else ""))
-    if (cost or on == "proxy") and (not 1 <= trials <= 10_000 or trials != int(trials)):
-        raise wrong("--trials", trials, "a whole number from 1 to 10000 here")
-    if cost:
-        _cost(parsed, vary or [], int(trials), as_json)
-    elif on == "proxy":
+    if on == "proxy":
+        if not 1 <= trials <= 10_000 or trials != int(trials):
+            raise wrong("--trials", trials, "a whole number from 1 to 10000 here")
         _proxy(parsed, vary or [], int(trials), folder, processes, as_json)
     else:
         _private(parsed, vary or [], trials, folder, processes, as_json)
@@ -100,29 +94,6 @@ def _clients(recipe: Any) -> int:
     from fedflat.assembly.inputs import data_of
 
     return int(recipe.data.clients or data_of(recipe, None, None).clients)
-
-
-def _cost(recipe: Any, varied: list[str], count: int, as_json: bool) -> None:
-    from fedflat.privacy.ledger import plain_json
-    from fedflat.simulation.settings import costs_of
-
-    if count < 2:
-        raise wrong("--trials", count, "2 or more: one run is no choice")
-    found = costs_of(recipe, varied, count, _clients(recipe))
-    if as_json:
-        print_json(plain_json("costs", [asdict(one) for one in found]))
-        return
-    print(f"{recipe.name}: what trying {count} settings costs (δ as in one run)\n")
-    rows = [("", "ε at", "σ for", "only one"), ("", "σ of one", "ε of one", "trial")]
-    for one in found:
-        needed = "none" if one.needed is None else f"{one.needed:.3f}"
-        chance = "" if one.chance_of_one is None else f"{100 * one.chance_of_one:.0f} %"
-        rows.append((one.what, report.epsilon_text(one.epsilon if one.epsilon < 1e9 else math.inf), needed, chance))
-    print("\n".join(columns(rows)))
-    say(
-        "A grid shows every run's result to whoever chooses, so all its runs are charged. A private selection shows "
-        "one, and hides how many there were. On a random process (--on proxy) settings cost nothing."
-    )
 
 
 def _private(recipe: Any, varied: list[str], mean: float, folder: Path, processes: int | None, as_json: bool) -> None:

@@ -33,7 +33,6 @@ def run(
     mlflow: Annotated[str | None, Option(metavar="URI")] = None,
     track_private: bool = False,
     key: File = None,
-    profile: bool = False,
     watch: Live = False,
     as_json: Json = False,
 ) -> None:
@@ -48,7 +47,6 @@ def run(
         mlflow: Also write what is released to an MLflow store or server.
         track_private: Send trackers what is private to the simulation too, marked so.
         key: Private key that signs the records. Default: fedflat keys' own, if any.
-        profile: Print the time spent by stage.
     """
     _check_folders(resume, out, recipe is not None or bool(override))
     parsed = recipe_of(resume or recipe, override)
@@ -70,8 +68,6 @@ def run(
         print_json({**facts, "warnings": result.warnings})
     else:
         report.print_summary(result, folder, page)
-        if profile:
-            report.print_stages(result.stages)
     if process.stop_signal() and result.stopped:
         raise typer.Exit(1)
     _refuse_noise_alone(result.private_history)

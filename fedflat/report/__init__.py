@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         DivergenceWatch,
         cautions,
         print_comparison,
-        print_stages,
         print_summary,
         summary_rows,
     )
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ASKED", "DivergenceWatch", "ExperimentProgress", "Group", "Progress", "Run", "RunEvent", "State", "Trackers",
     "cautions", "duration", "epsilon_text", "figures_of_groups", "filled", "final_accuracy", "own_metrics", "percent",
-    "plain", "print_comparison", "print_stages", "print_summary", "proven_epsilon", "public", "read_run", "read_runs",
+    "plain", "print_comparison", "print_summary", "proven_epsilon", "public", "read_run", "read_runs",
     "render", "summary_rows", "uncounted", "waiting_text", "write_csv", "write_figure", "write_picture",
     "write_report",
 ]  # fmt: skip
@@ -61,7 +60,7 @@ _MODULES = {
     "metrics": "Run epsilon_text final_accuracy own_metrics plain proven_epsilon read_run read_runs uncounted",
     "plates": "write_csv write_figure write_picture",
     "progress": "ASKED ExperimentProgress Progress RunEvent State Trackers waiting_text",
-    "summary": "DivergenceWatch cautions print_comparison print_stages print_summary summary_rows",
+    "summary": "DivergenceWatch cautions print_comparison print_summary summary_rows",
     "wording": "duration filled percent",
 }
 

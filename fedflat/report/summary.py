@@ -203,20 +203,6 @@ def _final(run: Run, key: str) -> str:
     return "never a finite number" if value is None else f"{value:.4g} final"
 
 
-def print_stages(stages: Mapping[str, float]) -> None:
-    """Print where the time of a run went (``--profile``), the slowest stage first."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("stage")
-    table.add_column("time", justify="right")
-    table.add_column("share", justify="right")
-    total = math.fsum(stages.values()) or 1.0
-    for name, seconds in sorted(stages.items(), key=lambda item: -item[1]):
-        table.add_row(name, wording.duration(seconds), f"{100 * seconds / total:.0f} %")
-    console_now().print(table)
-
-
 def print_comparison(found: Any, seconds: float) -> None:
     """Print what went wrong in an experiment, then its table with at most six lines beneath it."""
     for note in found.notes:

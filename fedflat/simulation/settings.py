@@ -1,8 +1,8 @@
 """The settings that an experiment compares, and those that a selection draws from.
 
 An experiment has recipes × values given with commas × seeds, each run with a folder of its own. A selection draws each
-key by itself, uniformly from a list or from a range; what is public of it, its charge and what choosing costs are here
-too. Nothing of it may depend on anybody's data, and the charge is written before the first trial starts.
+key by itself, uniformly from a list or from a range; what is public of it and its charge are here too. Nothing of it
+may depend on anybody's data, and the charge is written before the first trial starts.
 """
 
 import contextlib
@@ -20,15 +20,13 @@ from typing import Any
 import numpy as np
 import yaml
 
-from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.assembly.plans import algorithm_of
 from fedflat.config.reading import parse_value
 from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
 from fedflat.core.checks import InputError, nearest, wrong
-from fedflat.privacy.accounting.epsilon import calibrate
 from fedflat.privacy.ledger import LedgerError, read
 from fedflat.privacy.plan import Plan
-from fedflat.privacy.tuning import Selection, check
 from fedflat.records.folder import RECIPE, check_name
 
 REQUESTED = "setting.yaml"
@@ -410,43 +408,3 @@ def faults(folder: Path) -> list[str]:
         if first.get("selection") != line["selection"]:
             found.append("the winner's ledger names another selection")
     return found
-
-
-@dataclass(frozen=True)
-class Cost:
-    """One way of choosing. epsilon: of all of it, with ``noise_multiplier`` in each run. needed: the noise with which
-    all of it stays within what one run may spend (None: no noise does)."""
-
-    what: str
-    epsilon: float
-    needed: float | None
-    chance_of_one: float | None = None
-
-
-def costs_of(recipe: Recipe, varied: Sequence[str], count: int, clients: int) -> list[Cost]:
-    """Return what ways of trying about ``count`` settings cost: ε and needed noise of each; nothing is read and nothing
-    drawn.
-
-    Raises InputError: a recipe or a setting that has no proof.
-    """
-    if varied:
-        axes(varied, private=True)
-    plan = replace(plan_of(recipe, algorithm_of(recipe), clients), accountant="rdp", budget=None)
-    if not plan.private:
-        allowed = "a private method: others cost nothing and prove nothing"
-        raise wrong("algorithm.name", recipe.algorithm.name, allowed)
-    check(plan)
-    one = replace(plan, accountant=recipe.privacy.accountant)
-    target = one.epsilon()
-    every, chosen = replace(one, rounds=one.rounds * count), replace(plan, selection=Selection(float(count)))
-    return [
-        Cost("one run, settings fixed", target, one.noise_multiplier),
-        Cost(f"a grid of {count} runs, all counted", every.epsilon(), _needed(every, target)),
-        Cost(f"private selection, {count} in the mean", chosen.epsilon(), _needed(chosen, target), 1 / count),
-    ]
-
-
-def _needed(plan: Plan, target: float) -> float | None:
-    with contextlib.suppress(InputError):
-        return calibrate(lambda sigma: plan.at(sigma).epsilon(), target, 2 * plan.event_multiplier)
-    return None

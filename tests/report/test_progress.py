@@ -15,7 +15,7 @@ from torch import nn
 import fedflat
 from fedflat.report import progress
 from fedflat.report.progress import ExperimentProgress, Progress, RunEvent
-from fedflat.report.summary import print_comparison, print_stages, print_summary
+from fedflat.report.summary import print_comparison, print_summary
 
 RECIPE = SimpleNamespace(
     name="a-recipe-with-a-name-that-is-really-quite-long-for-a-terminal",
@@ -245,12 +245,6 @@ def test_a_claimed_epsilon_stands_beside_the_proven_one(
     place = next(i for i, line in enumerate(lines) if line.startswith("claimed ε"))
     assert "9.40" in lines[place] and lines[place - 1].startswith("proven ε")
     assert ("none: Nothing bounds it." if proven is None else "947") in lines[place - 1]
-
-
-def test_stages_are_sorted_and_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    print_stages({"evaluation": 1.0, "local training": 3.0})
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("local training") and "75 %" in lines[1] and "25 %" in lines[2]
 
 
 def test_an_experiment_tells_of_each_run_that_ends(capsys: pytest.CaptureFixture[str]) -> None:
