@@ -191,20 +191,18 @@ def _numbers(where: str, text: str, kind: type) -> list[Any]:
 @contextmanager
 def _progress(quiet: bool) -> Iterator[tuple[Any, Any]]:
     """Show a bar on the terminal for each model's surface, and plain lines elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True, quiet=quiet)
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=quiet or not console.is_interactive, transient=True) as bar:
-        task = bar.add_task("", total=None)
+    with report.Bars(quiet, stderr=True) as bars:
+        task = bars.add_task("", says="")
 
         def stage(name: str, total: int) -> None:
-            bar.reset(task, description=name, total=total or None)
-            if not console.is_interactive:
-                console.print(f"{name}" + (f": {total} points" if total else ""), highlight=False)
+            bars.reset(task, description=name, total=total or None)
+            bars.line(name + (f": {total} points" if total else ""))
 
-        yield stage, lambda count: bar.advance(task, count)
+        def points(count: int) -> None:
+            bars.advance(task, count)
+            bars.update(task, says=bars.left())
+
+        yield stage, points
 
 
 COLUMNS = {

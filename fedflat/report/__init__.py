@@ -36,7 +36,16 @@ if TYPE_CHECKING:
         uncounted,
     )
     from fedflat.report.plates import write_csv, write_figure, write_picture
-    from fedflat.report.progress import ASKED, ExperimentProgress, Progress, RunEvent, State, Trackers, waiting_text
+    from fedflat.report.progress import (
+        ASKED,
+        Bars,
+        ExperimentProgress,
+        Progress,
+        RunEvent,
+        State,
+        Trackers,
+        waiting_text,
+    )
     from fedflat.report.summary import (
         DivergenceWatch,
         cautions,
@@ -47,11 +56,11 @@ if TYPE_CHECKING:
     from fedflat.report.wording import duration, filled, percent
 
 __all__ = [
-    "ASKED", "DivergenceWatch", "ExperimentProgress", "Group", "Progress", "Run", "RunEvent", "State", "Trackers",
-    "cautions", "duration", "epsilon_text", "figures_of_groups", "filled", "final_accuracy", "own_metrics", "percent",
-    "plain", "print_comparison", "print_summary", "proven_epsilon", "public", "read_run", "read_runs",
-    "render", "summary_rows", "uncounted", "waiting_text", "write_csv", "write_figure", "write_picture",
-    "write_report",
+    "ASKED", "Bars", "DivergenceWatch", "ExperimentProgress", "Group", "Progress", "Run", "RunEvent", "State",
+    "Trackers", "cautions", "duration", "epsilon_text", "figures_of_groups", "filled", "final_accuracy",
+    "own_metrics", "percent", "plain", "print_comparison", "print_summary", "proven_epsilon", "public", "read_run",
+    "read_runs", "render", "summary_rows", "uncounted", "waiting_text", "write_csv", "write_figure",
+    "write_picture", "write_report",
 ]  # fmt: skip
 _MODULES = {
     "figures": "figures_of_groups",
@@ -59,7 +68,7 @@ _MODULES = {
     "html": "public render write_report",
     "metrics": "Run epsilon_text final_accuracy own_metrics plain proven_epsilon read_run read_runs uncounted",
     "plates": "write_csv write_figure write_picture",
-    "progress": "ASKED ExperimentProgress Progress RunEvent State Trackers waiting_text",
+    "progress": "ASKED Bars ExperimentProgress Progress RunEvent State Trackers waiting_text",
     "summary": "DivergenceWatch cautions print_comparison print_summary summary_rows",
     "wording": "duration filled percent",
 }

@@ -11,9 +11,14 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from rich import progress as bars
+from rich.console import Console, RenderableType
+from rich.progress import TaskID
+from rich.text import Text
 
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.imports import missing
@@ -21,11 +26,6 @@ from fedflat.core.process import listening_to_progress
 from fedflat.report import metrics, wording
 from fedflat.report.groups import flatten
 from fedflat.report.metrics import number, own_metrics
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.live import Live
-
 
 LINES = 18
 """Lines of a whole run where stdout is no terminal."""
@@ -58,181 +58,133 @@ class RunEvent:
     note: str = ""
 
 
-class _View:
-    """A live area on a terminal that can draw one (TERM is not dumb), plain lines elsewhere, nothing when quiet."""
+class Bars(bars.Progress):
+    """Bars with lines of text above and below on a terminal that can draw; else plain lines, and nothing when quiet.
 
-    def __init__(self, quiet: bool, stderr: bool = False) -> None:
-        self._console, self._quiet = console_now(stderr), quiet
-        self._draws = self._console.is_terminal and not self._console.is_dumb_terminal and not quiet
-        self._live: Live | None = None
+    A task's field ``says`` stands behind its bar.
+    """
 
-    def _draw(self) -> RenderableType:
-        raise NotImplementedError
+    above = below = ""
 
-    def _open(self) -> None:
-        """Start drawing, four times a second."""
-        if self._draws and self._live is None:
-            from rich.live import Live
+    def __init__(self, quiet: bool = False, stderr: bool = False) -> None:
+        console = console_now(stderr)
+        draws = console.is_terminal and not console.is_dumb_terminal and not quiet
+        behind = bars.TextColumn("{task.fields[says]}", markup=False)
+        # What a user's own code prints to a file or a pipe goes on to go there.
+        super().__init__(
+            bars.TextColumn("{task.description}", markup=False), bars.BarColumn(20), behind, console=console,
+            disable=not draws, transient=True, refresh_per_second=4, speed_estimate_period=math.inf,
+            redirect_stdout=sys.stdout.isatty(), redirect_stderr=sys.stderr.isatty(),
+        )  # fmt: skip
+        self._plain = not quiet and not draws
 
-            # What a user's own code prints to a file or a pipe goes on to go there.
-            self._live = Live(
-                console=self._console,
-                get_renderable=self._draw,
-                refresh_per_second=4,
-                transient=True,
-                redirect_stdout=sys.stdout.isatty(),
-                redirect_stderr=sys.stderr.isatty(),
-            )
-            self._live.start()
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Yield what is drawn."""
+        if self.above:
+            yield Text(self.above, style="bold", overflow="ellipsis", no_wrap=True)
+        yield self.make_tasks_table(self.tasks)
+        if self.below:
+            yield Text(self.below, overflow="ellipsis", no_wrap=True)
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Stop drawing and clear the area."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def _line(self, text: str) -> None:
+    def line(self, text: str) -> None:
         """Print plain text of at most 80 columns, unless quiet or on a terminal that is being drawn on."""
-        if not self._quiet and not self._draws:
+        if self._plain:
             lines = textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-            print(lines, file=sys.stderr if self._console.stderr else sys.stdout, flush=True)
+            print(lines, file=sys.stderr if self.console.stderr else sys.stdout, flush=True)
+
+    def left(self) -> str:
+        """Return the time left of the first task, at the pace so far; the empty string where none is known."""
+        seconds = self.tasks[0].time_remaining
+        return "" if seconds is None else f"{wording.clock(seconds)} left"
 
 
-@dataclass
-class _Facts:
-    """What is known of a run so far."""
-
-    rounds: int
-    last_round: int
-    round: int = 0
-    done_here: int = 0
-    began: float = field(default_factory=time.monotonic)
-    budget: float | None = None
-    shows_epsilon: bool = True
-    epsilon_name: str = "ε"
-    released: dict[str, float] = field(default_factory=dict)
-    """The newest of each number that is shown."""
-    personal: float | None = None
-    work: tuple[str, int, int] | None = None
-    """Long work before the first round: what, how much of it is done, and of how much."""
-    spoke: float = 0.0
-    rate: float | None = None
-
-    def seconds_left(self) -> float | None:
-        """Return the time for the rounds that are left at this session's pace; None before its first round."""
-        if not self.done_here:
-            return None
-        return (time.monotonic() - self.began) / self.done_here * max(0, self.last_round - self.round)
-
-
-class Progress(_View):
+class Progress:
     """Progress of one run, as a context manager: ``start`` when the job is known, ``round`` after each round.
 
-    On a terminal a live view of three lines; elsewhere about ``LINES`` plain lines in a run, or one every ``PATIENCE``
+    On a terminal a bar between two lines; elsewhere about ``LINES`` plain lines in a run, or one every ``PATIENCE``
     seconds; nothing when ``quiet``. stderr: shown there instead of on stdout.
     """
 
     def __init__(
         self, recipe: Any, quiet: bool = False, what: str = "preparing data and privacy plan", stderr: bool = False
     ) -> None:
-        super().__init__(quiet, stderr)
-        self._recipe = recipe
-        self._facts = _Facts(rounds=recipe.rounds, last_round=recipe.rounds)
-        self._title = f"{recipe.name}: {what}"
+        self._recipe, self._last_round, self._epsilon, self._limit = recipe, recipe.rounds, "ε", ""
+        self._known: dict[str, str] = {}
+        self._spoke = 0.0
+        self._bars = Bars(quiet, stderr)
+        self._bars.above = f"{recipe.name}: {what}"
+        self._task = self._bars.add_task("", total=None, says="")
 
     def __enter__(self) -> Progress:
-        self._open()
+        self._bars.start()
         self._listening = listening_to_progress(self.waiting)
         self._listening.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._listening.__exit__(kind, error, trace)
-        super().__exit__(kind, error, trace)
+        self._bars.stop()
 
     def waiting(self, what: str, done: int, total: int) -> None:
         """Show work before the first round (``core.process``): a bar on a terminal, else a line in ten seconds at most.
 
         How long it will take is not told: its first steps are no measure of the others.
         """
-        facts, now = self._facts, time.monotonic()
-        if facts.work is None or facts.work[0] != what:
-            facts.spoke = now
-        facts.work, facts.began = (what, done, total), now
-        if now - facts.spoke >= PATIENCE:
-            facts.spoke = now
-            self._line(waiting_text(what, done, total))
+        if what != self._bars.tasks[0].description:
+            self._spoke = time.monotonic()
+        self._bars.update(self._task, description=what, completed=done, total=total, says=f"{done:,} of {total:,}")
+        if time.monotonic() - self._spoke >= PATIENCE:
+            self._spoke = time.monotonic()
+            self._bars.line(waiting_text(what, done, total))
 
     def start(self, job: Any) -> None:
         """Take the ``engine.train.Job`` that is about to run, and show its first line."""
-        plan, facts = job.parts.plan, self._facts
-        facts.work, facts.last_round, facts.budget, facts.began = None, job.last_round, plan.budget, time.monotonic()
-        facts.epsilon_name = "ε of the mechanism" if self._recipe.privacy.randomness == "seeded" else "ε"
+        plan, recipe, self._last_round = job.parts.plan, self._recipe, job.last_round
         # A claimed ε is never shown without the proven one.
-        facts.shows_epsilon = plan.private and plan.protocol != "published"
+        shows = plan.private and plan.protocol != "published"
+        self._epsilon = "" if not shows else "ε of the mechanism" if recipe.privacy.randomness == "seeded" else "ε"
+        self._limit = "" if plan.budget is None else f" of {metrics.epsilon_text(plan.budget)}"
         privacy = "no privacy" if not plan.private else f"δ {plan.delta:.2g}"
-        cohort = f"about {self._recipe.cohort.size:g} of {job.data.clients} clients a round"
-        self._title = f"{self._recipe.name} · {job.parts.algorithm.name} · {cohort} · {privacy}"
-        self._line(self._title)
+        cohort = f"about {recipe.cohort.size:g} of {job.data.clients} clients a round"
+        self._bars.reset(self._task, description="", says="")
+        self._bars.above = f"{recipe.name} · {job.parts.algorithm.name} · {cohort} · {privacy}"
+        self._bars.line(self._bars.above)
 
     def round(self, released: Mapping[str, Any], private: Mapping[str, Any]) -> None:
         """Take a round's two records, as they are written to metrics.jsonl and private/private.jsonl."""
-        facts = self._facts
-        facts.round, facts.done_here = int(released["round"]) + 1, facts.done_here + 1
-        facts.released.pop("epsilon", None)
-        keys = ("epsilon", "test_accuracy", "test_loss", *own_metrics([released]))
-        facts.released |= {key: value for key in keys if (value := number(released.get(key))) is not None}
+        done, first = int(released["round"]) + 1, not self._bars.tasks[0].completed
+        self._note(released, private)
+        self._bars.update(self._task, completed=done, total=max(self._last_round, 1))
+        turn, left = f"round {done:>{len(str(self._recipe.rounds))}}/{self._recipe.rounds}", self._bars.left()
+        self._bars.update(self._task, says=f"{turn}  {left}")
+        self._bars.below = "  ".join(self._known.values())
+        due = time.monotonic() - self._spoke >= PATIENCE
+        if first or done % math.ceil(self._last_round / LINES) == 0 or done == self._last_round or due:
+            self._spoke = time.monotonic()
+            text = "  ".join([turn, self._bars.below, left])
+            # Where the line is too long, the clients per second are left out.
+            short = [turn, *(words for name, words in self._known.items() if name != "rate"), left]
+            self._bars.line(text if len(text) <= WIDTH else "  ".join(short))
+
+    def _note(self, released: Mapping[str, Any], private: Mapping[str, Any]) -> None:
+        """Keep the newest of each number that is shown, each as a few words."""
+        known = self._known
+        for key in ("test_accuracy", *own_metrics([released]), "test_loss"):
+            if (value := number(released.get(key))) is not None:
+                shown = f"{wording.percent(value)} %" if key == "test_accuracy" else f"{value:.4g}"
+                known[key] = f"{key.removeprefix('test_')} {shown}"
+        if "test_accuracy" in known:
+            known.pop("test_loss", None)
         personal, seconds, cohort = (number(private.get(key)) for key in ("personal_accuracy", "seconds", "cohort"))
-        facts.personal = facts.personal if personal is None else personal
-        # The pace is smoothed: single rounds differ with the cohort that was drawn.
+        if personal is not None:
+            known["personal"] = f"personal {wording.percent(personal)} %"
+        if self._epsilon:
+            epsilon = number(released.get("epsilon"))
+            limit = "" if epsilon is None else self._limit
+            known["epsilon"] = f"{self._epsilon} {metrics.epsilon_text(epsilon, '∞')}{limit}"
         if seconds and cohort is not None:
-            now = cohort / seconds
-            facts.rate = now if facts.rate is None else 0.8 * facts.rate + 0.2 * now
-        every = math.ceil(facts.last_round / LINES)
-        due = time.monotonic() - facts.spoke >= PATIENCE
-        if facts.done_here == 1 or facts.round % every == 0 or facts.round == facts.last_round or due:
-            facts.spoke = time.monotonic()
-            self._line(self._round_text())
-
-    def _round_text(self) -> str:
-        facts, digits = self._facts, len(str(self._facts.rounds))
-        turn, left = f"round {facts.round:>{digits}}/{facts.rounds}", _left(facts.seconds_left())
-        text = "  ".join([turn, *_numbers(facts), left])
-        # Where the line is too long, the clients per second are left out.
-        return text if len(text) <= WIDTH else "  ".join([turn, *_numbers(facts)[:-1], left])
-
-    def _draw(self) -> RenderableType:
-        from rich.console import Group
-        from rich.text import Text
-
-        facts = self._facts
-        title = Text(self._title, style="bold", overflow="ellipsis", no_wrap=True)
-        if facts.work and not facts.round:
-            return Group(title, _bar(waiting_text(*facts.work), *facts.work[1:], None))
-        bar = _bar(f"round {facts.round} of {facts.rounds}", facts.round, facts.last_round, facts.seconds_left())
-        return Group(title, bar, Text("  ".join(_numbers(facts)), no_wrap=True, overflow="ellipsis"))
-
-
-def _numbers(facts: _Facts) -> list[str]:
-    """Return the facts that are known, each a few words."""
-    others = dict(facts.released)
-    epsilon, accuracy = others.pop("epsilon", None), others.pop("test_accuracy", None)
-    if accuracy is not None:
-        others.pop("test_loss", None)
-    found = [] if accuracy is None else [f"accuracy {wording.percent(accuracy)} %"]
-    found += [f"{name.removeprefix('test_')} {value:.4g}" for name, value in others.items()]
-    if facts.personal is not None:
-        found.append(f"personal {wording.percent(facts.personal)} %")
-    if facts.shows_epsilon and facts.round:
-        limit = "" if facts.budget is None or epsilon is None else f" of {metrics.epsilon_text(facts.budget)}"
-        found.append(f"{facts.epsilon_name} {metrics.epsilon_text(epsilon, '∞')}{limit}")
-    if facts.rate is not None:
-        found.append(f"{facts.rate:,.0f} clients/s" if facts.rate >= 10 else f"{facts.rate:.2g} clients/s")
-    return found
-
-
-def _left(seconds: float | None) -> str:
-    return "" if seconds is None else f"{wording.clock(seconds)} left"
+            rate = cohort / seconds
+            known["rate"] = f"{rate:,.0f} clients/s" if rate >= 10 else f"{rate:.2g} clients/s"
 
 
 def waiting_text(what: str, done: int, total: int) -> str:
@@ -240,132 +192,94 @@ def waiting_text(what: str, done: int, total: int) -> str:
     return f"{what} {done:,} of {total:,}"
 
 
-def _bar(label: str, done: float, total: float, seconds: float | None) -> RenderableType:
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-
-    bar = ProgressBar(total=max(total, 1), completed=done, width=36 if len(label) < 36 else 20)
-    grid = Table.grid(padding=(0, 1))
-    for wrapped in (True, False, True):
-        grid.add_column(no_wrap=wrapped)
-    grid.add_row(label, bar, _left(seconds))
-    return grid
-
-
 # ------------------------------------------------------------------------------------------------- experiments
 
+ENDED = ("done", "skipped", "failed", "stopped")
 
-class ExperimentProgress(_View):
+
+class ExperimentProgress:
     """Progress of an experiment, as a context manager: ``update`` takes each ``RunEvent``.
 
-    On a terminal a live view with a line for each running run; elsewhere one for each run that ends, and of one that
-    runs where ``PATIENCE`` seconds pass without.
+    On a terminal a bar for all runs and one for each running run; elsewhere a line for each run that ends, and of one
+    that runs where ``PATIENCE`` seconds pass without.
     """
 
-    SHOWN = 8
-    """Running runs with a line of their own."""
-
     def __init__(self, quiet: bool = False) -> None:
-        super().__init__(quiet)
+        self._bars = Bars(quiet)
+        self._all = self._bars.add_task("", total=None, says="")
+        self._running: dict[str, TaskID] = {}
         self._runs: dict[str, RunEvent] = {}
         self._first: dict[str, int] = {}
-        self._began = self._spoke = time.monotonic()
-        self._besides = ""
+        self._spoke = time.monotonic()
 
     def __enter__(self) -> ExperimentProgress:
         return self
 
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._bars.stop()
+
     def update(self, event: RunEvent) -> None:
         """Take one event; the live view starts with the first that runs, plain lines tell of those that end."""
-        self._besides = ""
-        busy = event.state == "running" or (event.state == "waiting" and event.note)
-        if busy and event.note and self.seconds_left() is None:
-            # The pace is that of rounds, so work before the first round does not count.
-            self._began = time.monotonic()
-        if busy:
-            self._open()
-            self._first.setdefault(event.run, event.round)
+        busy = event.state == "running" or (event.state == "waiting" and bool(event.note))
         self._runs[event.run] = event
-        said = ""
-        if event.state in ("done", "stopped", "failed"):
-            said = self._ended(event)
+        self._draw(event, busy)
+        ended, left, said = f"[{self._count(*ENDED)}/{len(self._runs)}] {event.run}", self._bars.left(), ""
+        if event.state == "failed":
+            said = f"{ended}: failed. {event.note}"
+        elif event.state == "stopped":
+            said = f"{ended}: stopped after {event.round} of {event.rounds} rounds"
+        elif event.state == "done":
+            accuracy = "" if event.accuracy is None else f", accuracy {wording.percent(event.accuracy)} %"
+            said = f"{ended}: done{accuracy}" + (f"; {left}" if left else "")
         elif event.state == "skipped":
             said = f"{event.run}: done before, kept"
         elif busy and time.monotonic() - self._spoke >= PATIENCE:
-            left = _left(self.seconds_left())
             said = f"{event.run}: {_turn(event)}" + (f"; all {left}" if left else "")
         if said:
             self._spoke = time.monotonic()
-            self._line(said)
+            self._bars.line(said)
 
     def say(self, what: str) -> None:
         """Tell what is done now besides training: below the runs of the live view, or as a plain line."""
-        self._besides = what
-        self._open()
-        self._line(what)
-
-    def _ended(self, event: RunEvent) -> str:
-        head = f"[{self._count('done', 'skipped', 'failed', 'stopped')}/{len(self._runs)}] {event.run}"
-        if event.state == "failed":
-            return f"{head}: failed. {event.note}"
-        if event.state == "stopped":
-            return f"{head}: stopped after {event.round} of {event.rounds} rounds"
-        accuracy = "" if event.accuracy is None else f", accuracy {wording.percent(event.accuracy)} %"
-        left = _left(self.seconds_left())
-        return f"{head}: done{accuracy}" + (f"; {left}" if left else "")
-
-    def _count(self, *states: State) -> int:
-        return sum(event.state in states for event in self._runs.values())
-
-    def seconds_left(self) -> float | None:
-        """Return the time for all rounds that are left at the pace since the start; None before the first round."""
-        here = sum(event.round - self._first[name] for name, event in self._runs.items() if name in self._first)
-        if here <= 0:
-            return None
-        left = sum(e.rounds - e.round for e in self._runs.values() if e.state in ("waiting", "running"))
-        return (time.monotonic() - self._began) / here * left
-
-    def _draw(self) -> RenderableType:
-        from rich.console import Group
-        from rich.text import Text
-
-        total, ended = len(self._runs), self._count("done", "skipped", "failed", "stopped")
-        rounds = max(1, sum(event.rounds for event in self._runs.values()))
-        done = sum(e.rounds if e.state in ("done", "skipped", "failed") else e.round for e in self._runs.values())
         # The time left is known for rounds only.
-        left = None if self._besides else self.seconds_left()
-        lines: list[RenderableType] = [_bar(f"{ended} of {total} runs", done, rounds, left)]
-        running = [event for event in self._runs.values() if event.state == "running" or _turn(event) == event.note]
-        lines += [_running(event, self._console.width) for event in running[: self.SHOWN]]
-        if len(running) > self.SHOWN:
-            lines.append(Text(f"and {len(running) - self.SHOWN} more", style="dim"))
-        counts = [(self._count(state), state) for state in ("skipped", "failed", "stopped", "waiting")]  # type: ignore[arg-type]
-        lines.append(Text(", ".join(f"{count} {state}" for count, state in counts if count), style="dim"))
-        if self._besides:
-            lines.append(Text(f"  {self._besides}"))
-        return Group(*lines)
+        self._bars.update(self._all, says="")
+        self._bars.below = what
+        self._bars.start()
+        self._bars.line(what)
+
+    def _draw(self, event: RunEvent, busy: bool) -> None:
+        """Bring the bars and the line below them up to date with a run's event."""
+        every, shown = self._runs.values(), self._bars
+        if busy:
+            shown.start()
+            # Rounds of an earlier session say nothing of the pace.
+            self._first.setdefault(event.run, event.round)
+            if event.run not in self._running:
+                self._running[event.run] = shown.add_task(wording.shortened(event.run, 24), says="")
+            accuracy = "" if event.accuracy is None else f"  accuracy {wording.percent(event.accuracy)} %"
+            says = _turn(event) + accuracy
+            shown.update(self._running[event.run], completed=event.round, total=event.rounds, says=says)
+        elif event.run in self._running:
+            shown.remove_task(self._running.pop(event.run))
+        done = sum(each.round - self._first[each.run] for each in every if each.run in self._first)
+        left = sum(each.rounds - each.round for each in every if each.state in ("waiting", "running"))
+        said = f"{self._count(*ENDED)} of {len(every)} runs"
+        shown.update(self._all, description=said, completed=done, total=max(1, done + left))
+        shown.update(self._all, says=shown.left())
+        counts = [(self._count(state), state) for state in ("skipped", "failed", "stopped", "waiting")]
+        shown.below = ", ".join(f"{count} {state}" for count, state in counts if count)
+
+    def _count(self, *states: str) -> int:
+        return sum(event.state in states for event in self._runs.values())
 
 
 def _turn(event: RunEvent) -> str:
     """Return what a run does now: its round, or the work before its first."""
-    before = event.note if event.state in ("running", "waiting") else ""
-    return before or f"round {event.round} of {event.rounds}"
-
-
-def _running(event: RunEvent, width: int) -> RenderableType:
-    """Return a run and its round on one line: a name that is too long loses its middle."""
-    from rich.text import Text
-
-    accuracy = "" if event.accuracy is None else f"  accuracy {wording.percent(event.accuracy)} %"
-    rest = f"  {_turn(event)}{accuracy}"
-    room = max(8, min(width, 100) - len(rest) - 3)
-    return Text(f"  {wording.shortened(event.run, room)}{rest}", no_wrap=True, overflow="crop")
+    return event.note or f"round {event.round} of {event.rounds}"
 
 
 def console_now(stderr: bool = False) -> Console:
     """Return a console for stdout or stderr as it is now; 80 columns where that is no terminal."""
-    from rich.console import Console
-
     console = Console(highlight=False, stderr=stderr)
     return console if console.is_terminal else Console(highlight=False, width=WIDTH, stderr=stderr)
 
