@@ -151,21 +151,13 @@ NOT_COVERED = PRIVATE[1:-1]
 
 def print_summary(result: Any, folder: Path, page: Path) -> None:
     """Print a run's final table, the path of its report and, if it stopped early, why and how to go on."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in summary_rows(result):
-        table.add_row(Text(label), Text(text))
-    console = console_now()
-    with console.capture() as capture:
-        console.print(table, width=min(console.width, 100))
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    rows, width = summary_rows(result), min(console_now().width, 100)
+    left = max(len(label) for label, _ in rows) + 2
+    for label, text in rows:
+        print(textwrap.fill(text, width, initial_indent=f"{label:{left}}", subsequent_indent=" " * left))
     warned = [f"Warning: {text}" for text in cautions(result.privacy, result.history, result.private_history)]
     for text in [*warned, *(f"Note: {text}" for text in remarks(result.history, result.private_history))]:
-        print(textwrap.fill(text, console.width, subsequent_indent="  "))
+        print(textwrap.fill(text, width, subsequent_indent="  "))
     # Not wrapped, so that a path or a command can be copied.
     print(f"Report: {page}")
     if result.stopped:
@@ -204,7 +196,7 @@ def _final(run: Run, key: str) -> str:
 
 
 def print_comparison(found: Any, seconds: float) -> None:
-    """Print what went wrong in an experiment, then its table with at most six lines beneath it."""
+    """Print what went wrong in an experiment, then its table with at most eight lines beneath it."""
     for note in found.notes:
         print(textwrap.fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
     for name, why in found.failed.items():

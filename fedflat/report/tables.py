@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedflat.core.checks import wrong
-from fedflat.privacy.statement import SEEDED
 from fedflat.report import metrics
 from fedflat.report.groups import (
     Difference,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DIFFERENCES = "Δ: points from the first row at its ε, paired over seeds, 95 % t intervals."
-BENEATH = 4
+BENEATH = 6
 """Lines of notes beneath the terminal's table at most; every note stands in ``table.md`` and on the page."""
 PLAINLY = "Noise from the seeds: ε is the mechanism's, these models protect nobody."
 PRIVATE_NOTE = "Personal accuracy is private to the simulation and not covered by the guarantee."
@@ -184,12 +183,12 @@ def _final_text(row: Row) -> str:
 
 
 def notes(table: Comparison) -> list[str]:
-    """Return what a reader must know beside the table: what was found, then what publishing all of it costs."""
-    marked = [(row, kind) for row in table.rows for kind in dict.fromkeys(row.fates)]
+    """Return what a reader must know beside the table, the most important first: what came to nothing, what was found,
+    what publishing all of it costs, the differences."""
     deltas = sorted({row.delta for row in table.rows if row.proven_epsilon is not None and row.delta is not None})
     costs = metrics.cost_sentences(table.together)
     words = {"fates": metrics.FATES, "marks": metrics.MARKS, "differences": DIFFERENCES, "private_note": PRIVATE_NOTE}
-    found = text("notes.txt", table=table, costs=costs, marked=marked, deltas=deltas, seeded=SEEDED, **words)
+    found = text("notes.txt", table=table, costs=costs, deltas=deltas, plainly=PLAINLY, **words)
     return [" ".join(line.split()) for line in found.splitlines() if line.strip()]
 
 
@@ -232,29 +231,11 @@ def to_terminal(table: Comparison, width: int = 80) -> str:
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, force_terminal=False).print(to_rich(table))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    return "\n".join([*lines, "", *beneath(table, width)]) + "\n"
-
-
-def beneath(table: Comparison, width: int = 80) -> list[str]:
-    """Return at most ``BENEATH`` lines: what came to nothing, what was found, the differences, the cost of it all."""
-    rows = table.rows
-    marked = {kind: [row.method for row in rows if kind in row.fates] for kind in metrics.FATES}
-    said = [f"{metrics.MARKS[kind]} {metrics.FATES[kind]}: {_few(names)}." for kind, names in marked.items() if names]
-    said += [PLAINLY] if table.seeded else []
-    said += [table.headline] if table.headline else []
-    said += [DIFFERENCES] if any(row.difference for row in rows) else []
-    said += metrics.cost_sentences(table.together)[:1]
-    said += [note for row in rows if row.proven_epsilon is None for note in row.reasons[:1]][:1]
-    said += [PRIVATE_NOTE] if any(row.personal for row in rows) else []
-    lines: list[str] = []
-    for sentence in said:
-        folded = textwrap.wrap(sentence, width, subsequent_indent="  ", break_on_hyphens=False)
-        lines += folded if len(lines) + len(folded) <= BENEATH else []
-    return lines
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    below: list[str] = []
+    for note in notes(table):
+        folded = textwrap.wrap(note, width, subsequent_indent="  ", break_on_hyphens=False)
+        below += folded if len(below) + len(folded) <= BENEATH else []
+    return "\n".join([*lines, "", *below]) + "\n"
 
 
 def to_markdown(table: Comparison) -> str:

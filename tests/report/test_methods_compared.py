@@ -94,7 +94,7 @@ def test_a_grid_compares_within_equal_epsilon_only(grid: list[groups.Group]) -> 
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80 and "noise" not in text
     assert len(lines) - lines.index("") - 6 <= tables.BENEATH
-    assert "? ended at the accuracy of guessing: dp-fedsam (epsilon=8)." in text
+    assert "? ended at the accuracy of guessing: dp-fedsam (epsilon=8) (2 of 2 runs)." in text
     assert "at ε = 2.00 dp-fedsam" not in text  # no best of both ε, and none where only one is left to choose from
     assert groups.without_epsilon("a (rho=1, epsilon=2)") == "a (rho=1)"
     assert groups.without_epsilon("a (epsilon=2, rho=1)") == "a (rho=1)"

@@ -63,8 +63,8 @@ def test_a_run_that_came_to_nothing_is_marked_and_has_no_best(tmp_path: Path) ->
     assert table.rows[0].fates == ("diverged", "chance")
     assert "!?" in tables.to_terminal(table) and all(len(line) <= 80 for line in tables.to_terminal(table).splitlines())
     said = " ".join(tables.notes(table))
-    assert "! dp-fedsam: 1 of 2 runs left finite numbers." in said
-    assert "? dp-fedsam: 1 of 2 runs ended at the accuracy of guessing." in said
+    assert "! left finite numbers: dp-fedsam (1 of 2 runs)." in said
+    assert "? ended at the accuracy of guessing: dp-fedsam (1 of 2 runs)." in said
 
 
 @pytest.mark.parametrize("key", ["loss", "task"])
