@@ -146,14 +146,10 @@ def _summary(run: Run, words: dict[str, Any], found: Card | str | None) -> dict[
         "fate": metrics.FATES.get(metrics.fate(run), ""),
         "epsilon_name": metrics.epsilon_name(run),
         "beside_epsilon": words.get("beside_epsilon", "").removesuffix(";"),
-        "own": {_label(key): metrics.last(run.metrics, key) for key in metrics.own_metrics(run.metrics)},
+        "own": {statement.title(key): metrics.last(run.metrics, key) for key in metrics.own_metrics(run.metrics)},
         "notices": [each for each in _notices(run) if each["lines"]],
         "notes": remarks(run.metrics, run.private),
     }
-
-
-def _label(key: str) -> str:
-    return key.replace("_", " ").capitalize()
 
 
 def _notices(run: Run) -> list[dict[str, Any]]:
