@@ -322,22 +322,11 @@ def setting_of(
             hint = "Use --clients, --cohort, --rounds and so on."
             raise wrong("-o", options.override[0], "only with a recipe", hint=hint)
         return Setting(**options.numbers(), noise_multiplier=sigma).checked(*needed)
-    from fedflat.assembly.plans import algorithm_of, plan_of
     from fedflat.methods.plans import VotesPlan
     from fedflat.privacy.correlated import ScheduledPlan
 
     recipe = options.load(only, {"noise_multiplier": sigma, "epsilon": target})
-    method = algorithm_of(recipe)
-    if not method.private:
-        raise wrong(name, method.name, "a method with privacy: this one neither clips nor adds noise")
-    if method.kind == "ddgauss":
-        raise wrong(name, method.name, "a method with Gaussian noise", hint="Its own account is in a run's statement.")
-    if recipe.privacy.protocol != "sound":
-        hint = "Its claimed and proven ε are in a run's statement."
-        raise wrong(name, "privacy.protocol: published", "sound", hint=hint)
-    if recipe.data.clients is None:
-        raise wrong("--clients", "nothing", f"the number of clients: {name} takes it from its data")
-    plan = plan_of(recipe, method, recipe.data.clients)
+    plan = _plan_of(name, recipe)
     cohort, account = recipe.cohort, plan.mechanism
     found = Setting(
         clients=plan.sampler.clients, cohort=plan.sampler.size, rounds=plan.rounds, delta=plan.delta,
@@ -352,3 +341,20 @@ def setting_of(
     # Votes are Gaussian rounds: T counts cohort draws, and σ is per class, so σ/√Q is that of a draw.
     drawn = None if found.noise_multiplier is None else found.noise_multiplier / math.sqrt(account.labels)
     return replace(found, rounds=account.total, noise_multiplier=drawn, source=" (T: cohort draws, σ: per draw)")
+
+
+def _plan_of(name: str, recipe: Recipe) -> Plan:
+    """Return the plan of a recipe. Raises InputError where the Gaussian account does not answer for it."""
+    from fedflat.assembly.plans import algorithm_of, plan_of
+
+    method = algorithm_of(recipe)
+    if not method.private:
+        raise wrong(name, method.name, "a method with privacy: this one neither clips nor adds noise")
+    if method.kind == "ddgauss":
+        raise wrong(name, method.name, "a method with Gaussian noise", hint="Its own account is in a run's statement.")
+    if recipe.privacy.protocol != "sound":
+        hint = "Its claimed and proven ε are in a run's statement."
+        raise wrong(name, "privacy.protocol: published", "sound", hint=hint)
+    if recipe.data.clients is None:
+        raise wrong("--clients", "nothing", f"the number of clients: {name} takes it from its data")
+    return plan_of(recipe, method, recipe.data.clients)
