@@ -215,9 +215,8 @@ def test_what_is_no_module_method_or_pair_is_named(given: dict[str, object], sai
 
 
 def test_a_path_of_pathlib_is_one_and_no_data_are_shown(tmp_path: Path) -> None:
-    first = simulation.run(RECIPE, Mine(), clients(), out=tmp_path / "first")
-    recipe = RECIPE | {"after": tmp_path / "first", "privacy": {"clip": 0.5, "epsilon": 500}}
-    assert simulation.run(recipe, Mine(), clients()).history and first.history
+    table = tmp_path / "people.csv"
+    assert Recipe.of(RECIPE | {"data": {"dataset": table}}).data.dataset == str(table)
     x, y = clients()[0]
     shown = repr(from_pairs(clients(), (x + 1, y)))
     assert shown == "<5 clients, inputs (5,), 3 classes, 6 public test examples>"
