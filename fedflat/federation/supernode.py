@@ -34,7 +34,7 @@ log = logging.getLogger("fedflat.supernode")
 
 PAUSE, EACH_SECOND = 3.0, 25.0
 """Seconds between looks for a message, as Flower's own; looks, and signs of life, that all clients together may send in
-a second: each costs the SuperLink 6 ms, and those of hundreds would leave it no time for a round."""
+a second: each costs the SuperLink 7 ms, and those of hundreds would leave it no time for a round."""
 UNAUTHORIZED = 401
 CUT = ("EOF occurred", "timed out", "reset by peer")
 """Words of Python's ssl module for a handshake that another attempt may finish."""
