@@ -49,7 +49,7 @@ class gather(contextlib.AbstractContextManager["gather"]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, InputError):
-            self.faults.append(error)
+            self.faults += getattr(error, "faults", [error])  # what was gathered inside counts one by one
             return True
         return False
 
@@ -60,7 +60,9 @@ class gather(contextlib.AbstractContextManager["gather"]):
             raise faults[0]
         if faults:
             listed = " ".join(f"({number}) {fault}" for number, fault in enumerate(faults, 1))
-            raise InputError(f"{len(faults)} faults: {listed}")
+            error = InputError(f"{len(faults)} faults: {listed}")
+            error.faults = list(faults)  # type: ignore[attr-defined]
+            raise error
 
 
 @contextlib.contextmanager

@@ -196,7 +196,7 @@ def encoding_of(
                 found[column] = check(f"{where}{key}.{column}", value)
         return found
 
-    both = (*read, *wanted)
+    both = tuple(dict.fromkeys((*read, *wanted)))
     listed = checked("categories", categories, both, _category_values)
     scaled = checked("scale", scale, both, _constants)
     filled = checked("fill", fill, read, lambda _, value: value)

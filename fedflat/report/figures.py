@@ -204,6 +204,12 @@ def with_series(figure: Figure, series: Sequence[Series], **changes: Any) -> Fig
 # ------------------------------------------------------------------------------------------------------ one run
 
 
+PRIVATE_ACCURACY: dict[str, Any] = {
+    "note": "With noise, on what the round's cohort holds back: of the model that the round begins with.",
+    "unit": "%", "percent": True,
+}  # fmt: skip
+
+
 def figures_of_run(run: Run) -> list[Figure]:
     """Return every figure the run has records for; an absent key leaves its figure out."""
     own = {key: (key,) for key in metrics.own_metrics(run.metrics)}
@@ -216,7 +222,9 @@ def figures_of_run(run: Run) -> list[Figure]:
         ]
         found.append(SPECIAL.get(key, _as_declared)(run, figure, lines))
         if key == "loss":
-            found += [with_series(replace(figure, key=k, title=_title(k)), [_line(run, _title(k), k)]) for k in own]
+            for k in own:
+                asked = PRIVATE_ACCURACY if k == "private_accuracy" else {}
+                found.append(with_series(replace(figure, key=k, title=_title(k), **asked), [_line(run, _title(k), k)]))
     return [figure for figure in found if figure is not None]
 
 

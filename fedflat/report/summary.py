@@ -85,7 +85,7 @@ def _chance(released: Sequence[Record]) -> list[str]:
     accuracy = wording.percent(found.accuracy)
     if found.one_class:
         return [f"The model gives every test example the same class (accuracy {accuracy} %)."]
-    return [f"Test accuracy {accuracy} % is what guessing among {found.classes} classes gives."]
+    return [f"Test accuracy {accuracy} % is no better than guessing among {found.classes} classes."]
 
 
 def _clipped(private: Sequence[Record]) -> list[str]:
@@ -192,6 +192,9 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
 
 def _final(run: Run, key: str) -> str:
     value = metrics.last(run.metrics, key)
+    spread = metrics.last(run.metrics, f"{key}_sd")
+    if value is not None and spread is not None:
+        return f"{wording.percent(value)} ± {wording.percent(spread)} %, of the model that the last round begins with"
     return "never a finite number" if value is None else f"{value:.4g} final"
 
 
