@@ -30,16 +30,16 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "code lines of the package": Limit(30_648, 26_000),
+    "code lines of the package": Limit(30_215, 26_000),
     "files of the package": Limit(197, 200),
     "circles of files": Limit(0, 0),
     "frames from the command to a step's gradient": Limit(10, 10),
     "comment lines per 60 code lines": Limit(1, 1, least=True),
     "words of the docs": Limit(50_000, 50_000),
     "words of the README": Limit(850, 900),
-    "files of more than 300 lines": Limit(58),
+    "files of more than 300 lines": Limit(50),
     "functions of more than 40 lines": Limit(14),
-    "lines of the tests": Limit(38_637),
+    "lines of the tests": Limit(38_418),
 }
 """The only place where limits are kept. They are today's values: nothing may grow."""
 
