@@ -50,7 +50,10 @@ class Federation:
         self.logs = self.project / "logs"
 
     def __enter__(self) -> Federation:
-        self.logs.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self.logs.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise wrong("PROJECT", f"{self.logs} ({error.strerror})", "a folder you may write to") from error
         return self
 
     def __exit__(self, *error: object) -> None:

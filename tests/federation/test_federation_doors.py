@@ -297,6 +297,9 @@ def test_a_launcher_reads_how_a_run_stands(tmp_path: Path) -> None:
         local._whole_run(tmp_path / "nothing")
     write_project(small(), tmp_path / "fed", port=free_port())
     federation = Federation(tmp_path / "fed")
+    federation.logs.touch()
+    with pytest.raises(InputError, match=r"logs \(File exists\)"), federation:
+        pass
     for text in ("[[", "", "tool = 3", "[tool.flwr.app.config]\nout = 3"):
         (tmp_path / "fed" / "app" / "pyproject.toml").write_text(text)
         with pytest.raises(InputError, match=r"pyproject.toml: found \w+Error"):
