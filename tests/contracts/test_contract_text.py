@@ -45,7 +45,7 @@ def federation(name: str, world: str) -> FederatedData:
             ids, y = torch.cat([ids, ids[:0], *[ids] * 8])[: n * again], torch.cat([y, *[y] * 8])[: n * again]
         pairs.append((ids, y))
     test = (
-        torch.full((1, LENGTH), IDS - 1),
+        torch.full((1, LENGTH), IDS - 1).index_fill(1, torch.tensor([0]), 1),  # no row of a client's
         torch.full((1, LENGTH), IDS - 1) if name == "char-linear" else torch.ones(1).long(),
     )
     return from_pairs(pairs, test)
