@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fedflat.backends.in_process import Sequential, as_sent
 from fedflat.core.checks import RunError, one_line, wrong
+from fedflat.core.held import own_code
 from fedflat.core.imports import load_files, user_files
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Broadcast
@@ -83,7 +84,11 @@ class RayTasks:
             found = f"ray with a model or method that cannot be sent to another process ({one_line(error)})"
             allowed = "one that can be pickled, or engine.backend=sequential"
             raise wrong("engine.backend", found, allowed) from error
-        self._task = ray.remote(num_cpus=1, max_retries=RETRIES)(train_block)
+        problem, apart = self.inner.problem, {}
+        if any(map(own_code, (problem.module, problem.objective, self.inner.algorithm))):
+            # A user's code may leave in a process what nobody watches: the next run gets processes of its own.
+            apart = {"runtime_env": {"env_vars": {"FEDFLAT_PROCESSES_OF": os.urandom(8).hex()}}}
+        self._task = ray.remote(num_cpus=1, max_retries=RETRIES, **apart)(train_block)
 
     def blocks(self, clients: list[int], count: int) -> list[list[int]]:
         """Neighbouring clients in blocks, for ``count`` workers."""

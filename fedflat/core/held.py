@@ -60,13 +60,14 @@ def snapshot(root: object, skip: Iterable[Tensor] = ()) -> dict[str, Any]:
     return leaves | {f"{path} ": _form(thing, children) for path, thing, children in found if children is not None}
 
 
-def own_code(module: nn.Module) -> bool:
-    """Return whether a pass through a module may run Python that is neither this package's nor a library's: of its
-    class, a hook, or a function or an object that it holds.
+def own_code(root: object) -> bool:
+    """Return whether a pass through a module, or a call of a method or a loss, may run Python that is neither this
+    package's nor a library's: of its class, a hook, or a function or an object that it holds.
     """
+    parts = list(root.modules()) if isinstance(root, nn.Module) else []
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    own = any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in module.modules())
-    return own or any(not is_library(_home(thing)) for _, thing, _ in _walk(module))
+    own = any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in parts)
+    return own or any(not is_library(_home(thing)) for _, thing, _ in _walk(root))
 
 
 def _home(thing: object) -> str:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,30 @@ def test_the_command_line_runs_on_ray(tmp_path: Path, command: Any) -> None:
         models.append(load_file(sorted((tmp_path / backend / "checkpoints").glob("*.safetensors"))[-1]))
     assert models[0].keys() == models[1].keys() and len(models[0]["shared"])
     assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
+
+
+class Rude(nn.Linear):
+    """Leaves a word where nobody looks, and stops when another run's is there."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if os.getpid() != DRIVER and os.environ.setdefault("LEFT", str(self.word)) != str(self.word):
+            raise ValueError("another run was here")
+        return super().forward(input)
+
+
+DRIVER = os.getpid()
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_users_code_meets_nothing_that_another_run_left(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its twin shares the processes."""
+    if not watched:
+        monkeypatch.setattr(ray_tasks, "own_code", lambda root: False)
+    for word in range(2):
+        network = filled(Rude(6, 3))
+        network.word = word  # type: ignore[assignment]
+        with pytest.raises(RunError, match="another run") if word and not watched else nullcontext():
+            fedflat.run(recipe("dp-fedavg", RAY), model=network, clients=clients())
 
 
 # --- memory, faults ---------------------------------------------------------------------------------------------------
