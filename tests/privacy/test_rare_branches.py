@@ -42,7 +42,7 @@ def test_too_little_noise_per_share_amplifies_nothing() -> None:
 def test_votes_beyond_the_plan_and_without_noise() -> None:
     votes = VotesPlan(labels=1, total=10)
     plan = build_plan(clients=100, cohort=50, sampling="poisson", rounds=5, noise_multiplier=0.0, mechanism=votes)
-    assert votes.spent(plan, 5) == 10
+    assert votes.spent(plan, 5) == votes.queries == 10 and votes.facts["clip"] == "of one vote 1, of a draw's votes 1"
     assert votes.spent(plan, 6) == 12
     assert type(votes.event(plan)).__name__ == "NonPrivateDpEvent"
     assert math.isinf(plan.epsilon())
