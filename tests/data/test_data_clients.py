@@ -26,7 +26,7 @@ def pairs(sizes: list[int], classes: int = 3) -> list[tuple[torch.Tensor, torch.
     ]
 
 
-def others(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def of_others(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = pairs([size])[0]
     return x + 1, y
 
@@ -76,7 +76,7 @@ def test_first_positions_are_uniform() -> None:
 
 def test_pairs_become_parts() -> None:
     given_pairs = pairs([4, 0, 7])
-    data = from_pairs(given_pairs, test=others(5))
+    data = from_pairs(given_pairs, test=of_others(5))
     assert data.clients == 3 and data.sizes.tolist() == [4, 0, 7] and data.input_shape == (2, 3)
     assert data.examples_per_client == 4 and data.classes == 3
     for i, (x, y) in enumerate(given_pairs):
@@ -166,8 +166,8 @@ def changed(data: FederatedData, **what: object) -> str:
 
 
 def test_fingerprint_sees_every_field() -> None:
-    data = from_pairs(pairs([4, 3]), test=others(2))
-    same = from_pairs(pairs([4, 3]), test=others(2))
+    data = from_pairs(pairs([4, 3]), test=of_others(2))
+    same = from_pairs(pairs([4, 3]), test=of_others(2))
     assert data.fingerprint() == same.fingerprint() and len(data.fingerprint()) == 64
     moved = (np.arange(3), np.arange(3, 7))
     touched = data.inputs.clone()
