@@ -243,7 +243,7 @@ def refuse_private_test(data: FederatedData) -> None:
     )
     order = np.lexsort((whose, marks))
     marks, whose = marks[order], whose[order]
-    first = np.append(True, (marks[1:] != marks[:-1]) | (whose[1:] != whose[:-1]))
+    first = np.append(True, (marks[1:] != marks[:-1]) | (whose[1:] != whose[:-1]))[: len(marks)]
     known, holders = np.unique(marks[first], return_counts=True)
     asked = np.unique(_marks(x, y))
     shared = int(np.isin(asked, known[holders == 1]).sum())
