@@ -225,8 +225,9 @@ def leave_out(data: FederatedData, which: float | Sequence[str], where: str) -> 
 def refuse_private_test(data: FederatedData) -> None:
     """Refuse public test data with clients' rows: what is measured on them would be released without noise.
 
-    A row counts that exactly one client has. A stranger has such a row by chance about as often as two clients have one
-    in common (the estimate of Good and Turing), so that a single row is refused where no two have any.
+    A row counts that exactly one client has. A stranger has such a row by chance no more often than clients have rows
+    in common (Good and Turing count those of two; with few different rows these may all be of more), so that a single
+    row is refused where no two clients have any.
 
     Raises:
         InputError: more such rows than three standard deviations above chance.
@@ -237,17 +238,15 @@ def refuse_private_test(data: FederatedData) -> None:
     parts = [np.concatenate(both) for both in zip(data.parts, data.held_back)]
     rows = torch.from_numpy(np.concatenate(parts))
     # Sorted by row and then by client, so that a row which one client has twice counts once.
-    marks, whose = (
-        _marks(data.inputs[rows], data.targets[rows]),
-        np.repeat(np.arange(len(parts)), list(map(len, parts))),
-    )
+    marks = _marks(data.inputs[rows], data.targets[rows])
+    whose = np.repeat(np.arange(len(parts)), list(map(len, parts)))
     order = np.lexsort((whose, marks))
     marks, whose = marks[order], whose[order]
     first = np.append(True, (marks[1:] != marks[:-1]) | (whose[1:] != whose[:-1]))[: len(marks)]
     known, holders = np.unique(marks[first], return_counts=True)
     asked = np.unique(_marks(x, y))
     shared = int(np.isin(asked, known[holders == 1]).sum())
-    chance = 2 * int((holders == 2).sum()) / max(1, int(holders.sum())) * len(asked)
+    chance = 2 * int((holders > 1).sum()) / max(1, int(holders.sum())) * len(asked)
     if shared > chance + 3 * chance**0.5:
         found = f"{shared} of {len(asked)} different rows that one client has and no other"
         raise wrong("test", found, "public rows, which are no client's", hint=PUBLIC)

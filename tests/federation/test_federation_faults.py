@@ -344,7 +344,7 @@ def test_two_servers_on_one_run(federation: tuple[Path, Task]) -> None:
     while not (folder / "left.jsonl").exists() and time.monotonic() < until:
         time.sleep(0.02)
     held = {path.name: path.read_bytes() for path in keys.folder().iterdir()}
-    with pytest.raises(RunError, match="another server"):
+    with pytest.raises(RunError, match="another process"):
         serve(grid_of(task, []), task, settings(folder))
     assert {path.name: path.read_bytes() for path in keys.folder().iterdir()} == held
     first.join(60)

@@ -32,12 +32,9 @@ from fedflat.privacy.accounting.epsilon import (
     accounting_params,
     approximate_epsilon,
     calibrate,
-    clients_for,
-    cohort_for,
     epsilon,
     largest,
     noise_multiplier,
-    rounds_for,
     split_noise,
 )
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
@@ -407,7 +404,6 @@ def test_what_is_called_epsilon_is_proven() -> None:
         for ask in (
             lambda: epsilon(noise_multiplier=0.6, accountant=name, **small),  # noqa: B023
             lambda: noise_multiplier(epsilon=2.0, accountant=name, **small),  # noqa: B023
-            lambda: rounds_for(epsilon=2.0, noise_multiplier=0.6, accountant=name, clients=10_000, cohort=100),  # noqa: B023
             lambda: compose_epsilon(poisson(0.01, 0.6), 10, 1e-5, name),  # noqa: B023
         ):
             with pytest.raises(InputError, match=r"gdp; allowed: pld, rdp, fft. gdp is an approximation, no bound"):
@@ -526,35 +522,6 @@ def test_calibration_of_awkward_functions() -> None:
         calibrate(lambda s: 2.0, 1.0)
     with pytest.raises(InputError, match=r"privacy.epsilon: found -1"):
         calibrate(lambda s: 1 / s, -1)
-
-
-def test_rounds_cohort_and_clients_a_budget_allows() -> None:
-    common = {"noise_multiplier": 1.5, "delta": 1e-3}
-    rounds = rounds_for(epsilon=2.0, clients=200, cohort=20, **common)
-    assert epsilon(rounds=rounds, clients=200, cohort=20, **common) <= 2.0
-    assert epsilon(rounds=rounds + 1, clients=200, cohort=20, **common) > 2.0
-    cohort = cohort_for(epsilon=2.0, clients=200, rounds=rounds, **common)
-    assert epsilon(rounds=rounds, clients=200, cohort=cohort, **common) <= 2.0
-    assert epsilon(rounds=rounds, clients=200, cohort=cohort + 1, **common) > 2.0
-    clients = clients_for(epsilon=2.0, cohort=20, rounds=rounds, **common)
-    assert epsilon(rounds=rounds, clients=clients, cohort=20, **common) <= 2.0
-    assert epsilon(rounds=rounds, clients=clients - 1, cohort=20, **common) > 2.0
-
-
-def test_budgets_that_allow_nothing_or_everything() -> None:
-    common = {"noise_multiplier": 0.5, "delta": 1e-5}
-    assert rounds_for(epsilon=1e-3, clients=20, cohort=20, **common) == 0
-    assert rounds_for(epsilon=1e6, clients=20, cohort=20, most=7, **common) == 7
-    assert cohort_for(epsilon=1e6, clients=20, rounds=1, sampling="truncated", max_cohort=8, **common) == 8
-    assert clients_for(epsilon=1e6, cohort=20, rounds=1, **common) == 20
-    assert clients_for(epsilon=1e-6, cohort=20, rounds=1, most=50, trust="local", **common) is None
-    shares = {"clients": 50, "cohort": 10, "trust": "distributed", "min_cohort": 1, "noise_multiplier": 50.0}
-    aborting = rounds_for(epsilon=1e4, delta=1e-3, **shares)
-    assert aborting == math.ceil(1e-3 / 0.8**50) - 1  # δ runs out before ε
-    with pytest.raises(InputError, match=r"privacy.trust: found distributed"):
-        cohort_for(epsilon=1.0, clients=50, rounds=3, trust="distributed", **common)
-    with pytest.raises(InputError, match=r"privacy.trust: found distributed"):
-        clients_for(epsilon=1.0, cohort=10, rounds=3, trust="distributed", **common)
 
 
 @pytest.mark.parametrize(("limit", "most"), [(0, 10), (1, 10), (7, 10), (10, 10), (3, 3), (5, 0), (5, 1)])
