@@ -136,9 +136,11 @@ def _ingredients(
     method, objective = algorithm_of(recipe, algorithm), objective_of(recipe, loss)
     if not objective.cross_entropy and (method.kind == "votes" or method.options.get("public")):
         raise wrong("task", recipe.task, "classification, without a loss of one's own", hint=f"So is {method.name}.")
-    # Impossible privacy settings stop before data is read, but of more clients than data sets have examples.
-    if recipe.data.clients is not None and recipe.data.clients <= 100_000:
-        plan_of(recipe, method, recipe.data.clients)
+    asked, cohort = recipe.data.clients, recipe.cohort.size
+    # Impossible privacy settings stop before data is read, but of more clients than data sets have examples, and not
+    # where the data say that their clients are others.
+    if asked is not None and asked <= 100_000 and not (recipe.data.natural and cohort > asked):
+        plan_of(recipe, method, asked)
     data, given = data_of(recipe, clients, test) if data is None else data, clients is not None
     records.check(recipe)  # after a data set that is not there has been named
     data = suited(data, recipe.task)

@@ -179,12 +179,14 @@ CLIENTS_HINTS = {
 def _sentence(error: ValidationError, where: str) -> InputError:
     """Return the first mistake of a pydantic error as the one error sentence."""
     mistakes = error.errors()
-    missing = [".".join(map(str, m["loc"])) for m in mistakes if m["type"] == "missing"]
+    missing = [".".join(map(str, m["loc"])) for m in mistakes if m["type"] == "missing" and "scale" not in m["loc"]]
     if len(missing) == len(mistakes):
         example = "a value for each; for example rounds: 60, cohort: {size: 50}"
         return wrong(where, f"no {', no '.join(missing)}", example)
     # A key that is not known first: others may be wrong because of its name.
     first = next((m for m in mistakes if m["type"] == "extra_forbidden"), mistakes[0])
+    if first["type"] == "value_error" and isinstance(first["ctx"]["error"], InputError):
+        return InputError(f"{where}: {first['ctx']['error']}")
     path = [str(p) for p in first["loc"] if p not in ("float", "ClipSection", "int", "str")]
     path = [p for p in path if not p.startswith(("function-", "list["))]
     place = f"{where}: {'.'.join(path)}"
@@ -192,9 +194,11 @@ def _sentence(error: ValidationError, where: str) -> InputError:
         allowed = _fields(path[:-1])
         hint = elsewhere(path[-1]) or nearest(path[-1], allowed)
         return wrong(place, path[-1], ", ".join(allowed), hint=hint)
+    found = first["input"]
+    if path[:2] == ["data", "scale"] and path[2:]:
+        return wrong(f"{where}: {'.'.join(path[:3])}", found, "[mean, std], two public numbers, std > 0")
     if first["type"] == "missing":
         return wrong(place, "nothing", "a value; the key is required")
-    found = first["input"]
     if first["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", str(first["ctx"]["expected"]))
         return wrong(place, found, ", ".join(choices), hint=nearest(str(found), choices))

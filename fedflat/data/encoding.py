@@ -329,7 +329,7 @@ def _category_hint(value: Any, listed: tuple[Any, ...]) -> str:
     """Return what to do about a value that is not listed."""
     words = [entry for entry in listed if isinstance(entry, bool)]
     if value == "":
-        return "Give a value for it (fill), or list '' among the categories."
+        return "In training a value may stand for it (fill), or '' be listed among the categories."
     if words and isinstance(value, str):
         return f"YAML reads {value} as {str(words[0]).lower()} where it is not quoted: write '{value}'."
     return nearest(str(value), map(str, listed))
@@ -351,9 +351,11 @@ def _numbers(column: pd.Series, name: str, place: Place, scaled: bool) -> Array:
     # By the majority: one odd cell is then named, instead of all the others.
     if 2 * sum(isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) for value in values) > len(values):
         return _lists(values, name, place, scaled)
-    for row, value in enumerate(values):
-        if not _is_number(value, boolean=True) or _missing(value):
-            raise _bad(place, row, name, value, NUMBERS, number_hint(value, name, values))
+    odd = [row for row, value in enumerate(values) if not _is_number(value, boolean=True) or _missing(value)]
+    if odd:
+        # A file's column is text as soon as one cell is: that cell is named, not the numbers beside it.
+        row = next((row for row in odd if not _is_numeral(values[row])), odd[0])
+        raise _bad(place, row, name, values[row], NUMBERS, number_hint(values[row], name, values))
     whole = all(isinstance(value, numbers.Integral) for value in values)
     try:
         return np.array(values, dtype=np.int64 if whole and values else np.float64)
@@ -379,6 +381,8 @@ def number_hint(value: Any, name: str, values: Sequence[Any] = ()) -> str:
     if not isinstance(value, str) or not text:
         return ""
     there = sorted({other for other in values if isinstance(other, str)})
+    if 2 * sum(map(_is_numeral, there)) > len(there):
+        return "" if _is_numeral(value) else "Other cells of the column are numbers."
     listed = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
     return f"For words give all values in a public order: categories={{{name}: [{listed}]}}."
 
@@ -421,6 +425,13 @@ def _missing(value: Any) -> bool:
 
 def _is_number(value: Any, *, boolean: bool = False) -> bool:
     return boolean if isinstance(value, (bool, np.bool_)) else isinstance(value, numbers.Real)
+
+
+def _is_numeral(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
 
 
 def _bad(place: Place, row: int, column: str, value: Any, allowed: str, hint: str = "") -> InputError:

@@ -159,6 +159,8 @@ def test_whole_numbers_beyond_64_bits_are_refused_and_nullable_columns_read() ->
         fedflat.clients(huge, "u", "x", "y")
     with pytest.raises(InputError, match="column x: found a whole number beyond 64 bits"):
         fedflat.clients(frame.assign(x=pd.Series([1, 2**70], dtype=object)), "u", "x", "y")
+    with pytest.raises(InputError, match=r"row 1, client 2, column x: found 'abc'; allowed: a number\. Other cells"):
+        fedflat.clients(pd.DataFrame({"u": [1, 2, 3], "x": ["1", "abc", "2"], "y": [0, 1, 0]}), "u", "x", "y")
     with pytest.raises(InputError, match="row 0, client 1, column x: found a missing value"):
         fedflat.clients(frame.assign(x=pd.array([None, 2], dtype="Int64")), "u", "x", "y")
 
