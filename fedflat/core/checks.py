@@ -89,9 +89,17 @@ def one_line(error: BaseException, width: int | None = 300) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return a sentence naming the closest valid spelling of ``name``, or the empty string."""
-    close = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.5)
-    return f"Did you mean {close[0]}?" if close else ""
+    """Return a sentence naming the closest valid spelling of ``name``, or the empty string where none is close.
+
+    >>> nearest("best", ["last", "best-by-metric"]), nearest("image", ["age"])
+    ('Did you mean best-by-metric?', '')
+    """
+    asked, known = str(name).casefold(), {str(each).casefold(): each for each in names}
+    # A slip is rarely in the first letter.
+    alike = [each for each in known if each[:1] == asked[:1]]
+    close = difflib.get_close_matches(asked, known, 1, 0.8) or difflib.get_close_matches(asked, alike, 1, 0.6)
+    close = close or [each for each in alike if len(asked) > 2 and each.startswith(asked)]
+    return f"Did you mean {known[close[0]]}?" if close else ""
 
 
 def one_of(where: str, value: Any, names: Iterable[str]) -> Any:
