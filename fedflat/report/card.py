@@ -99,7 +99,8 @@ def read_about(path: Path) -> About:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise wrong("--about", f"{path} ({one_line(error)})", "a YAML file of names and texts") from error
+        why = getattr(error, "strerror", None) or one_line(error)
+        raise wrong("--about", f"{path} ({why})", "a YAML file of names and texts") from error
     if not isinstance(found, dict):
         raise wrong("--about", f"{path}, which holds no names", f"some of {', '.join(About.model_fields)}")
     given = {str(name): str(v) if isinstance(v, datetime.date) else v for name, v in found.items()}
@@ -124,6 +125,10 @@ def as_yaml(entry: dict[str, Any]) -> str:
     return yaml.safe_dump(entry, sort_keys=False, allow_unicode=True, width=10**6)
 
 
+UNNAMED = ("None", "", "run")
+"""Names of recipes that say nothing: a run is then called as its folder, as in its report."""
+
+
 @dataclass(frozen=True)
 class Card:
     """sentence: the one that may stand for it. sections: texts, or lists of texts, by title and label."""
@@ -138,7 +143,8 @@ class Card:
     @property
     def title(self) -> str:
         """What the card is of."""
-        return readable(self.about.name or str(self.run.recipe.get("name") or self.run.name))
+        own = str(self.run.recipe.get("name"))
+        return readable(self.about.name or (own if own not in UNNAMED else self.run.name))
 
     def text(self, title: str, label: str, between: str = " ") -> str:
         """Return one row's text, with ``between`` between the items of a list."""

@@ -323,11 +323,11 @@ def seconds(run: Run) -> float:
     return sum(value for _, value in [*column(run.metrics, "seconds"), *column(run.private, "seconds")])
 
 
-def epsilon_text(value: float | None, missing: str = NO_EPSILON, *, round_up: bool = False) -> str:
+def epsilon_text(value: float | None, missing: str = NO_EPSILON, *, round_up: bool = True) -> str:
     """Return ε with three or more significant digits, as every table, page and command prints it.
 
     missing: the text for None; ``∞ (none)`` where it says that no finite ε is proven. round_up: never print less than
-    the value, as a guarantee needs.
+    the value, as a guarantee needs; lower bounds go to the nearest.
     """
     if value is None:
         return missing

@@ -343,12 +343,13 @@ def _course(figure: Figure, series: Series, alone: bool) -> str:
     """Return one series: where it starts, ends and turns; of bars the extremes."""
     turns, values = series.x["round"], series.y
     top, bottom = (pick(range(len(values)), key=values.__getitem__) for pick in (max, min))
-    high = f"highest {value_text(figure, values[top])} at {figure.x_title} {turns[top]:g}"
+    most, least = (figure.names[int(turns[at])] if figure.names else f"{turns[at]:g}" for at in (top, bottom))
+    high = f"highest {value_text(figure, values[top])} at {figure.x_title} {most}"
     if figure.kind == "bars":
-        return f"{series.label}: {high}, lowest {value_text(figure, values[bottom])} at {turns[bottom]:g}."
+        return f"{series.label}: {high}, lowest {value_text(figure, values[bottom])} at {least}."
     first, last = (f"{value_text(figure, values[at])} at {figure.x_title} {turns[at]:g}" for at in (0, -1))
     way = _way(values)
-    low = f"lowest {value_text(figure, values[bottom])} at {figure.x_title} {turns[bottom]:g}"
+    low = f"lowest {value_text(figure, values[bottom])} at {figure.x_title} {least}"
     turned = [text for text, place in ((high, top), (low, bottom)) if 0 < place < len(values) - 1]
     return (
         f"{'' if alone else f'{series.label}: '}{way} from {first} to {last}{''.join(f', {text}' for text in turned)}."

@@ -127,7 +127,7 @@ def audited_text(audit: Record) -> str:
         ratio = number(_details(audit).get("ratio"))
         return "–" if ratio is None else f"{ratio:.3f} σC"
     bound = number(audit.get("lower_bound"))
-    return "–" if bound is None else f"≥ {metrics.epsilon_text(bound)}"
+    return "–" if bound is None else f"≥ {metrics.epsilon_text(bound, round_up=False)}"
 
 
 def confidence_text(audit: Record) -> str:

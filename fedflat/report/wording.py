@@ -43,7 +43,7 @@ def environment() -> Environment:
     found.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "g7": "{:.7g}".format, "markdown": _markdown}
     found.filters |= {"epsilon": epsilon_text, "percent": percent, "cell": _cell, "latex": _latex, "duration": duration}
     found.filters |= {"quoted": functools.partial(json.dumps, ensure_ascii=False), "shell": shlex.quote}
-    found.filters |= {"epsilon_bound": epsilon_bound, "share_bound": share_bound, "number": number}
+    found.filters |= {"share_bound": share_bound, "number": number}
     found.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     return found
 
@@ -148,8 +148,3 @@ def share_bound(value: float) -> str:
     # A bound must not be rounded down.
     shown = math.ceil(percent * 10**digits - 1e-9) / 10**digits
     return f"{min(shown, 100):.{digits}f} %"
-
-
-def epsilon_bound(value: Any) -> str:
-    """Return an ε rounded up, as a guarantee needs it."""
-    return epsilon_text(number(value), round_up=True)

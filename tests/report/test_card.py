@@ -25,8 +25,7 @@ from fedflat.report import card as cards
 from fedflat.report.card import About, as_yaml, brief, card, html, markdown, read_about, registry_entry
 from fedflat.report.figures import figures_of_run
 from fedflat.report.html import render
-from fedflat.report.metrics import NO_EPSILON, read_run
-from fedflat.report.wording import epsilon_bound
+from fedflat.report.metrics import NO_EPSILON, epsilon_text, read_run
 from fedflat.simulation.result import export
 
 NAME = "<img src=x onerror=alert(1)> & *many*"
@@ -80,7 +79,7 @@ def test_every_figure_is_the_runs_own(folder: Path) -> None:
      (1234.2, "1,235"), (999.999, "1,000"), (0.0, "0"), (None, NO_EPSILON)],
 )  # fmt: skip
 def test_a_bound_is_never_rounded_down(value: float | None, shown: str) -> None:
-    assert epsilon_bound(value) == shown
+    assert epsilon_text(value) == shown
 
 
 def test_runs_published_together(folder: Path) -> None:
