@@ -123,7 +123,8 @@ def _check_targets(data: FederatedData, task: str, targets: Tensor, place: Calla
     if not whole and targets.numel():
         hint = "For numbers to be predicted: task: regression; for several labels: task: multilabel."
         allowed = f"whole numbers (class numbers from 0), for task: {task}"
-        raise wrong(f"{place(0)}, target", str(targets.dtype), allowed, hint=hint)
+        row = int((targets != targets.round()).reshape(len(targets), -1).any(1).to(torch.uint8).argmax())
+        raise wrong(f"{place(row)}, target", f"{targets[row].flatten()[0]:g}", allowed, hint=hint)
     if task == "next-token" and targets.dim() != 2:
         found = f"shape {tuple(targets.shape[1:])} per example"
         raise wrong(f"{place(0)}, target", found, "(T,), a token id for each place, for task: next-token")

@@ -428,10 +428,7 @@ def _is_number(value: Any, *, boolean: bool = False) -> bool:
 
 
 def _is_numeral(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and math.isfinite(float(value))
-    except ValueError:
-        return False
+    return isinstance(value, str) and bool(re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", value))
 
 
 def _bad(place: Place, row: int, column: str, value: Any, allowed: str, hint: str = "") -> InputError:

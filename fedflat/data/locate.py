@@ -23,6 +23,7 @@ SHEETS = (".xlsx", ".xls")
 FILES = (".parquet", *COMMAS, *SHEETS)
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 TABLES = "a parquet, CSV (.csv, .tsv, also .gz) or Excel file"
+JSON = "pandas.read_json(FILE, lines=True).to_csv('FILE.csv', index=False) makes a table of it (.json: no lines=True)."
 FOLDERS = (
     "a folder with train*.parquet or train*.csv (and test*), a saved Hugging Face data set, or a folder of images, "
     "USER/CLASS/FILE"
@@ -179,7 +180,8 @@ def _open(files: tuple[Path, ...], written: Written, key: str) -> Split:
         return pa.concat_tables(tables, promote_options="permissive")
 
     if not ending or not first.stat().st_size:
-        raise wrong(key, f"{first}, {'an empty file' if ending else 'a file of another kind'}", f"{TABLES}, {FOLDERS}")
+        found = f"{first}, {'an empty file' if ending else 'a file of another kind'}"
+        raise wrong(key, found, f"{TABLES}, {FOLDERS}", hint=JSON if first.suffix in (".json", ".jsonl") else "")
     with _readable(first, key):
         if ending == ".parquet":
             whole, schema = None, pq.read_schema(first)
