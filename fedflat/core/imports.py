@@ -55,9 +55,11 @@ def calling(where: str) -> Iterator[None]:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not any(name in frame.filename for name in _INSTALLED)]
-        if not own:
+        # A TypeError of the call itself, without a frame below it: the arguments do not fit.
+        if not own and not (isinstance(error, TypeError) and len(frames) == 2):
             raise
-        found = f"{type(error).__name__} at line {own[-1].lineno} of {Path(own[-1].filename).name} ({error})"
+        place = f" at line {own[-1].lineno} of {Path(own[-1].filename).name}" if own else ""
+        found = f"{type(error).__name__}{place} ({error})"
         raise wrong(where, found, "a function that runs with these arguments") from error
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedflat.config.sections import DataSection
-from fedflat.core.checks import wrong
+from fedflat.core.checks import InputError, wrong
 from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData, bounded, hold_back, leave_out, refuse_private_test, refuse_users
 from fedflat.data.decoding import normalise
@@ -318,9 +318,12 @@ def _held_out(
 
 def _elsewhere(data: FederatedData, source: str, seed: int) -> FederatedData:
     """Return another data set as one client. Raises InputError for examples of another form."""
-    found = load({"dataset": source, "clients": 1}, seed)
+    allowed = f"examples of shape {data.input_shape} of the same kind, which are read without further keys"
+    try:
+        found = load({"dataset": source, "clients": 1}, seed)
+    except InputError as error:
+        raise wrong("algorithm.public", f"{source} ({str(error).rstrip('.')})", allowed) from error
     if found.input_shape != data.input_shape or found.inputs.dtype != data.inputs.dtype:
-        allowed = f"examples of shape {data.input_shape} of the same kind"
         raise wrong("algorithm.public", f"{source} (examples of shape {found.input_shape})", allowed)
     return found
 
