@@ -194,7 +194,9 @@ def run_folders(folder: Path) -> list[Path]:
     """Return a run's folder itself, or those of every run in a folder, at any depth."""
     if any((folder / mark).is_file() for mark in RUN_FILES):
         return [folder]
-    return sorted({path.parent for mark in RUN_FILES for path in folder.rglob(mark)}) if folder.is_dir() else []
+    found = {path.parent for mark in RUN_FILES for path in folder.rglob(mark)} if folder.is_dir() else ()
+    # The app of a federation has a recipe too.
+    return sorted(path for path in found if not (path / "roster.json").exists())
 
 
 def _no_run(path: Path) -> InputError:
