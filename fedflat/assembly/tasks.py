@@ -61,7 +61,9 @@ def suited(data: FederatedData, task: str) -> FederatedData:
 
     Raises InputError, naming client and row, for targets of another kind.
     """
-    names = () if data.preparation is None else data.preparation.names
+    made = data.preparation
+    several = () if made is None or made.encoding is None else made.encoding.categories.keys() & made.encoding.target
+    names = sorted(f"of {name}" for name in several) if made is None or not made.names else made.names
     if task == "regression" and names:
         found = f"regression of the classes {', '.join(map(str, names[:8]))}"
         raise wrong("task", found, "classification, or a target of numbers")

@@ -125,10 +125,6 @@ def as_yaml(entry: dict[str, Any]) -> str:
     return yaml.safe_dump(entry, sort_keys=False, allow_unicode=True, width=10**6)
 
 
-UNNAMED = ("None", "", "run")
-"""Names of recipes that say nothing: a run is then called as its folder, as in its report."""
-
-
 @dataclass(frozen=True)
 class Card:
     """sentence: the one that may stand for it. sections: texts, or lists of texts, by title and label."""
@@ -143,8 +139,9 @@ class Card:
     @property
     def title(self) -> str:
         """What the card is of."""
-        own = str(self.run.recipe.get("name"))
-        return readable(self.about.name or (own if own not in UNNAMED else self.run.name))
+        named = self.run.recipe.get("name")
+        # Without a name of its own a run is called as its folder, as in its report.
+        return readable(self.about.name or (self.run.name if named in (None, "", "run") else str(named)))
 
     def text(self, title: str, label: str, between: str = " ") -> str:
         """Return one row's text, with ``between`` between the items of a list."""

@@ -71,9 +71,7 @@ def _value(key: str, value: Any) -> Any:
 
 
 def _text(key: str, value: Any) -> str:
-    if value is None and "epsilon" in str(key):
-        return metrics.NO_EPSILON
-    if "epsilon" in str(key) and metrics.number(value) is not None:
+    if "epsilon" in str(key) and (value is None or metrics.number(value) is not None):
         return metrics.epsilon_text(metrics.number(value))
     return readable(value)
 
