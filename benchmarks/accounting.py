@@ -26,7 +26,7 @@ def measure() -> dict[str, Any]:
     from dp_accounting import mechanism_calibration, pld, rdp
 
     import fedflat
-    from fedflat.privacy.accounting.curves import EpsilonCurve
+    from fedflat.privacy.accounting.curves import compose_epsilon
 
     calibrate = fedflat.noise_multiplier  # imported here, not while timed
     event = dp_accounting.PoissonSampledDpEvent(COHORT / CLIENTS, dp_accounting.GaussianDpEvent(SIGMA))
@@ -39,8 +39,7 @@ def measure() -> dict[str, Any]:
             return [float(make().compose(event, t).get_epsilon(DELTA)) for t in range(EVERY, ROUNDS + 1, EVERY)][-1]
 
         def ours(name: str = name) -> float:
-            curve = EpsilonCurve(event, DELTA, name)
-            return [curve.at(t) for t in range(1, ROUNDS + 1)][-1]
+            return [compose_epsilon(event, t, DELTA, name) for t in range(1, ROUNDS + 1)][-1]
 
         rows.append(_row(f"ε after each of {ROUNDS} rounds, {name}", naive, ours, EVERY))
 

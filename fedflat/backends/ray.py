@@ -85,7 +85,7 @@ class RayTasks:
             allowed = "one that can be pickled, or engine.backend=sequential"
             raise wrong("engine.backend", found, allowed) from error
         problem, apart = self.inner.problem, {}
-        if any(map(own_code, (problem.module, problem.objective, self.inner.algorithm))):
+        if user_files() or any(map(own_code, (problem.module, problem.objective, self.inner.algorithm))):
             # A user's code may leave in a process what nobody watches: the next run gets processes of its own.
             apart = {"runtime_env": {"env_vars": {"FEDFLAT_PROCESSES_OF": os.urandom(8).hex()}}}
         self._task = ray.remote(num_cpus=1, max_retries=RETRIES, **apart)(train_block)

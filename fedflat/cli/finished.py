@@ -68,8 +68,9 @@ def card(
 
     target = out or run
     check_unsealed(target)
-    if (run / "privacy.json").is_file() and (run / "ledger.jsonl").is_file():
-        refuse_damage(run)
+    for each in (run, *(others or [])):
+        if (each / "privacy.json").is_file() and (each != run or (each / "ledger.jsonl").is_file()):
+            refuse_damage(each)
     stated = read_about(about) if about else None
     made = making.card(read_run(run), [read_run(other) for other in others or []], stated)
     founded = made.epsilon is None or (run / "ledger.jsonl").is_file()

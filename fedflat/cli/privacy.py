@@ -355,6 +355,9 @@ def _plan_of(name: str, recipe: Recipe) -> Plan:
     if recipe.privacy.protocol != "sound":
         hint = "Its claimed and proven ε are in a run's statement."
         raise wrong(name, "privacy.protocol: published", "sound", hint=hint)
+    if recipe.privacy.selection is not None:
+        hint = "fedflat plan has the ε of a recipe whose settings were chosen in private."
+        raise wrong(name, "privacy.selection", "a recipe without it", hint=hint)
     if recipe.data.clients is None:
         raise wrong("--clients", "nothing", f"the number of clients: {name} takes it from its data")
     return plan_of(recipe, method, recipe.data.clients)

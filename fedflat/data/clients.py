@@ -181,7 +181,8 @@ def leave_out(data: FederatedData, which: float | Sequence[str], where: str) -> 
     """Return the federation without some whole clients, whose examples become the public test data.
 
     which: how many clients, a share of them below 1, or their names. where: the words for the setting in messages. A
-    number is drawn by the clients' names alone: a client left out for one seed would be protected under another.
+    number is drawn by the clients' names alone: a client left out for one seed would be protected under another. A
+    share is drawn for each client by its own name, so it comes out a little larger or smaller.
 
     Raises:
         InputError: there is other test data, a name that is no client's, or fewer than one client on either side.
@@ -201,10 +202,11 @@ def leave_out(data: FederatedData, which: float | Sequence[str], where: str) -> 
             raise wrong(
                 where, which, "a share of the clients below 1, a whole number of them, or a list of their names"
             )
-        count = round(count * data.clients) if count < 1 else int(count)
         names = list(data.names) or list(map(str, range(data.clients)))
-        order = sorted(range(data.clients), key=lambda i: hashlib.sha256(f"left out {names[i]}".encode()).digest())
-        chosen = set(order[:count])
+        places = [int.from_bytes(hashlib.sha256(f"left out {name}".encode()).digest()) / 2**256 for name in names]
+        # By a share each client's own name decides, so that nobody is left out because somebody else has joined.
+        most = count if count < 1 else sorted(places)[min(int(count), data.clients) - 1]
+        chosen = {i for i, place in enumerate(places) if (place < most if count < 1 else place <= most)}
     if not 0 < len(chosen) < data.clients:
         raise wrong(where, f"{len(chosen)} of {data.clients} clients", "at least one, and fewer than all")
     rows = torch.from_numpy(np.sort(np.concatenate([data.parts[i] for i in sorted(chosen)])))
@@ -246,8 +248,8 @@ def refuse_private_test(data: FederatedData) -> None:
     known, holders = np.unique(marks[first], return_counts=True)
     asked = np.unique(_marks(x, y))
     shared = int(np.isin(asked, known[holders == 1]).sum())
-    chance = 2 * int((holders > 1).sum()) / max(1, int(holders.sum())) * len(asked)
-    if shared > chance + 3 * chance**0.5:
+    chance = min(1.0, 2 * int((holders > 1).sum()) / max(1, int(holders.sum())))
+    if shared > chance * len(asked) + 3 * (chance * (1 - chance) * len(asked)) ** 0.5:
         found = f"{shared} of {len(asked)} different rows that one client has and no other"
         raise wrong("test", found, "public rows, which are no client's", hint=PUBLIC)
 

@@ -33,6 +33,14 @@ SEEN = "should_stop ended the run after on_round had read state.private: if that
 NOT_RUN = "planned and not run, since what was released ended the run"
 
 
+def released_once(module: nn.Module) -> nn.Module:
+    """Return the module of released weights, marked: a run that trains it on says so in its statement."""
+    before = getattr(module, "prior", "none")
+    if isinstance(before, str) and not before.startswith("earlier run"):  # it may mean something else by that name
+        vars(module)["prior"] = "earlier run" if before in ("none", "unknown") else f"earlier run: {before}"
+    return module
+
+
 class RoundResult:
     """The state after a round, as it is released, and what only a simulation knows beside it.
 
@@ -46,7 +54,7 @@ class RoundResult:
 
     def model(self) -> nn.Module:
         """Return a module of its own with the released weights, in eval mode."""
-        return self._made().eval()
+        return released_once(self._made().eval())
 
     @property
     def weights(self) -> Tensor:

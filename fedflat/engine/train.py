@@ -101,7 +101,7 @@ def _opened(job: Job) -> Iterator[tuple[Ledger, Start]]:
     made = [file for file in (path, path.with_suffix(".lock")) if not file.exists()]
     # A copied folder has another ledger and the same key; a server asks before it touches the network.
     shared = job.stored and not job.folder.deployment
-    with Ledger.open(path) as ledger, keys.alone(job.folder.path, job.folder.run) if shared else nullcontext():
+    with keys.alone(job.folder.path, job.folder.run) if shared else nullcontext(), Ledger.open(path) as ledger:
         try:
             start = resume_run(job, ledger)
         except BaseException:

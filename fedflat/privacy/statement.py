@@ -245,7 +245,7 @@ def not_covered(plan: Plan, facts: Mapping[str, Any], key_source: str) -> list[s
         "seed": seeded,
         "rerun": seeded,
         "private": facts.get("simulation", True),
-        "pretrained": str(facts.get("prior")).startswith("public natural data"),
+        "pretrained": "public natural data" in str(facts.get("prior")),
         "held_out": facts.get("held_out"),
         "left_out": facts.get("left_out"),
         "uncompared": facts.get("uncompared"),

@@ -493,7 +493,9 @@ def published(run: Run, names: Mapping[str, str]) -> Published:
         entries = read(run.path / "ledger.jsonl")
     except InputError:
         entries = []
-    epsilon = None if uncounted(run, entries) else proven_epsilon(run)
+    # Without its ledger nobody sees what a run charged, nor whether its noise was used twice.
+    unread = not entries and number(run.privacy.get("rounds_charged"))
+    epsilon = None if unread or uncounted(run, entries) else proven_epsilon(run)
     return Published(names[str(run.path)], epsilon, number(run.privacy.get("delta")) or 0.0, entries, run.path)
 
 

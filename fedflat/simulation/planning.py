@@ -224,6 +224,7 @@ class Forecast:
     why_not: why it cannot be sound; empty where it can. epsilons: (rounds, ε). stops: rounds within the budget.
     noise_over_clip: expected norm of the noise in a round's mean, over C. seconds_a_round: None without a trial.
     memory, traffic: bytes by what they are for. read: what was read of the data. says: sentences to look at first.
+    seeded: noise that whoever has the seed can take off again.
     """
 
     recipe: str
@@ -242,6 +243,7 @@ class Forecast:
     traffic: dict[str, int]
     read: dict[str, Any] = field(default_factory=dict)
     says: tuple[str, ...] = ()
+    seeded: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for ``--json``; an infinite ε is None."""
@@ -254,7 +256,7 @@ class Forecast:
             "dimension": self.dimension, "noise_multiplier": plan.noise_multiplier, "trust": plan.trust,
             "epsilon": epsilon, "delta": plan.delta,
             "epsilon_by_round": [{"round": turn, "epsilon": value} for turn, value in self.epsilons],
-            "true_positives": None if epsilon is None else true_positives(epsilon, plan.delta),
+            "true_positives": None if epsilon is None or self.seeded else true_positives(epsilon, plan.delta),
             "false_positives": FALSE_POSITIVES,
             "noise_over_clip": self.noise_over_clip, "signal_to_noise_at_best": self.best and asdict(self.best),
             "alternatives": [other.as_dict() for other in self.alternatives],
@@ -299,6 +301,7 @@ def forecast(recipe: Recipe, trial: bool = True) -> Forecast:
         None if found is None else 1 / found.round, found, others, seconds,
         about, _memory(job, held, trial), _traffic(parts), read,
         tuple(filter(None, [*why, drowned, *plan.warnings, CLIP if drowned else ""])),
+        recipe.privacy.randomness == "seeded",
     )  # fmt: skip
 
 

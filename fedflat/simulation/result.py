@@ -23,6 +23,7 @@ from fedflat.core.durable import contents_of
 from fedflat.core.params import put
 from fedflat.data.own import prepared
 from fedflat.data.preparation import Preparation, answers, probabilities
+from fedflat.engine.job import released_once
 from fedflat.engine.train import Record
 from fedflat.models import build
 from fedflat.models.representation import FILE, KEPT
@@ -67,11 +68,7 @@ class Result:
 
         Raises InputError where it was given in Python and ``fedflat.load`` was not given it.
         """
-        module = self.made()
-        # A run that trains it on says so in its statement, unless the module means something else by that name.
-        if isinstance(getattr(module, "prior", ""), str):
-            vars(module)["prior"] = "earlier run"
-        return module
+        return released_once(self.made())
 
     @cached_property
     def preparation(self) -> Preparation | None:

@@ -339,8 +339,12 @@ def test_rows_of_clients_are_never_public(tmp_path: Path) -> None:
     # Who is left out follows from the names alone: else a client would be protected under one seed and measured under
     # another.
     drawn = [load({**spec, "test_clients": 0.3}, seed).test_inputs for seed in (0, 1)]
-    drawn += [fedflat.clients(frame, by="user", test_clients=4, seed=2, **FORM).test_inputs]
+    drawn += [fedflat.clients(frame, by="user", test_clients=0.3, seed=2, **FORM).test_inputs]
     assert all(torch.equal(rows.sort(0).values, drawn[0].sort(0).values) for rows in drawn)
+    joined = pd.concat([frame, frame[frame.user == "u3"].assign(user="another")])
+    found, more = (fedflat.clients(table, by="user", test_clients=0.3, **FORM) for table in (frame, joined))
+    assert set(found.names) == set(more.names) - {"another"} and found.left_out + found.clients == 12
+    assert fedflat.clients(frame, by="user", test_clients=4, **FORM).left_out == 4
     few = {
         "rounds": 1,
         "model": "linear",
@@ -350,7 +354,7 @@ def test_rows_of_clients_are_never_public(tmp_path: Path) -> None:
     }
     form = {**spec, "max_per_client": 9, "classes": 3}
     for more, said in (
-        ({"test_clients": 0.3}, "The 4 clients left out of training"),
+        ({"test_clients": 4}, "The 4 clients left out of training"),
         ({"test": str(tmp_path / "d.csv")}, ""),
         ({"test": str(tmp_path / "e.csv")}, "The test data: they name no users"),
     ):
