@@ -59,7 +59,7 @@ def test_a_missing_a_wrong_and_an_untested_package(said: Any, monkeypatch: pytes
     assert found["scipy"]["state"] == found["dp-accounting"]["state"] == "broken"
     assert "needs >=0.6" in found["dp-accounting"]["found"] and "pip install '" in found["scipy"]["remedy"]
     assert found["numpy"]["state"] == "note" and "tested with" in found["numpy"]["found"]
-    assert found["[verify]"]["state"] == "note" and "[verify]'" in found["[verify]"]["remedy"]
+    assert found["[trackers]"]["state"] == "note" and "[trackers]'" in found["[trackers]"]["remedy"]
     status, text = said("doctor")
     assert status == 1 and "2 broken" in text and max(map(cell_len, text.splitlines())) <= 80
 
