@@ -133,7 +133,7 @@ def test_from_a_table_to_an_answer_and_to_onnx_with_the_steps_beside_it(tmp_path
     pytest.importorskip("onnxscript")
     clients = fedflat.clients(
         people(0, 30), by="user", inputs=["age", "plan"], target="bought", fill={"age": 40}, scale={"age": (40, 15)},
-        categories={"plan": ["free", "pro"], "bought": ["no", "yes"]}, test_clients=0.2,
+        categories={"plan": ["free", "pro"], "bought": ["no", "yes"]}, test_clients=6,
     )  # fmt: skip
     assert clients.clients == 24 and clients.left_out == 6 and len(clients.test_targets) == 36
     recipe = {"rounds": 3, "algorithm": "fedavg", "cohort": {"size": 24}, "local": {"steps": 9, "lr": 1.0}}
