@@ -101,9 +101,10 @@ recipe = Recipe.of({
     "engine": {"backend": "ray", "processes": 2, "block": 1},
 })
 refused = 0
+job = prepare(recipe, Net(), clients=pairs)  # once: each run of one's own code gets new worker processes
 for _ in range(200):
     try:
-        train(prepare(recipe, Net(), clients=pairs))
+        train(job)
     except RunError as error:
         assert "sizes do not fit" in str(error)
         refused += 1
