@@ -105,7 +105,7 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
         check_numbers(federation, tmp_path)
         before, updates = first_updates(tmp_path / "fed")  # others than in the first run: the heads have moved
         sent += [update.tobytes()[-WINDOW:] for update in updates]
-        first = federation.run(config=f'out="{run}" answer-seconds=12.0')
+        first = federation.run(config=f'out="{run}" answer-seconds=25.0')
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until and not programs("flwr-clientapp", federation.processes["client-1"].pid):
             time.sleep(0.05)
