@@ -33,7 +33,7 @@ SEEN = "should_stop ended the run after on_round had read state.private: if that
 NOT_RUN = "planned and not run, since what was released ended the run"
 
 
-def released_once(module: nn.Module) -> nn.Module:
+def marked_released(module: nn.Module) -> nn.Module:
     """Return the module of released weights, marked: a run that trains it on says so in its statement."""
     before = getattr(module, "prior", "none")
     if isinstance(before, str) and not before.startswith("earlier run"):  # it may mean something else by that name
@@ -54,7 +54,7 @@ class RoundResult:
 
     def model(self) -> nn.Module:
         """Return a module of its own with the released weights, in eval mode."""
-        return released_once(self._made().eval())
+        return marked_released(self._made().eval())
 
     @property
     def weights(self) -> Tensor:

@@ -37,6 +37,10 @@ class Recomputed(NamedTuple):
     method: str
 
 
+ONCE = ("q", "clients", "cohort", "cohort_min", "cohort_max", "colluders", "max_participations")
+"""Fields of a ledger's lines that a run has one value of."""
+
+
 @dataclass(frozen=True)
 class Verification:
     """What is stated against what the ledger gives; ``epsilon`` fields are inf where nothing is proven or stated.
@@ -78,6 +82,9 @@ def recompute(entries: Entries, *, delta: float | None = None) -> Recomputed:
     laws = {(e.get("mechanism"), e.get("sampling"), e.get("trust")) for e in entries}
     require(len(laws) == 1, "ledger", f"{len(laws)} mechanisms, cohort laws or trust models", "one per run")
     ((mechanism, sampling, trust),) = laws
+    # Of Poisson cohorts the largest chance counts; the others' laws are told by the first line.
+    alike = (sampling, trust) == ("poisson", "central") or len({tuple(map(e.get, ONCE)) for e in entries}) == 1
+    require(alike, "ledger", "cohorts or clients that differ between lines", "the same numbers in every line")
     spent = min(float(e["delta"]) for e in entries) if delta is None else delta
     if any(e.get("selection") is not None for e in entries):
         found, ours = tuning.recomputed(entries, spent, multiplier)

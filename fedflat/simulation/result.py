@@ -23,7 +23,7 @@ from fedflat.core.durable import contents_of
 from fedflat.core.params import put
 from fedflat.data.own import prepared
 from fedflat.data.preparation import Preparation, answers, probabilities
-from fedflat.engine.job import released_once
+from fedflat.engine.job import marked_released
 from fedflat.engine.train import Record
 from fedflat.models import build
 from fedflat.models.representation import FILE, KEPT
@@ -68,7 +68,7 @@ class Result:
 
         Raises InputError where it was given in Python and ``fedflat.load`` was not given it.
         """
-        return released_once(self.made())
+        return marked_released(self.made())
 
     @cached_property
     def preparation(self) -> Preparation | None:

@@ -189,6 +189,9 @@ def test_two_laws_in_one_ledger_are_not_guessed_at() -> None:
     ):
         recompute(mixed)
     assert not verify(mixed, 5.0).ok and verify(mixed, None).ok
+    fixed = lines(plan_of(sampling="fixed"), 2)
+    with pytest.raises(InputError, match="cohorts or clients that differ between lines"):
+        recompute([fixed[0], fixed[1] | {"q": 1.0}])
 
 
 def test_a_second_attempt_counts() -> None:
