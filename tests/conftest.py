@@ -46,8 +46,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def home_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Noise keys and remembered choices of back ends are this session's: none of the person's, whose home may not even
-    be writable."""
+    """Noise keys and caches are this session's: none of the person's, whose home may not even be writable."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))

@@ -8,5 +8,5 @@ Example, one client after the other, then the same in blocks of eight::
 A back end is anything with a ``name`` and ``train``, which yields parts of the round in client order; it knows neither
 clip nor sum. ``sequential`` is what the others must equal: ``workers`` and ``ray`` run it in processes, ``vectorized``
 trains blocks at once, as products of matrices for stacks of linear layers. ``choose`` takes the one that a recipe names
-or, by a short timing run, the fastest; ``features`` computes a frozen body once.
+or that public shapes speak for; ``features`` computes a frozen body once.
 """

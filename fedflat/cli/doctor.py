@@ -162,13 +162,11 @@ def _is_utf8(name: str) -> bool:
 
 
 def _folders() -> Iterator[Finding]:
-    """Yield where a run, the caches and the noise keys go: writable; keys for the owner only, and outside the run."""
-    from fedflat.backends.choose import cache_file
+    """Yield where a run and the noise keys go: writable; keys for the owner only, and outside the run."""
     from fedflat.records import keys
 
     here, own = Path.cwd(), keys.folder()
     yield _writable("this folder", here, "go to a folder you may write to, or name one: --out")
-    yield _writable("cache", cache_file().parent, "export XDG_CACHE_HOME=a folder you may write to", "note")
     yield _writable("noise keys", own, "export XDG_STATE_HOME=a folder you may write to")
     mode = stat.S_IMODE(own.stat().st_mode) if own.exists() else 0
     if mode & 0o077:
@@ -180,7 +178,7 @@ def _folders() -> Iterator[Finding]:
     yield Finding("disk", state, f"{free / GIB:.1f} GiB free here", "make room" if state != "ok" else "")
 
 
-def _writable(what: str, folder: Path, remedy: str, fault: str = "broken") -> Finding:
+def _writable(what: str, folder: Path, remedy: str) -> Finding:
     """Return whether a file can be made in a folder, or in the nearest one above that exists."""
     # Nothing is created by a check, so the nearest folder that exists is tried.
     place = next(path for path in [folder, *folder.absolute().parents] if path.exists())
@@ -188,7 +186,7 @@ def _writable(what: str, folder: Path, remedy: str, fault: str = "broken") -> Fi
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        return Finding(what, fault, f"{folder} ({error.strerror})", remedy)
+        return Finding(what, "broken", f"{folder} ({error.strerror})", remedy)
     return Finding(what, "ok", f"{folder}{'' if place == folder else ', not made yet'}")
 
 

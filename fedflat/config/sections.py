@@ -371,7 +371,7 @@ class EngineSection(Section):
     device: str = "auto"
     """auto, cpu, cuda or cuda:1. auto takes a GPU where there is one that agrees with the processor. Example: cpu"""
     backend: str = "auto"
-    """auto measures what is fastest here: sequential, workers, vectorized, vectorized-fp32, lowrank, ray.
+    """auto decides by public shapes and cores: sequential, workers, vectorized, vectorized-fp32, lowrank, ray.
     Example: workers"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the layers' arithmetic: auto is fp32. bf16 keeps float32 weights; lowrank and vectorized-fp32 compute in

@@ -22,9 +22,9 @@ from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.tasks import objective_of, suited
-from fedflat.backends.choose import STEPS, seconds_per_client
+from fedflat.backends.choose import sum_of
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError
+from fedflat.core.checks import InputError, RunError
 from fedflat.core.cohorts import Fixed, MinSeparation, Poisson
 from fedflat.core.params import layout_of
 from fedflat.core.process import using_threads
@@ -44,6 +44,8 @@ TRIED = 16
 """Clients of a trial at most, unless a whole round is quick."""
 QUICK = 2e9
 """Parameters · examples · steps of a round that is timed as it is."""
+STEPS, TRIES = 4, 2
+"""Local steps of a trial whose cost grows in proportion to them, and how often it is timed: the best counts."""
 SHOWN = 8
 """Rounds whose ε is listed, the last one included."""
 DROWNED = 1.0
@@ -395,7 +397,7 @@ def _timed(job: Job, steps: int, few: int) -> tuple[float | None, str]:
     most = parts.plan.sampler.clients if few == steps else TRIED
     count = max(1, min(math.ceil(parts.plan.sampler.size), most))
     with using_threads(1):
-        each = seconds_per_client(job.backend, parts, job.initial_weights, count)
+        each = seconds_per_client(job, count)
         drawn = _noise_seconds(job)
     if not math.isfinite(each):
         return None, "not measured: the trial failed"
@@ -404,6 +406,19 @@ def _timed(job: Job, steps: int, few: int) -> tuple[float | None, str]:
     whole = each * (own + free * steps) / max(1, own + free * few)
     about = f"{count} clients, {few} of {steps} local steps on made-up examples, {job.backend.name}; no evaluation"
     return whole * parts.plan.sampler.size + drawn, about
+
+
+def seconds_per_client(job: Job, clients: int) -> float:
+    """Return the seconds of a client's training, clip and addition, by the job's first clients; inf if it fails."""
+    times = []
+    for _ in range(TRIES):
+        began = time.perf_counter()
+        try:
+            sum_of(job.backend, job.parts, job.initial_weights, np.arange(clients))
+        except (RunError, RuntimeError, MemoryError):
+            return math.inf
+        times.append((time.perf_counter() - began) / clients)
+    return min(times)
 
 
 def _noise_seconds(job: Job) -> float:

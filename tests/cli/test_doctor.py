@@ -18,9 +18,8 @@ from fedflat.cli import main as cli
 
 @pytest.fixture
 def said(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Call a command with state and caches of its own: (status, stdout)."""
+    """Call a command with state of its own: (status, stdout)."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return lambda *words: command(*words)[:2]
 
 
@@ -94,8 +93,8 @@ def test_a_folder_one_may_not_write_to(tmp_path: Path, monkeypatch: pytest.Monke
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refused)
-    found = doctor._writable("cache", tmp_path / "x", "another", "note")
-    assert found.state == "note" and "Permission denied" in found.found and found.remedy == "another"
+    found = doctor._writable("runs", tmp_path / "x", "another")
+    assert found.state == "broken" and "Permission denied" in found.found and found.remedy == "another"
 
 
 def test_an_encoding_without_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
