@@ -316,7 +316,7 @@ def _spread(each: dict[str, Any] | None) -> str:
 def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
     """Return what a column holds and what it would become as an input."""
     from fedflat.data import decoding
-    from fedflat.data.encoding import DATES, DECIMAL_COMMA, number_hint
+    from fedflat.data.encoding import DATES, DECIMAL_COMMA, is_numeral, number_hint
     from fedflat.data.tables import is_image_feature, is_text_feature
 
     if is_text_feature(feature):
@@ -334,18 +334,23 @@ def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
         # The values are lists, which cannot be compared.
         return {"type": "list", "values": len(present), "missing": missing, "becomes": "its numbers"}
     found = {"type": str(values.dtype), "values": len(distinct), "missing": missing}
-    hints = {number_hint(value, "") for value in distinct[:100]}
+    if not distinct:
+        return {**found, "becomes": "nothing"}
+    odd = [value for value in distinct if not is_numeral(value)]
+    hints = {number_hint(value, "") for value in odd[:100]}
     if len(hints) == 1 and hints <= {DATES, DECIMAL_COMMA}:
         return {**found, "becomes": "nothing as it is", "fault": hints.pop()}
     if is_text_feature(feature) or values.dtype == object:
-        words = present.astype(str).str.split().str.len().mean() if len(present) else 0
+        words = present.astype(str).str.split().str.len().mean()
         found["type"] = "text"
         if len(distinct) <= FEW:
             if alike := _alike(distinct):
                 found["fault"] = f"{alike} differ only in case: write each value in one way"
             return {**found, "becomes": "a 0/1 feature for each value (categories)", "categories": distinct}
-        kind = "text" if words >= 3 else "nothing: list its values in data.categories"
-        return {**found, "becomes": "token ids, alone" if kind == "text" else kind, "free": kind == "text"}
+        if odd and 2 * len(odd) < len(distinct):
+            return {**found, "becomes": "nothing as it is", "fault": f"{odd[0]!r} is no number, as most others are"}
+        kind = "token ids, alone; missing ones empty" if words >= 3 else "nothing: list its values in data.categories"
+        return {**found, "becomes": kind, "free": bool(words >= 3)}
     if values.dtype.kind == "b":
         return {**found, "becomes": "0 or 1", "number": True}
     return {**found, **_numbers(present.astype(float))}
@@ -377,8 +382,7 @@ def _alike(values: Iterable[Any]) -> str:
 def _target(looked: dict[str, dict[str, Any]]) -> str | None:
     from fedflat.data.tables import LABELS
 
-    named = [name for name in looked if name.lower() in LABELS]
-    return named[0] if named else next(reversed(looked), None)
+    return next((name for name in looked if name.lower() in LABELS), next(reversed(looked), None))
 
 
 def _facts(rows: pd.DataFrame, by: str | None, target: str | None, looked: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -396,18 +400,18 @@ def _facts(rows: pd.DataFrame, by: str | None, target: str | None, looked: dict[
     if sizes is not None and (alike := _alike(sizes.index)):
         faults.append(f"column {by}: {alike} differ only in case, and are different clients")
     if rows.empty:
-        return {"rows": 0, "by": by, "users": 0, "rows_a_user": None, "target": target, "columns": looked,
-                "faults": ["a table without rows"]}  # fmt: skip
-    for name, one in looked.items():
-        if one["missing"]:
-            way = "no target can be missing" if name == target else f"data.fill.{name}, or leave the column out"
+        faults = ["a table without rows"]
+    for name, one in looked.items() if len(rows) else ():
+        if one["missing"] and (name == target or not one.get("free")):
+            unfilled = name == target or one["type"] in ("image", "list")
+            way = "leave their rows out" if unfilled else f"data.fill.{name}, or leave the column out"
             faults.append(f"column {name}: {one['missing']} missing values; {way}")
         if not name:
             faults.append("a column without a name, perhaps an index that was saved: name it, or leave it out")
         if "fault" in one:
             faults.append(f"column {name}: {one['fault']}")
         if one["values"] <= 1:
-            faults.append(f"column {name}: one value in all rows, from which nothing is learnt")
+            faults.append(f"column {name}: at most one value in all rows, from which nothing is learnt")
     users, each = None if sizes is None else len(sizes), None
     if sizes is not None and len(sizes):
         each = {"least": int(sizes.min()), "median": float(sizes.median()), "most": int(sizes.max())}
@@ -432,8 +436,7 @@ def _recipe(file: Path, found: dict[str, Any], written: dict[str, str | None]) -
     regression = bool(goal.get("number")) and (goal["values"] > FEW or not goal.get("whole", True))
     lists = {name: one["categories"] for name, one in used.items() if "categories" in one}
     scaled = {name: one["scale"] for name, one in used.items() if "scale" in one and (name != target or regression)}
-    typical = {name: values[0] for name, values in (scaled | lists).items()}
-    fill = {name: typical[name] for name in inputs if looked[name]["missing"] and name in typical}
+    fill = {name: values[0] for name, values in (scaled | lists).items() if name in inputs and looked[name]["missing"]}
     apart = max(1, round(0.1 * users))
     section = {
         "dataset": str(file), "by": found["by"], "inputs": inputs, "target": target, "categories": lists,

@@ -99,7 +99,7 @@ class DataSection(Section):
     test: str | None = None
     """File or folder of public test data, in the form of the clients' own but without their rows: what is measured on
     it is released without noise. Example: agreed.csv"""
-    test_clients: float | list[str] | None = None
+    test_clients: float | list[str | int] | None = None
     """Clients left out of training, whose examples are the public test data: how many, a share below 1, or their names.
     No guarantee covers them. Example: 0.1"""
     test_fraction: Share | None = None
@@ -133,8 +133,8 @@ class DataSection(Section):
     scale: dict[str, tuple[float, Positive]] | None = None
     """Public (mean, std) of columns: (x - mean) / std is trained on. Example: {age: [40, 15]}"""
     fill: dict[str, Any] | None = None
-    """Public values that stand for missing ones, by column. Without one, a missing value is refused.
-    Example: {age: 40}"""
+    """Public values that stand for missing ones, by column. Without one, a missing value is refused; a missing text is
+    empty. Example: {age: 40}"""
     separator: str | None = None
     """What stands between two values of a CSV file. None: a comma, or a tab in .tsv files. Example: ;"""
     encoding: str | None = None

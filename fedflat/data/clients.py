@@ -177,7 +177,7 @@ def with_test(data: FederatedData, test: Any) -> FederatedData:
     return found
 
 
-def leave_out(data: FederatedData, which: float | Sequence[str], where: str) -> FederatedData:
+def leave_out(data: FederatedData, which: float | Sequence[str | int], where: str) -> FederatedData:
     """Return the federation without some whole clients, whose examples become the public test data.
 
     which: how many clients, a share of them below 1, or their names. where: the words for the setting in messages. A
@@ -199,9 +199,7 @@ def leave_out(data: FederatedData, which: float | Sequence[str], where: str) -> 
     else:
         count = float(in_range(where, which, 0.0, open_low=True))
         if count > 1 and not count.is_integer():
-            raise wrong(
-                where, which, "a share of the clients below 1, a whole number of them, or a list of their names"
-            )
+            raise wrong(where, which, "a share of the clients below 1, a whole number of them, or their names")
         names = list(data.names) or list(map(str, range(data.clients)))
         places = [int.from_bytes(hashlib.sha256(f"left out {name}".encode()).digest()) / 2**256 for name in names]
         # By a share each client's own name decides, so that nobody is left out because somebody else has joined.

@@ -327,11 +327,11 @@ def _codes(column: pd.Series, name: str, listed: tuple[Any, ...], place: Place) 
 
 def _category_hint(value: Any, listed: tuple[Any, ...]) -> str:
     """Return what to do about a value that is not listed."""
-    words = [entry for entry in listed if isinstance(entry, bool)]
     if value == "":
         return "In training a value may stand for it (fill), or '' be listed among the categories."
-    if words and isinstance(value, str):
-        return f"YAML reads {value} as {str(words[0]).lower()} where it is not quoted: write '{value}'."
+    if any(isinstance(entry, bool) for entry in listed) and str(value).lower() in ("yes", "on", "no", "off"):
+        meant = "true" if value.lower() in ("yes", "on") else "false"
+        return f"YAML reads {value} as {meant} where it is not quoted: write '{value}'."
     return nearest(str(value), map(str, listed))
 
 
@@ -354,7 +354,7 @@ def _numbers(column: pd.Series, name: str, place: Place, scaled: bool) -> Array:
     odd = [row for row, value in enumerate(values) if not _is_number(value, boolean=True) or _missing(value)]
     if odd:
         # A file's column is text as soon as one cell is: that cell is named, not the numbers beside it.
-        row = next((row for row in odd if not _is_numeral(values[row])), odd[0])
+        row = next((row for row in odd if not is_numeral(values[row])), odd[0])
         raise _bad(place, row, name, values[row], NUMBERS, number_hint(values[row], name, values))
     whole = all(isinstance(value, numbers.Integral) for value in values)
     try:
@@ -381,8 +381,8 @@ def number_hint(value: Any, name: str, values: Sequence[Any] = ()) -> str:
     if not isinstance(value, str) or not text:
         return ""
     there = sorted({other for other in values if isinstance(other, str)})
-    if 2 * sum(map(_is_numeral, there)) > len(there):
-        return "" if _is_numeral(value) else "Other cells of the column are numbers."
+    if 2 * sum(map(is_numeral, there)) > len(there):
+        return "" if is_numeral(value) else "Other cells of the column are numbers."
     listed = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
     return f"For words give all values in a public order: categories={{{name}: [{listed}]}}."
 
@@ -427,7 +427,8 @@ def _is_number(value: Any, *, boolean: bool = False) -> bool:
     return boolean if isinstance(value, (bool, np.bool_)) else isinstance(value, numbers.Real)
 
 
-def _is_numeral(value: Any) -> bool:
+def is_numeral(value: Any) -> bool:
+    """Return whether a value is a text that is a number."""
     return isinstance(value, str) and bool(re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", value))
 
 

@@ -49,7 +49,7 @@ def clients(
     tokenizer: str | None = None,
     max_examples: int | None = None,
     test: Any = None,
-    test_clients: float | Sequence[str] | None = None,
+    test_clients: float | Sequence[str | int] | None = None,
     seed: int = 0,
 ) -> FederatedData:
     """Return a federation for ``fedflat.run(recipe, clients=...)``: every user one client, with all of its examples.

@@ -122,7 +122,7 @@ def _at_most(train: Table, options: DataSection, seed: int, own: bool) -> Table:
 
 
 def _without_test_clients(
-    found: FederatedData, train: Table, options: DataSection, which: float | Sequence[str]
+    found: FederatedData, train: Table, options: DataSection, which: float | Sequence[str | int]
 ) -> FederatedData:
     """Return the federation without whole clients, whose rows become the public test data."""
     owners = train.natural if options.natural else None
