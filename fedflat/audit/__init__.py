@@ -19,41 +19,37 @@ from typing import Any
 
 from torch import nn
 
-from fedflat.assembly.jobs import prepare
 from fedflat.assembly.tasks import refuse_other_tasks
 from fedflat.audit.bounds import AuditResult
-from fedflat.audit.injection import one_run
 from fedflat.audit.mechanism import RUNS, audit_all, audit_method
 from fedflat.audit.movements import audit_worlds, is_given
 from fedflat.audit.noise import audit_noise
 from fedflat.config.recipe import Recipe
 from fedflat.core import durable
-from fedflat.core.checks import one_of, whole, wrong
+from fedflat.core.checks import one_of
 
 __all__ = ["AuditResult", "audit_all", "audit_method", "audit_noise", "audit_run", "audit_worlds", "write_audit"]
 
-KINDS = ("quick", "worlds", "noise", "mechanism", "one-run", "all")
+KINDS = ("quick", "worlds", "noise", "mechanism", "all")
 AUDITED = {"clip", "trust", "protocol", "published", "secure_rng"}
 """What of a recipe's ``privacy`` the mechanism's audit keeps."""
 
 
 def audit_run(
-    recipe: Recipe | Mapping[str, Any] | str | Path, *, kind: str = "quick", canaries: int = 500,
-    runs: int = RUNS, model: nn.Module | None = None, clients: Sequence[Any] | None = None, test: Any = None,
+    recipe: Recipe | Mapping[str, Any] | str | Path, *, kind: str = "quick", runs: int = RUNS,
+    model: nn.Module | None = None, clients: Sequence[Any] | None = None, test: Any = None,
     folder: Path | None = None,
 ) -> list[AuditResult]:  # fmt: skip
     """Audit a recipe (a Recipe, a dict, a packaged name, a path, a run folder).
 
     kind: ``quick`` (worlds for about 40 s, noise and mechanism), ``worlds`` (pairs of worlds on every back end, on all
     data), ``noise`` (the noise and the cohorts of real rounds, measured against the plan),
-    ``mechanism`` (its method, one round, the fixed configuration), ``one-run`` (lower bound for the whole run: it
-    trains the recipe once, with ``canaries`` additional clients), ``all``. runs: of the mechanism audit. model,
+    ``mechanism`` (its method, one round, the fixed configuration), ``all``. runs: of the mechanism audit. model,
     clients, test: as for ``fedflat.run``.
     folder: of the run whose recipe it is (a path of a run says so itself).
-    Raises InputError for an unknown kind, fewer than 20 canaries, or a method that is not private.
+    Raises InputError for an unknown kind.
     """
     one_of("--kind", kind, KINDS)
-    whole("--canaries", canaries, 20)
     parsed = Recipe.of(recipe)
     refuse_other_tasks("audit", parsed)
     folder = Path(recipe) if isinstance(recipe, (str, Path)) and Path(recipe).is_dir() and clients is None else folder
@@ -69,11 +65,6 @@ def audit_run(
         sections = {"privacy": privacy, "server": parsed.server.model_dump(mode="json")}
         named = parsed.algorithm
         found.append(audit_method(named.name, options=named.options, sections=sections, runs=runs))
-    if "one-run" in chosen:
-        job = prepare(parsed, **given)
-        if not job.parts.plan.private:
-            raise wrong("audit", f"{job.parts.algorithm.name}, which is not private", "a private method for one-run")
-        found.append(one_run(job, canaries))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 from numpy.typing import NDArray
-from scipy.stats import beta, binom
+from scipy.stats import beta
 
 from fedflat.records.folder import plain
 
@@ -86,41 +86,6 @@ def event_bound(event: Event, absent: Floats, present: Floats, delta: float, fai
     return float(bound_of(*event.counts(absent, present), len(absent), delta, failure))
 
 
-def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """Return how likely ≥ ``correct`` of ``guesses`` right guesses are under (ε, δ)-DP, at most (Steinke et al. 2023,
-    Theorem 5.2: m canaries included by fair coins, one run; the number of guesses fixed beforehand).
-
-    β = P[Bin(r, e^ε/(1+e^ε)) ≥ v], plus 2mδ·max_i P[v > Bin ≥ v − i]/i.
-    """
-    if correct == 0:
-        return 1.0
-    accuracy = 1 / (1 + math.exp(-epsilon))
-    tail = float(binom.sf(correct - 1, guesses, accuracy))
-    steps = np.arange(1, correct + 1)
-    below = np.cumsum(binom.pmf(correct - steps, guesses, accuracy))
-    slope = float((below / steps).max())
-    return min(1.0, tail + 2 * canaries * delta * slope)
-
-
-def one_run_bound(canaries: int, guesses: int, correct: int, delta: float, failure: float) -> float:
-    """Return the largest ε that the guesses refute at significance ``failure``: a lower bound on ε; 0 if none is
-    refuted.
-    """
-
-    def refuted(epsilon: float) -> bool:
-        return one_run_p_value(canaries, guesses, correct, epsilon, delta) < failure
-
-    if not refuted(0.0):
-        return 0.0
-    low, high = 0.0, 1.0
-    while refuted(high):
-        high *= 2
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if refuted(middle) else (low, middle)
-    return low
-
-
 def assumptions(kind: str, **numbers: float) -> tuple[str, ...]:
     """Return what audits of a kind rest on, from ``assumptions.yaml``, with the numbers that the code has."""
     text = Path(__file__).with_name("assumptions.yaml").read_text(encoding="utf-8")
@@ -131,7 +96,7 @@ def assumptions(kind: str, **numbers: float) -> tuple[str, ...]:
 class AuditResult:
     """One audit of one method or run.
 
-    kind: worlds, noise, mechanism or one-run. claimed: ε the accounting claims for what was audited;
+    kind: worlds, noise or mechanism. claimed: ε the accounting claims for what was audited;
     proven: ε that is proven for it (inf where no bound exists). lower_bound: ε it has at least, except with probability
     1 − ``confidence``; None where the audit gives none. canary, statistic: those that gave the number. runs: releases
     looked at, per world for a mechanism. violations: of the exact contract 2b (empty: it holds), for worlds every pair

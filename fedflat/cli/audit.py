@@ -30,15 +30,14 @@ def audit(
     *,
     kind: str = "quick",
     override: cli.Overrides = None,
-    canaries: int = 500,
     methods: Annotated[str | None, Option(metavar="NAMES")] = None,
     runs: int = 20_000,
     as_json: cli.Json = False,
 ) -> None:
     """How far one client's data moves a release, and how much leaks at least, measured, beside what is proven.
 
-    quick: pairs of worlds on hostile data (a minute), the noise of real rounds, and the mechanism; all: everything,
-    training included. Exit status 1 if a release moves by more than C, the noise is not as planned, or more leaks than
+    quick: pairs of worlds on hostile data (a minute), the noise of real rounds, and the mechanism; all: every
+    pair of worlds. Exit status 1 if a release moves by more than C, the noise is not as planned, or more leaks than
     is proven.
 
     Example: fedflat audit quick-start --kind worlds
@@ -47,8 +46,7 @@ def audit(
 
     Args:
         target: A run's folder, a packaged recipe's name or a YAML file.
-        kind: quick, worlds, noise, mechanism, one-run or all.
-        canaries: Canary clients added by one-run.
+        kind: quick, worlds, noise, mechanism or all.
         methods: Audit named methods instead: a,b,c, or all.
         runs: Runs per world of the mechanism audit.
     """
@@ -66,7 +64,7 @@ def audit(
     page = None if folder is None or override or (folder / SEALED).exists() else folder / "report.html"
     if target is not None:
         recipe = Recipe.load(target, override or [])
-        results += audit_run(recipe, kind=kind, canaries=canaries, runs=runs, folder=folder)
+        results += audit_run(recipe, kind=kind, runs=runs, folder=folder)
     if page is not None:
         write_audit(page.parent, results)
         report.write_report([page.parent], page)

@@ -28,7 +28,7 @@ from fedflat.core.checks import InputError, nearest, one_line, wrong
 from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.statement import FALSE_POSITIVES, SEEDED, refuse_seeded, true_positives
 from fedflat.privacy.together import Published, total
-from fedflat.report import metrics, statement, wording
+from fedflat.report import metrics, wording
 from fedflat.report.metrics import Run, number, published, section, uncounted
 from fedflat.report.wording import asset, environment, filled
 
@@ -207,7 +207,6 @@ def _stated(run: Run) -> dict[str, Any]:
         "adversaries": adversaries,
         # Those towards whom the largest ε is proven.
         "against": list(dict.fromkeys(text for value, text in known if value == most and most is not None)),
-        "audited": statement.short(run),
         **{key: section(run.recipe, key) for key in recipe},
         **{key: section(run.privacy, key) for key in ("checklist", "facts")},
     }

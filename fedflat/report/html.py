@@ -99,7 +99,6 @@ def _words(run: Run) -> dict[str, Any]:
         "proven": metrics.proven_epsilon(run),
         "claimed": metrics.claimed_epsilon(run),
         "delta": metrics.number(run.privacy.get("delta")),
-        "audited": statement.short(run),
         "greatest": statement.greatest(run),
         "reasons": metrics.reasons(run),
     }
@@ -242,10 +241,10 @@ def _differences(groups: Sequence[Group]) -> Table | None:
 
 
 def _runs_table(groups: Sequence[Group]) -> Table:
-    """Return a row for each run; the audited ε only where a run was audited, the time only where it is known."""
+    """Return a row for each run; the time only where it is known."""
     seeded = any(metrics.seeded(run) for group in groups for run in group.runs)
     heads = ["Run", "Method", "seed", "rounds", "final %", "best %", "ε of the mechanism" if seeded else "ε proven"]
-    heads += ["ε audited", "time"]
+    heads.append("time")
     rows = [_run_row(group, run) for group in groups for run in group.runs]
     kept = [place for place in range(len(heads)) if place < 7 or any(row[place] for row in rows)]
     table = [[row[place] or "–" for place in kept] for row in rows]
@@ -255,7 +254,6 @@ def _runs_table(groups: Sequence[Group]) -> Table:
 def _run_row(group: Group, run: Run) -> list[str]:
     found = metrics.summary(run)
     shares = [wording.percent(found[key]) for key in ("final_accuracy", "best_accuracy")]
-    epsilons = [epsilon_text(found["proven_epsilon"]), statement.short(run)]
     time = wording.duration(found["seconds"]) if found["seconds"] else ""
     seed = "" if run.seed is None else str(run.seed)
-    return [run.name, group.label, seed, str(found["rounds"]), *shares, *epsilons, time]
+    return [run.name, group.label, seed, str(found["rounds"]), *shares, epsilon_text(found["proven_epsilon"]), time]

@@ -216,16 +216,6 @@ def _details(audit: Record) -> Record:
     return found if isinstance(found, dict) else {}
 
 
-def short(run: Run) -> str:
-    """Return the run's audited ε in a few words: the largest lower bound of the audits that look at the whole run."""
-    known = [(value, audit) for audit in run.audits if (value := number(audit.get("lower_bound"))) is not None]
-    whole = [(value, audit) for value, audit in known if audit.get("kind") == "one-run"]
-    if not whole:
-        return ""
-    best = max(whole, key=lambda pair: pair[0])[1]
-    return f"{audited_text(best)} at {confidence_text(best)} confidence"
-
-
 def cells(audit: Record) -> list[str]:
     """Return an audit as a table row: what was audited, claimed, proven, audited, confidence, verdict."""
     claimed, proven = (metrics.epsilon_text(number(audit.get(key))) for key in ("claimed", "proven"))

@@ -14,8 +14,6 @@ from fedflat.audit.bounds import (
     event_bound,
     highest_rate,
     lowest_rate,
-    one_run_bound,
-    one_run_p_value,
 )
 from fedflat.core.rng import stream
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
@@ -76,44 +74,3 @@ def test_bound_from_fresh_runs_is_wrong_no_more_often_than_it_says():
         event, _ = choose_event(absent[:200], present[:200], 1e-2, 0.05)
         exceeded += event_bound(event, absent[200:], present[200:], 1e-2, 0.05) > exact
     assert exceeded <= 10
-
-
-def reference_p_value(canaries, guesses, correct, epsilon, delta):
-    """The loop printed in Steinke et al. 2023, Appendix D."""
-    q = 1 / (1 + math.exp(-epsilon))
-    beta = binom.sf(correct - 1, guesses, q)
-    alpha = total = 0.0
-    for i in range(1, correct + 1):
-        total += binom.pmf(correct - i, guesses, q)
-        alpha = max(alpha, total / i)
-    return min(1.0, beta + alpha * delta * 2 * canaries)
-
-
-@pytest.mark.parametrize(("correct", "epsilon", "delta"), [(60, 0.0, 0.0), (80, 1.0, 1e-5), (100, 3.0, 1e-3)])
-def test_one_run_p_value_equals_the_published_loop(correct, epsilon, delta):
-    expected = reference_p_value(500, 100, correct, epsilon, delta)
-    assert one_run_p_value(500, 100, correct, epsilon, delta) == pytest.approx(expected, rel=1e-9)
-
-
-def test_one_run_bound_inverts_the_p_value_and_is_monotone():
-    bounds = [one_run_bound(500, 100, correct, 1e-5, 0.05) for correct in (50, 60, 80, 100)]
-    assert bounds[0] == 0.0
-    assert bounds == sorted(bounds)
-    assert one_run_p_value(500, 100, 80, bounds[2], 1e-5) == pytest.approx(0.05, rel=1e-6)
-    assert one_run_bound(500, 100, 100, 0.0, 0.05) == pytest.approx(
-        -math.log(0.05 ** (-1 / 100) - 1), rel=1e-6
-    )  # (e^ε/(1 + e^ε))^100 = 0.05
-
-
-def test_one_run_bound_holds_for_randomised_response():
-    """Randomised response at ε is the worst case: at most 5 % of the audits may exceed ε."""
-    generator, epsilon = stream(2, "test"), 1.0
-    correct = generator.binomial(200, 1 / (1 + math.exp(-epsilon)), size=400)
-    bounds = {c: one_run_bound(200, 200, c, 0.0, 0.05) for c in set(correct.tolist())}
-    exceeded = sum(bounds[c] > epsilon for c in correct.tolist())
-    assert 0 < exceeded <= 34  # mean at most 20, sd 4.4
-
-
-def test_one_run_without_a_right_guess_shows_nothing():
-    assert one_run_p_value(10, 10, 0, 0.0, 0.0) == 1.0
-    assert one_run_bound(10, 10, 0, 0.0, 0.05) == 0.0

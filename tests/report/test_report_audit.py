@@ -11,12 +11,11 @@ from synthetic_runs import write_run
 from fedflat.audit.bounds import AuditResult
 from fedflat.core.checks import InputError
 from fedflat.report import html, metrics
-from fedflat.report import statement as audited
 
 
 def result(**changes: Any) -> AuditResult:
     facts: dict[str, Any] = {
-        "kind": "one-run", "method": "dp-fedsam", "claimed": 9.37, "proven": 9.37, "lower_bound": 1.234,
+        "kind": "mechanism", "method": "dp-fedsam", "claimed": 9.37, "proven": 9.37, "lower_bound": 1.234,
         "confidence": 0.95, "canary": "sphere", "statistic": "dot product", "runs": 500, "seconds": 3.0,
         "assumptions": ("Canaries join <independently>.",),
     }  # fmt: skip
@@ -41,22 +40,12 @@ def test_bounds_stand_beside_claimed_and_proven(tmp_path: Path) -> None:
         assert f">{cell}</td>" in page, cell
     assert len(re.findall("<td[^>]*>9.37</td>", page)) == 4  # claimed and proven, of both
     assert "Canaries join &lt;independently&gt;." in page
-    assert "audited: ≥ 1.23 at 95 % confidence" in page  # in the ε tile
     assert "An audit found more" not in page
 
 
 def test_without_an_audit_the_page_has_no_such_section(tmp_path: Path) -> None:
     page = html.render([metrics.read_run(write_run(tmp_path / "a", rounds=3))])
-    assert 'id="audit"' not in page and "audited" not in page
-
-
-def test_a_bound_for_one_round_is_not_the_runs(tmp_path: Path) -> None:
-    assert audited.short(run_with(tmp_path / "a", result(kind="mechanism", lower_bound=3.0))) == ""
-
-
-def test_the_largest_bound_of_the_whole_run_counts(tmp_path: Path) -> None:
-    run = run_with(tmp_path / "a", result(), result(lower_bound=2.0), result(kind="mechanism", lower_bound=7.0))
-    assert audited.short(run).startswith("≥ 2.00")
+    assert 'id="audit"' not in page
 
 
 @pytest.mark.parametrize(
@@ -77,13 +66,6 @@ def test_a_published_procedure_with_nothing_proven(tmp_path: Path) -> None:
     found = result(proven=float("inf"), claimed=2.0, lower_bound=4.0)
     page = html.render([run_with(tmp_path / "a", found, proven_epsilon=None, epsilon=None, claimed_epsilon=2.0)])
     assert "nothing is proven</td>" in page and "An audit found more" not in page
-
-
-def test_comparisons_show_it_run_by_run(tmp_path: Path) -> None:
-    runs = [run_with(tmp_path / "a", result()), metrics.read_run(write_run(tmp_path / "b", "dp-fedavg", rounds=3))]
-    page = html.render(runs)
-    assert "ε audited" in page and "≥ 1.23 at 95 % confidence" in page
-    assert "ε audited" not in html.render(runs[1:] * 2)
 
 
 @pytest.mark.parametrize("text", ["{", '{"audits": 3}', '{"audits": ["x"]}'])

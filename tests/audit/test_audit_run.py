@@ -1,4 +1,4 @@
-"""Canary clients in a real run, the one-run bound, the command line and its files."""
+"""Audits of a recipe or a run: the command line and its files."""
 
 import dataclasses
 import json
@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedflat.assembly.jobs import prepare
 from fedflat.audit import AuditResult, audit_run, write_audit
-from fedflat.audit.injection import CanaryBackend, Directions, guess, observe, with_canaries
 from fedflat.cli.audit import table
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
@@ -49,90 +47,9 @@ def clients():
     ]
 
 
-def job(**changes):
-    return prepare(recipe(**changes), model(), clients())
-
-
-def test_directions_are_unit_vectors_that_do_not_depend_on_their_number():
-    few, many = Directions(0, 3, 500), Directions(0, 100, 500)
-    assert torch.equal(few.rows([0, 2]), many.rows([0, 2]))
-    assert torch.allclose(torch.linalg.vector_norm(many.rows(range(100)), dim=1), torch.ones(100))
-    assert many.cosines(many.rows([70])[0])[70] == pytest.approx(1.0, abs=1e-5)
-    other = torch.from_numpy(stream(1, "x").standard_normal(500)).float()
-    assert abs(many.cosines(other).mean()) < 0.03
-
-
-def test_cosines_of_nothing_are_zero():
-    assert not Directions(0, 5, 10).cosines(torch.zeros(10)).any()
-    assert not Directions(0, 5, 10).cosines(torch.full((10,), math.nan)).any()
-
-
-def test_canaries_leave_the_privacy_of_the_run_as_it_is():
-    before = job()
-    after = with_canaries(before, Directions(0, 30, before.parts.layout.dimension), np.ones(30, dtype=np.bool_))
-    old, new = before.parts.plan, after.parts.plan
-    assert new.sampler.clients == CLIENTS + 30
-    assert new.sampler.q == pytest.approx(old.sampler.q)
-    assert new.divisor == pytest.approx(25)
-    assert new.std(1.0) == old.std(1.0)
-    assert new.epsilon() == pytest.approx(old.epsilon(), rel=1e-9)
-
-
-def test_canaries_are_sampled_clipped_and_summed_like_clients():
-    prepared = job(privacy={"clip": 1.0, "noise_multiplier": 0.0, "delta": 1e-3}, rounds=1)
-    width = prepared.parts.layout.dimension
-    with_all = with_canaries(prepared, Directions(0, 40, width), np.ones(40, dtype=np.bool_))
-    seen = observe(with_all)
-    assert isinstance(with_all.backend, CanaryBackend)
-    assert 8 <= seen.drawn <= 32  # Binomial(40, 1/2)
-    cosines = np.sort(seen.total)
-    assert cosines[-seen.drawn :].mean() > cosines[: 40 - seen.drawn].mean() + 0.05
-
-
-def test_a_canary_that_is_out_contributes_nothing():
-    width = job().parts.layout.dimension
-    out = observe(with_canaries(job(), Directions(0, 30, width), np.zeros(30, dtype=np.bool_)))
-    assert out.drawn == 0
-    assert abs(out.total.mean() / out.rounds) < 0.03
-
-
-def test_one_run_bound_is_under_the_proof_and_positive_when_noise_is_little():
-    privacy = {"clip": 1.0, "noise_multiplier": 0.2, "delta": 1e-5}
-    (little,) = audit_run(recipe(privacy=privacy), kind="one-run", canaries=100, model=model(), clients=clients())
-    (usual,) = audit_run(recipe(), kind="one-run", canaries=100, model=model(), clients=clients())
-    assert 0 < little.lower_bound <= little.proven
-    assert 0 <= usual.lower_bound <= usual.proven
-    assert little.confidence == 0.95
-    assert little.details["guesses"] == 20
-    assert little.lower_bound <= little.details["largest_possible"]
-
-
-def test_guesses_are_as_many_in_as_out_and_counted_right():
-    included = np.array([True] * 50 + [False] * 50)
-    assert guess(included.astype(float), included, 0.2) == (20, 20)
-    assert guess(-included.astype(float), included, 0.2) == (20, 0)
-    assert guess(np.zeros(100), included, 1.0)[0] == 100
-
-
-@pytest.mark.parametrize("method", ["dp-fedpgn", "fed-smp-randk", "dp-fedavg-blurs"])
-def test_canaries_go_through_every_kind_of_method(method):
-    found = audit_run(
-        recipe(algorithm={"name": method}, rounds=2), kind="one-run", canaries=40, model=model(), clients=clients()
-    )
-    assert found[0].lower_bound <= found[0].proven
-
-
-@pytest.mark.parametrize(
-    ("changes", "arguments", "words"),
-    [
-        ({}, {"kind": "one-rum"}, "Did you mean one-run"),
-        ({}, {"kind": "one-run", "canaries": 3}, "--canaries: found 3"),
-        ({"algorithm": {"name": "fedavg"}}, {"kind": "one-run"}, "not private"),
-    ],
-)
-def test_mistakes_are_one_sentence(changes, arguments, words):
-    with pytest.raises(InputError, match=words):
-        audit_run(recipe(**changes), model=model(), clients=clients(), **arguments)
+def test_an_unknown_kind_is_one_sentence():
+    with pytest.raises(InputError, match="Did you mean mechanism"):
+        audit_run(recipe(), kind="mechanisms", model=model(), clients=clients())
 
 
 def result(**changes):
@@ -153,12 +70,12 @@ def test_exit_status_follows_the_findings():
 def test_table_fits_eighty_columns_and_shows_claim_and_proof_together():
     text = table([
         result(), result(method="published clip", violations=("x " * 70,)),
-        result(kind="one-run", lower_bound=None, confidence=None), result(proven=math.inf, claimed=1.0),
+        result(kind="other", lower_bound=None, confidence=None), result(proven=math.inf, claimed=1.0),
         result(lower_bound=1.5), result(violations=("broken",)),
     ])  # fmt: skip
     assert max(map(len, text.splitlines())) <= 80
     for words in ("within the proof", "no bound", "OVER THE PROVEN ε", "none",
-                  "CONTRACT 2b BROKEN", "99.9999 %", "no confidence level", "What one-run rests on"):  # fmt: skip
+                  "CONTRACT 2b BROKEN", "99.9999 %", "no confidence level", "What other rests on"):  # fmt: skip
         assert words in text
 
 
@@ -179,11 +96,10 @@ def test_command_writes_audit_json_into_the_run_folder(tmp_path, capsys):
         "privacy": {"clip": 0.5, "noise_multiplier": 2.0, "delta": 1e-3},
     }  # fmt: skip
     simulation.run(digits, out=tmp_path / "run")
-    audit(str(tmp_path / "run"), kind="one-run", canaries=20, as_json=True)
+    audit(str(tmp_path / "run"), kind="mechanism", runs=200, as_json=True)
     shown = json.loads(capsys.readouterr().out)
-    assert shown[0]["kind"] == "one-run"
+    assert shown[0]["kind"] == "mechanism"
     assert json.loads((tmp_path / "run" / "audit.json").read_text())["audits"] == shown
-    assert prepare(Recipe.load(tmp_path / "run")).parts.plan.epsilon() == pytest.approx(shown[0]["proven"])
 
 
 def test_command_without_anything_says_what_to_give():
