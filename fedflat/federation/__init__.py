@@ -6,8 +6,7 @@ Example, a federation of real processes on this machine::
     python -m fedflat.federation.local fed           # start all programs, run, stop them
 
 On real machines the programs are started one by one: ``superlink`` by the operator, ``supernode`` by each client,
-``close`` to end a run for good, ``lock`` for a new operator's token, ``task`` for a client's new key, ``personal`` for
-what a client notes of its own accuracy.
+``close`` to end a run for good, ``lock`` for a new operator's token, ``task`` for a client's new key.
 
 The ServerApp is ``server`` (the simulation's loop) with ``transport`` as its back end; ``replies`` checks what comes
 in, ``secagg`` adds under masks where the server is not trusted. The ClientApp is ``client`` with its disk, ``store``.

@@ -16,10 +16,9 @@ from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
-from fedflat.core.types import Broadcast, RoundState
+from fedflat.core.types import Broadcast
 from fedflat.engine.client import LocalResult
 from fedflat.engine.device import exact
-from fedflat.engine.evaluate import finetuned, scores
 from fedflat.engine.job import Job
 from fedflat.engine.reduce import Accumulator, RoundSum, Trained, states_of
 from fedflat.engine.round import accumulator_of, noisy_sum
@@ -37,8 +36,7 @@ class Client:
     """One client: its number, its own data file, its own state folder, and what it agreed to (the task).
 
     pin: a hash that the operator of the client fixed by hand; with it, another recipe is refused whatever the server
-    says. operator: the public key of who runs the server; without one the first that is seen is pinned. held: examples
-    that are never trained on, for the client's own record of how well the models do for it.
+    says. operator: the public key of who runs the server; without one the first that is seen is pinned.
     """
 
     task: Task
@@ -47,7 +45,6 @@ class Client:
     store: Store
     pin: str = ""
     key: Path | None = None
-    held: Path | None = None
     operator: Path | None = None
 
     def __post_init__(self) -> None:
@@ -114,8 +111,6 @@ class Client:
         job = self.job
         parts, rows = job.parts, job.data.parts[self.number]
         before = self.store.head(job.initial_weights[parts.layout.dimension :], broadcast.round)
-        if self.held is not None:
-            self._note_accuracy(broadcast)
         if len(rows) == 0:  # it answers all the same: who has no examples is nobody's to know
             return torch.zeros(parts.message_length), 0
         alone = Sequential(parts.algorithm, job.problem, parts.local, job.data, job.seed)
@@ -129,13 +124,6 @@ class Client:
         self.store.keep_head(broadcast.round, before, kept.of(self.number))
         self.store.keep_states(broadcast.round, states, states_of(parts.algorithm, kept, self.number, broadcast.shared))
         return outgoing, len(rows) if parts.weighted else 0
-
-    def _note_accuracy(self, broadcast: Broadcast) -> None:
-        """Note how well the model does for this client; if that fails, it changes nothing that is sent."""
-        try:
-            self.store.note_accuracy(evaluate(self, broadcast.shared, broadcast.round))
-        except Exception as error:  # whatever it is, the answer is the same as without the record
-            log.error("no personal accuracy was noted: %s: %s", type(error).__name__, error)
 
     def _outgoing(self, alone: Sequential, result: LocalResult, broadcast: Broadcast, kept: PersonalState) -> Tensor:
         """Return what leaves: clipped here already; as it is where the server counts clipped messages (adaptive clip).
@@ -155,44 +143,15 @@ class Client:
         return plain.result().total.to(torch.float32)
 
 
-def evaluate(client: Client, shared: Tensor, round: int) -> dict[str, Any]:
-    """Return the record of one model on the client's held-back examples.
-
-    shared: ``(d,)``, released after ``round`` rounds. The record: round, personal_accuracy (own head or fine-tuned),
-    shared_accuracy (w^0's head, not fine-tuned), examples.
-
-    Raises:
-        InputError: no held-back file, examples of another form, or a model of another size.
-    """
-    job, number = client.job, client.number
-    if client.held is None:
-        raise wrong("node config: held", "nothing", "a file of examples that are never trained on")
-    inputs, targets = read_examples(client.held)
-    client.task.form.check(str(client.held), inputs, targets)
-    size = job.parts.layout.dimension
-    if shared.shape != (size,):
-        raise wrong("--model", f"{shared.numel()} shared parameters", f"{size}, as the recipe's model has")
-    first = job.initial_weights[size:]
-    heads = PersonalState(first, {number: client.store.head(first, round)})
-    with using_threads(1):
-        plain = scores(job.problem, torch.cat([shared, first]), inputs, targets).mean()[1]
-        own = heads.whole(shared, number)
-        tune = job.parts.algorithm.finetune
-        if tune is not None:
-            own = finetuned(job, RoundState(round, shared, job.threshold), own, number, tune)
-        found = scores(job.problem, own, inputs, targets).mean()[1]
-    return {"round": round, "personal_accuracy": found, "shared_accuracy": plain, "examples": len(inputs)}
-
-
 def client_of(task: Task, config: Any) -> Client:
-    """Return the client that a ``--node-config`` describes: client, data, state; perhaps pin, key, held, operator."""
+    """Return the client that a ``--node-config`` describes: client, data, state; perhaps pin, key, operator."""
     for name in ("client", "data", "state"):
         if name not in config:
             example = '--node-config \'client=0 data="…" state="…"\''
             raise wrong("node config", "nothing", f"{name}=…, for example {example}")
     if not isinstance(config["client"], int) or isinstance(config["client"], bool):
         raise wrong("node config: client", config["client"], "the client's number in the roster")
-    names = ("data", "state", "key", "held", "operator")
+    names = ("data", "state", "key", "operator")
     paths = {name: Path(str(config[name])) for name in names if config.get(name)}
     store = Store(paths.pop("state"))
     return Client(task, config["client"], store=store, pin=str(config.get("pin", "")), **paths)

@@ -10,7 +10,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 import fedflat
@@ -32,7 +31,7 @@ from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS
 
 PACKAGE = "fedflat_app"
 HERE, PORT = "127.0.0.1", 8443
-DATA, HELD = "data.safetensors", "held.safetensors"
+DATA = "data.safetensors"
 STATUS = "status.json"
 """A file in the project's ``server/`` in which the SuperLink notes for its operator how it does."""
 CONTROL_CERTIFICATE = "flower/control/ca.crt"
@@ -179,9 +178,6 @@ def _write_client(folder: Path, data: FederatedData, client: int) -> str:
     public = lock.write_client_keys(folder)
     inputs, targets = data.client(client)
     write_examples(folder / DATA, inputs.contiguous(), targets)
-    rows = torch.from_numpy(data.held_back[client])
-    if len(rows):
-        write_examples(folder / HELD, data.inputs[rows], data.targets[rows])
     return public
 
 
@@ -204,9 +200,8 @@ def _places(out: Path, client: int, host: str, port: int, pin: str = "", at: str
     """Return what the commands of one client name. at: the project's folder, where it is not the absolute path."""
     at = f"{out.absolute()}/" if at is None else at
     own = f"{at}{client_folder(Path(), client)}"
-    held = f' held="{own}/{HELD}"' if (client_folder(out, client) / HELD).exists() else ""
     address = {"host": host, "port": port}
-    return {"at": at, "own": own, "client": client, "pin": pin, "held": held, "package": PACKAGE, **address}
+    return {"at": at, "own": own, "client": client, "pin": pin, "package": PACKAGE, **address}
 
 
 def _words(template: str, places: Mapping[str, Any]) -> list[str]:

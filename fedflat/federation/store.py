@@ -14,7 +14,7 @@ from torch import Tensor
 from fedflat.core import durable
 from fedflat.core.checks import RunError, reading, wrong
 
-HEAD, STATES, ROUNDS, ACCURACY = "head.safetensors", "states.safetensors", "rounds.jsonl", "personal.jsonl"
+HEAD, STATES, ROUNDS = "head.safetensors", "states.safetensors", "rounds.jsonl"
 SESSION, NODE, LOCK, RUNNING = "session.json", "node.json", "answer.lock", "supernode.lock"
 
 
@@ -123,20 +123,6 @@ class Store:
         """Remember Flower's number, by which the next SuperNode signs off one that was killed."""
         if self.node() != node:
             durable.replace(self.folder / NODE, json.dumps({"node": node}).encode())
-
-    def accuracies(self) -> list[dict[str, Any]]:
-        """Return what this client noted of models on its own held-back examples, by round; the newest of each round."""
-        path = self.folder / ACCURACY
-        with reading(path, "a damaged record", "the file fedflat wrote, or none"):
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            found = {int(row["round"]): row for row in map(json.loads, lines)}
-        return [found[round] for round in sorted(found)]
-
-    def note_accuracy(self, record: dict[str, Any]) -> None:
-        """Note one model's accuracy (``fedflat.federation.personal``), for the client's owner only."""
-        kept = [row for row in self.accuracies() if row["round"] != record["round"]]
-        rows = sorted([*kept, record], key=lambda row: int(row["round"]))
-        durable.replace(self.folder / ACCURACY, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def note_participation(self, round: int) -> None:
         """Count an answer, durably, before it leaves."""

@@ -152,11 +152,6 @@ def load(path: Path, *, hidden: bool = True) -> tuple[RoundState, PersonalState,
     return state, heads, facts
 
 
-def load_released(path: Path) -> RoundState:
-    """Return the released half of one checkpoint; InputError if it is damaged."""
-    return _state(*_read(path))
-
-
 def facts_of(path: Path) -> Facts:
     """Return the facts beside a checkpoint's tensors, unchecked; {} where there are none to read."""
     try:

@@ -118,12 +118,12 @@ def test_a_restored_folder_is_charged_and_draws_anew(tmp_path: Path, complete: b
     stopped(folder, 1)
     shutil.copytree(folder, tmp_path / "backup")
     stopped(folder, 3 if complete else 1, resume=True)
-    before = checkpoint.load_released(folder / "checkpoints" / "round-000002.safetensors")
+    before = load_file(folder / "checkpoints" / "round-000002.safetensors")
     shutil.rmtree(folder)
     shutil.copytree(tmp_path / "backup", folder)
     found, lines = stopped(folder, 3, resume=True), read(folder / "ledger.jsonl")
-    after = checkpoint.load_released(folder / "checkpoints" / "round-000002.safetensors")
-    assert float((before.shared - after.shared).std()) > 0.05
+    after = load_file(folder / "checkpoints" / "round-000002.safetensors")
+    assert float((before["shared"] - after["shared"]).std()) > 0.05
     assert len(lines) == 3 + (2 if complete else 1) and extra_rounds(lines) == len(lines) - 3
     assert found.privacy["rounds_charged"] == len(lines)
     assert found.privacy["epsilon"] == pytest.approx(found.history[-1]["epsilon"])
