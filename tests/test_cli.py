@@ -267,7 +267,6 @@ def test_help_and_mistakes_answer_without_torch() -> None:
         (("compare", "tiny.yaml", "-o", "name=../../escape"), "name: found ../../escape; allowed: a name that can be"),
         (("run", "tiny.yaml", "-o", "rounds=0"), "a number ≥ 1"),
         (("run", "tiny.yaml", "-o", "local.lr=-1"), "a number > 0"),
-        (("run", "tiny.yaml", "--track-private"), "with --tensorboard DIR or --mlflow URI"),
         (
             ("run", "tiny.yaml", "-o", "algorithm.name=own.py"),
             "algorithm.name: found own.py; allowed: path/to/file.py:",

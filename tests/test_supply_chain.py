@@ -12,7 +12,7 @@ import fedflat
 ROOT = Path(fedflat.__file__).parents[1]
 LOCK = ROOT / "constraints.txt"
 EXTRAS = ("dev", "docs", "language", "federation", "scale", "onnx", "vision")
-"""What the Makefile installs; verify and trackers are the user's own choice and have no pins."""
+"""What the Makefile installs."""
 
 if not LOCK.is_file():
     pytest.skip("not a checkout", allow_module_level=True)

@@ -29,9 +29,6 @@ def run(
     override: Overrides = None,
     out: Path | None = None,
     resume: Folder = None,
-    tensorboard: Folder = None,
-    mlflow: Annotated[str | None, Option(metavar="URI")] = None,
-    track_private: bool = False,
     key: File = None,
     watch: Live = False,
     as_json: Json = False,
@@ -43,23 +40,19 @@ def run(
     Args:
         out: Folder for the run's files. Default: runs/NAME, with a number if it exists.
         resume: Go on with the run in this folder.
-        tensorboard: Also write what is released to TensorBoard event files.
-        mlflow: Also write what is released to an MLflow store or server.
-        track_private: Send trackers what is private to the simulation too, marked so.
         key: Private key that signs the records. Default: fedflat keys' own, if any.
     """
     _check_folders(resume, out, recipe is not None or bool(override))
     parsed = recipe_of(resume or recipe, override)
     folder = resume or out or free_folder(Path("runs"), parsed.name)
-    trackers = report.Trackers(parsed, tensorboard=tensorboard, mlflow=mlflow, private=track_private)
     progress = report.Progress(parsed, quiet=as_json)
-    with _watched(folder, watch), process.on_request("this round"), trackers, progress:
+    with _watched(folder, watch), process.on_request("this round"), progress:
         # Torch and all the rest take seconds to import: they are spent under the first line of progress.
         from fedflat.simulation.run import run as simulate
 
         result = simulate(
             parsed, out=folder, resume=resume is not None, key=key, progress=False,
-            should_stop=lambda: bool(process.stop_signal()), **_callbacks(parsed, progress, trackers),
+            should_stop=lambda: bool(process.stop_signal()), **_callbacks(parsed, progress),
         )  # fmt: skip
     page = report.write_report([folder], folder / "report.html")
     if as_json:
@@ -97,7 +90,7 @@ def _check_folders(resume: Path | None, out: Path | None, recipe_given: bool) ->
         raise wrong("--resume", found, "the folder of a run that fedflat run wrote")
 
 
-def _callbacks(recipe: Recipe, progress: report.Progress, trackers: report.Trackers) -> dict[str, Any]:
+def _callbacks(recipe: Recipe, progress: report.Progress) -> dict[str, Any]:
     """Return what is called before the first round, and after each one."""
     from fedflat.simulation.planning import drowned
 
@@ -111,7 +104,6 @@ def _callbacks(recipe: Recipe, progress: report.Progress, trackers: report.Track
 
     def after_round(released: dict[str, Any], state: Any) -> None:
         progress.round(released, state.private)
-        trackers.round(released, state.private)
         if warning := divergence.round(released, state.private):
             _note(warning)
 

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
         Progress,
         RunEvent,
         State,
-        Trackers,
         waiting_text,
     )
     from fedflat.report.summary import (
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ASKED", "Bars", "DivergenceWatch", "ExperimentProgress", "Group", "Progress", "Run", "RunEvent", "State",
-    "Trackers", "cautions", "duration", "epsilon_text", "figures_of_groups", "filled", "final_accuracy",
+    "cautions", "duration", "epsilon_text", "figures_of_groups", "filled", "final_accuracy",
     "own_metrics", "percent", "plain", "print_comparison", "print_summary", "proven_epsilon", "public", "read_run",
     "read_runs", "render", "summary_rows", "uncounted", "waiting_text", "write_csv", "write_figure",
     "write_picture", "write_report",
@@ -68,7 +67,7 @@ _MODULES = {
     "html": "public render write_report",
     "metrics": "Run epsilon_text final_accuracy own_metrics plain proven_epsilon read_run read_runs uncounted",
     "plates": "write_csv write_figure write_picture",
-    "progress": "ASKED Bars ExperimentProgress Progress RunEvent State Trackers waiting_text",
+    "progress": "ASKED Bars ExperimentProgress Progress RunEvent State waiting_text",
     "summary": "DivergenceWatch cautions print_comparison print_summary summary_rows",
     "wording": "duration filled percent",
 }

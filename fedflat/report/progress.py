@@ -1,8 +1,4 @@
-"""Follow runs while they go on: in the terminal (at most 80 columns), and in TensorBoard and MLflow where asked.
-
-What a round released goes to a tracker as it goes to metrics.jsonl. What is private to the simulation goes only where
-it is asked for, under names that say so. A claimed ε is never sent: a chart could show it without the proven one.
-"""
+"""Follow runs in the terminal, in at most 80 columns, while they go on."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from rich import progress as bars
@@ -20,11 +15,8 @@ from rich.console import Console, RenderableType
 from rich.progress import TaskID
 from rich.text import Text
 
-from fedflat.core.checks import RunError, wrong
-from fedflat.core.imports import missing
 from fedflat.core.process import listening_to_progress
 from fedflat.report import metrics, wording
-from fedflat.report.groups import flatten
 from fedflat.report.metrics import number, own_metrics
 
 LINES = 18
@@ -282,135 +274,3 @@ def console_now(stderr: bool = False) -> Console:
     """Return a console for stdout or stderr as it is now; 80 columns where that is no terminal."""
     console = Console(highlight=False, stderr=stderr)
     return console if console.is_terminal else Console(highlight=False, width=WIDTH, stderr=stderr)
-
-
-PRIVATE = "private_not_covered"
-"""First part of every private name."""
-MLFLOW_LIMIT = 500
-"""Characters of a parameter's value."""
-
-
-def scalars(released: Mapping[str, Any], private: Mapping[str, Any] | None = None) -> dict[str, float]:
-    """Return the finite numbers of a round by name; lists and mappings by place or key (``class_accuracy/3``).
-
-    private: that record's numbers too, under ``private_not_covered/``; None leaves it out.
-    """
-    found = dict(_finite_numbers("", {key: value for key, value in released.items() if key != "claimed_epsilon"}))
-    if private is not None:
-        found |= dict(_finite_numbers(f"{PRIVATE}/", private))
-    return found
-
-
-def _finite_numbers(prefix: str, record: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in record.items():
-        if isinstance(value, (list, tuple)):
-            value = dict(enumerate(value))
-        if isinstance(value, Mapping):
-            yield from _finite_numbers(f"{prefix}{key}/", value)
-        elif (found := number(value)) is not None and (prefix + str(key)) not in ("round", f"{PRIVATE}/round"):
-            yield prefix + str(key), found
-
-
-class TensorBoard:
-    """Event files in a folder. Raises InputError where tensorboard is not installed or the folder cannot be used."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise missing("--tensorboard", "tensorboard", "trackers") from error
-        try:
-            self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
-        except OSError as error:
-            raise wrong("--tensorboard", f"{folder} ({error.strerror})", "a folder to write") from error
-
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        """Write one scalar for each name; it is on disk when this returns."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
-
-    def close(self, done: bool) -> None:
-        """Write what is buffered and close the event file."""
-        self._writer.close()  # type: ignore[no-untyped-call]
-
-
-class MLflow:
-    """One MLflow run in the experiment ``fedflat``; the recipe's keys are its parameters.
-
-    Raises InputError where mlflow is not installed or the server does not answer.
-    """
-
-    EXPERIMENT = "fedflat"
-
-    def __init__(self, uri: str, name: str, recipe: Mapping[str, Any], private: bool) -> None:
-        try:
-            from mlflow import MlflowClient
-        except ImportError as error:
-            raise missing("--mlflow", "mlflow", "trackers") from error
-        try:
-            self._client = MlflowClient(tracking_uri=uri)
-            found = self._client.get_experiment_by_name(self.EXPERIMENT)
-            place = self._client.create_experiment(self.EXPERIMENT) if found is None else found.experiment_id
-            tags = {f"fedflat.{PRIVATE}": "written: not covered by the guarantee" if private else "not written"}
-            self._run = self._client.create_run(place, run_name=name, tags=tags).info.run_id
-            for key, value in (flatten(recipe) | {"seed": recipe.get("seed")}).items():
-                self._client.log_param(self._run, key, str(value)[:MLFLOW_LIMIT])
-        except Exception as error:
-            # MLflow's stores raise errors of many libraries.
-            raise wrong("--mlflow", f"{uri} ({_first_line(error)})", "the URI of an MLflow store") from error
-
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        """One metric for each name."""
-        for name, value in values.items():
-            self._client.log_metric(self._run, name, value, step=step)
-
-    def close(self, done: bool) -> None:
-        """End the MLflow run: finished, or failed."""
-        self._client.set_terminated(self._run, "FINISHED" if done else "FAILED")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-class Trackers:
-    """The trackers asked for, as a context manager and a callback of each round; does nothing without any.
-
-    Raises RunError where a tracker stops taking numbers: the run can be resumed.
-    """
-
-    def __init__(
-        self, recipe: Any, *, tensorboard: Path | None = None, mlflow: str | None = None, private: bool = False
-    ) -> None:
-        if private and tensorboard is None and mlflow is None:
-            raise wrong("--track-private", "no tracker", "with --tensorboard DIR or --mlflow URI")
-        self._private = private
-        self._all: list[TensorBoard | MLflow] = [] if tensorboard is None else [TensorBoard(tensorboard)]
-        if mlflow is not None:
-            self._all.append(MLflow(mlflow, recipe.name, recipe.dump(), private))
-
-    def __enter__(self) -> Trackers:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        for tracker in self._all:
-            try:
-                tracker.close(done=error is None)
-            except Exception as fault:
-                # A tracker that cannot be closed must not hide why the run ended.
-                if error is None:
-                    raise RunError(f"the tracker could not be closed: {_first_line(fault)}") from fault
-
-    def round(self, released: Mapping[str, Any], private: Mapping[str, Any]) -> None:
-        """Take a round's two records, as they are written to metrics.jsonl and private/private.jsonl."""
-        if not self._all:
-            return
-        values = scalars(released, private if self._private else None)
-        for tracker in self._all:
-            try:
-                tracker.write(values, int(released["round"]))
-            except Exception as error:
-                # The tracker's library may raise anything.
-                fault = f"{type(tracker).__name__} could not record the numbers: {_first_line(error)}"
-                raise RunError(f"{fault}. The run's files are whole.") from error

@@ -49,7 +49,7 @@ def test_a_missing_a_wrong_and_an_untested_package(said: Any, monkeypatch: pytes
     known = metadata.version
 
     def version(name: str) -> str:
-        if name == "scipy":
+        if name in ("scipy", "onnxscript"):
             raise metadata.PackageNotFoundError(name)
         return {"dp-accounting": "0.4.1", "numpy": "2.9.9"}.get(name) or known(name)
 
@@ -58,7 +58,7 @@ def test_a_missing_a_wrong_and_an_untested_package(said: Any, monkeypatch: pytes
     assert found["scipy"]["state"] == found["dp-accounting"]["state"] == "broken"
     assert "needs >=0.6" in found["dp-accounting"]["found"] and "pip install '" in found["scipy"]["remedy"]
     assert found["numpy"]["state"] == "note" and "tested with" in found["numpy"]["found"]
-    assert found["[trackers]"]["state"] == "note" and "[trackers]'" in found["[trackers]"]["remedy"]
+    assert found["[onnx]"]["state"] == "note" and "[onnx]'" in found["[onnx]"]["remedy"]
     status, text = said("doctor")
     assert status == 1 and "2 broken" in text and max(map(cell_len, text.splitlines())) <= 80
 
