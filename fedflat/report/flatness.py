@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -201,27 +202,21 @@ def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str
 # ------------------------------------------------------------------------------------------------------- surfaces
 
 
+RAMPS = (
+    ((68, 1, 84), (62, 60, 140), (28, 105, 145), (15, 130, 100), (95, 140, 20)),
+    ((150, 110, 215), (95, 150, 225), (50, 185, 175), (120, 215, 110), (253, 231, 37)),
+)
+"""Colours of a surface from low to high, on light and on dark paper: viridis' hues, their lightness rising so that they
+read without colour."""
+
+
 def _surfaces(groups: Sequence[Record]) -> dict[str, Any]:
     every = [value for group in groups for row in group["surface"]["loss"] for value in row]
-    low, high = max(min(every), 1e-9), max(every)
-    lines = plates.levels(low, high)
     surfaces = [{"side": len(each["surface"]["steps"]), "loss": _short(each["surface"]["loss"])} for each in groups]
-    reliefs = []
-    for group in groups:
-        loss, steps, title = (
-            group["surface"]["loss"],
-            group["surface"]["steps"],
-            f"{group['name']}: contours of the loss",
-        )
-        reliefs.append({**group, "drawing": plates.draw(loss, steps, lines, low, high, title)})
-    together = [(each["name"], each["style"], each["surface"]["loss"]) for each in groups]
-    overlaid = len(groups) > 1 and lines
     return {
-        "reliefs": reliefs,
-        "overlay": plates.overlay(together, groups[0]["surface"]["steps"], lines) if overlaid else "",
-        "series": [Series(each["name"], {}, style=each["style"]) for each in groups],
-        "levels": [(f"{level:g}", *plates.colours(level, low, high)) for level in lines],
-        "data": {"low": low, "high": high, "ramps": plates.RAMPS, "surfaces": surfaces},
+        "groups": groups,
+        "contours": base64.b64encode(plates.drawn_as(plates.contours(groups), "svg")).decode(),
+        "data": {"low": max(min(every), 1e-9), "high": max(every), "ramps": RAMPS, "surfaces": surfaces},
     }
 
 

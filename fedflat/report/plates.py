@@ -1,4 +1,4 @@
-"""Draw by matplotlib what is written as a file: a page's figures, a search; and level lines."""
+"""Draw by matplotlib what is written as a file: a page's figures, a search; and the contours of surfaces."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-import numpy as np
-from contourpy import LineType, contour_generator
-from markupsafe import Markup
+from typing import TYPE_CHECKING, Any
 
 from fedflat.core.checks import RunError
 from fedflat.report.figures import Figure, Series
 from fedflat.report.groups import COLOURS, DASHES
 from fedflat.report.pages import DECADES, logarithmic_up
-from fedflat.report.wording import filled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,17 +36,13 @@ def write_plates(figures: Sequence[Figure], folder: Path, landscapes: Sequence[M
 
     Raises RunError where the folder cannot be written.
     """
-    from matplotlib.figure import Figure as Sheet
-
     found: list[Path] = []
     for figure in figures:
         found += write_figure(figure, folder)
     for place, record in enumerate(landscapes):
         drawn = [group for group in record["groups"] if group["surface"]]
         if drawn:
-            sheet = Sheet(figsize=(5.2, 5.2), layout="constrained")
-            _overlay(sheet, drawn)
-            found += _save(sheet, folder, f"contours-{place}")
+            found += _save(contours(drawn), folder, f"contours-{place}")
     return found
 
 
@@ -157,10 +148,12 @@ def _bars(axes: Axes, series: Series, scale: float, place: int, count: int) -> N
     axes.bar(x, y, width * 0.94, yerr=_intervals(series, scale), capsize=2, color=colour, label=series.label)
 
 
-def _overlay(sheet: Sheet, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the level lines of several surfaces over the same directions, each with its loss written on it."""
+def contours(groups: Sequence[Mapping[str, Any]]) -> Sheet:
+    """Return the level lines of surfaces over the same directions in one square, each with its loss written on it."""
+    from matplotlib.figure import Figure as Sheet
     from matplotlib.lines import Line2D
 
+    sheet = Sheet(figsize=(5.2, 5.2), layout="constrained")
     axes = sheet.subplots()
     every = [value for group in groups for row in group["surface"]["loss"] for value in row]
     steps, lines = groups[0]["surface"]["steps"], levels(max(min(every), 1e-9), max(every))
@@ -178,19 +171,7 @@ def _overlay(sheet: Sheet, groups: Sequence[Mapping[str, Any]]) -> None:
     axes.plot(0, 0, "+", color="black")
     axes.set(title="Loss contours", xlabel="direction 1", ylabel="direction 2", aspect="equal")
     sheet.legend(handles=handles, fontsize="x-small", frameon=False, loc="outside lower center", ncols=4)
-
-
-Values = Sequence[Sequence[float]]
-
-SIDE, LEFT, TOP = 240, 34, 8
-LABELLED = 60
-"""Length from which an overlaid line has its loss written on it: shorter ones crowd in the corners."""
-RAMPS = (
-    ((68, 1, 84), (62, 60, 140), (28, 105, 145), (15, 130, 100), (95, 140, 20)),
-    ((150, 110, 215), (95, 150, 225), (50, 185, 175), (120, 215, 110), (253, 231, 37)),
-)
-"""Low to high on light and on dark paper: viridis' hues, their lightness rising so that they read without colour, each
-at least 3 : 1 against the paper."""
+    return sheet
 
 
 def levels(low: float, high: float, count: int = 9) -> list[float]:
@@ -201,60 +182,6 @@ def levels(low: float, high: float, count: int = 9) -> list[float]:
     digits = 2 if ratio > 1.1 else 4
     found = {float(f"{low * ratio**place:.{digits}g}") for place in range(1, count + 1)}
     return sorted(level for level in found if low < level < high)
-
-
-def colours(level: float, low: float, high: float) -> tuple[str, str]:
-    """Return both ramps at a level of a surface between ``low`` and ``high``, by its logarithm."""
-    share = math.log(level / low) / math.log(high / low) if high > low > 0 else 0.0
-    light, dark = (_mixed(ramp, min(max(share, 0.0), 1.0) * (len(ramp) - 1)) for ramp in RAMPS)
-    return light, dark
-
-
-def _mixed(ramp: Sequence[tuple[int, int, int]], place: float) -> str:
-    start = min(int(place), len(ramp) - 2)
-    mixed = (round(a + (place - start) * (b - a)) for a, b in zip(ramp[start], ramp[start + 1], strict=True))
-    return "#" + "".join(f"{part:02x}" for part in mixed)
-
-
-def draw(values: Values, steps: Sequence[float], lines: Sequence[float], low: float, high: float, title: str) -> Markup:
-    """Return the level lines ``lines`` of a surface as an ``<svg>``; ``low`` and ``high`` are the ends of the colour
-    scale.
-    """
-    paths = (("".join(map(_path, found)), level) for level, found in _traced(values, lines))
-    return filled(
-        "contours.svg", title=title, side=SIDE, left=LEFT, top=TOP, ends=(steps[0], 0.0, steps[-1]),
-        lines=[(f"{level:g}", *colours(level, low, high), path) for path, level in paths if path],
-    )  # fmt: skip
-
-
-def overlay(surfaces: Sequence[tuple[str, int, Values]], steps: Sequence[float], lines: Sequence[float]) -> Markup:
-    """Return the level lines of several surfaces, given name and style, in one square, each with its loss on it."""
-    drawn = []
-    for place, (name, number, values) in enumerate(surfaces):
-        for level, found in _traced(values, lines):
-            if found:
-                longest = max(found, key=len)
-                # Each surface has its labels at another place of its lines, so that they do not overlap.
-                y, x = longest[(place + 1) * len(longest) // (len(surfaces) + 1)]
-                style = f"c{number % COLOURS} d{number % DASHES}"
-                long = float(np.hypot(*np.diff(longest, axis=0).T).sum()) > LABELLED
-                drawn.append((style, name, f"{level:g}", "".join(map(_path, found)), float(x), float(y), long))
-    title = "Contours of the loss: " + ", ".join(name for name, *_ in surfaces)
-    ends = (steps[0], 0.0, steps[-1])
-    return filled("overlaid.svg", title=title, side=SIDE, left=LEFT, top=TOP, ends=ends, lines=drawn)
-
-
-def _traced(values: Values, lines: Sequence[float]) -> list[tuple[float, list[np.ndarray]]]:
-    """Return each level's lines as points (y, x) in the square."""
-    cell = SIDE / (len(values) - 1)
-    # Row (first direction) runs to the right, column (second direction) upwards.
-    right, up = ([start + sign * cell * k for k in range(len(values))] for start, sign in ((LEFT, 1), (TOP + SIDE, -1)))
-    traced = contour_generator(up, right, values, line_type=LineType.Separate)
-    return [(level, cast("list[np.ndarray]", traced.lines(level))) for level in lines]
-
-
-def _path(line: np.ndarray) -> str:
-    return "M" + "L".join(f"{x:.1f},{y:.1f}" for y, x in line)
 
 
 Rows = Sequence[tuple[Mapping[str, str], float]]
