@@ -278,7 +278,6 @@ def test_help_and_mistakes_answer_without_torch() -> None:
         (("run", "tiny.yaml", "-o", "data.clients=1e9"), "data.clients: found 1000000000; allowed: at most"),
         (("runs", "nowhere"), "runs: found nowhere, no such folder"),
         (("runs", "folder"), "runs: found folder, without runs"),
-        (("card", "folder", "--about", "nowhere"), "--about: found nowhere (No such file"),
         (("verify", "folder", "--witness", "nowhere"), "--witness: found nowhere, no such file"),
         (("predict", "folder"), "predict [OPTIONS] RUN FILE"),
         (("predict", "folder", ""), "the word after folder: found nothing; allowed: a value"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from fedflat.cli import File, Folder, Json, RunFolder, labelled, print_json, say, write_files
+from fedflat.cli import Folder, Json, RunFolder, labelled, print_json, say, write_files
 from fedflat.core.checks import require, wrong
 
 if TYPE_CHECKING:
@@ -47,23 +47,21 @@ def card(
     run: RunFolder,
     *,
     others: Annotated[list[Path] | None, Option("--with", metavar="RUN")] = None,
-    about: File = None,
     out: Folder = None,
     as_json: Json = False,
 ) -> None:
     """The privacy card: card.html, card.md and registry.yaml, an entry for the public registry of DP deployments.
 
-    Example: fedflat card runs/quick-start --about about.yaml
+    Example: fedflat card runs/quick-start
 
     Args:
         others: A run on the same clients that is published too; may be repeated.
-        about: YAML with what no run knows: curators, contact, region, …
         out: Where to write. Default: the run's folder.
     """
     from fedflat.records.folder import check_unsealed
     from fedflat.report import card as making
     from fedflat.report import read_run
-    from fedflat.report.card import as_yaml, read_about
+    from fedflat.report.card import as_yaml
     from fedflat.simulation.inspection import refuse_damage
 
     target = out or run
@@ -71,25 +69,22 @@ def card(
     for each in (run, *(others or [])):
         if (each / "privacy.json").is_file() and (each != run or (each / "ledger.jsonl").is_file()):
             refuse_damage(each)
-    stated = read_about(about) if about else None
-    made = making.card(read_run(run), [read_run(other) for other in others or []], stated)
+    made = making.card(read_run(run), [read_run(other) for other in others or []])
     founded = made.epsilon is None or (run / "ledger.jsonl").is_file()
     require(founded, "card", f"{run} without ledger.jsonl", "a run with its ledger")
     files = {"card.html": making.html(made), "card.md": making.markdown(made)}
     if made.epsilon is not None:
         files["registry.yaml"] = as_yaml(making.registry_entry(made))
     write_files(target, files)
-    missing = [] if made.epsilon is None else made.about.missing
     if as_json:
-        facts = {"folder": target, "files": [*files], "sentence": made.sentence, "sections": made.sections}
-        print_json(facts | {"missing": missing})
+        print_json({"folder": target, "files": [*files], "sentence": made.sentence, "sections": made.sections})
         return
     say(made.sentence, "")
     print(f"Written to {target}: {', '.join(files)}")
     if made.epsilon is None:
         print("No entry for the registry: no finite ε is proven.")
-    if missing:
-        say(f"registry.yaml is a draft. Nobody stated (--about FILE): {', '.join(missing)}", "")
+    else:
+        print('registry.yaml is a draft: write what no run knows in the place of "not stated".')
 
 
 WORDS = {"ok": "ok", "wrong": "WRONG", "unchecked": "not checked"}

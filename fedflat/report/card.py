@@ -17,14 +17,12 @@ import math
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import yaml
 from markupsafe import Markup, escape
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fedflat.core.checks import InputError, nearest, one_line, wrong
+from fedflat.core.checks import InputError, wrong
 from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.statement import FALSE_POSITIVES, SEEDED, refuse_seeded, true_positives
 from fedflat.privacy.together import Published, total
@@ -32,22 +30,7 @@ from fedflat.report import metrics, wording
 from fedflat.report.metrics import Run, number, published, section, uncounted
 from fedflat.report.wording import asset, environment, filled
 
-SECTORS = Literal["Technology", "Healthcare", "Education", "Government", "Energy", "Finance"]
 UNSAID = "not stated"
-
-
-def _date(text: str) -> str:
-    """Return ``text`` if it is a day as YYYY-MM-DD."""
-    try:
-        if datetime.date.fromisoformat(text).isoformat() == text:
-            return text
-    except ValueError:
-        pass
-    raise ValueError("a day as YYYY-MM-DD")
-
-
-Day = Annotated[str, AfterValidator(_date)]
-Names = Annotated[list[str], Field(min_length=1)]
 
 
 def readable(text: str) -> str:
@@ -57,67 +40,6 @@ def readable(text: str) -> str:
 
 # With these marks a reader could be shown another text than the file holds.
 TURNING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-
-
-class About(BaseModel):
-    """What no run knows of itself, from the file given with ``--about``; all of it may be missing."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _readable(cls, given: Any) -> Any:
-        if isinstance(given, list):
-            return [readable(one) if isinstance(one, str) else one for one in given]
-        return readable(given) if isinstance(given, str) else given
-
-    name: str | None = None
-    curators: Names | None = None
-    description: str | None = None
-    intended_use: str | None = None
-    region: str | None = None
-    sector: SECTORS | None = None
-    publication_date: Day | None = None
-    contact: str | None = None
-    authors: Names | None = None
-    sources: str | None = None
-    justification: str | None = None
-
-    @property
-    def missing(self) -> list[str]:
-        """What an entry in the registry has to say, and nobody said."""
-        asked = ("curators", "description", "intended_use", "region", "publication_date", "authors")
-        return [name for name in asked if getattr(self, name) is None]
-
-
-def read_about(path: Path) -> About:
-    """Return the file given with ``--about``: YAML.
-
-    Raises:
-        InputError: it cannot be read, or a name or a value in it is not known.
-    """
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or one_line(error)
-        raise wrong("--about", f"{path} ({why})", "a YAML file of names and texts") from error
-    if not isinstance(found, dict):
-        raise wrong("--about", f"{path}, which holds no names", f"some of {', '.join(About.model_fields)}")
-    given = {str(name): str(v) if isinstance(v, datetime.date) else v for name, v in found.items()}
-    for name in given:
-        if name not in About.model_fields:
-            raise wrong(f"--about: {name}", name, ", ".join(About.model_fields), hint=nearest(name, About.model_fields))
-    try:
-        return About.model_validate(given)
-    except ValidationError as error:
-        fault: Any = error.errors()[0]
-        allowed = fault.get("ctx", {}).get("expected") or KINDS.get(fault["type"]) or fault["msg"]
-        place = ".".join(map(str, fault["loc"]))
-        raise wrong(f"--about: {place}", str(fault["input"]), str(allowed).removeprefix("Value error, ")) from error
-
-
-KINDS = {"string_type": "a text", "list_type": "a list of texts, as [A, B]", "too_short": "at least one text"}
-"""What is allowed where the kind of a value is wrong, by the validator's name for it."""
 
 
 def as_yaml(entry: dict[str, Any]) -> str:
@@ -132,7 +54,6 @@ class Card:
     run: Run
     sentence: str
     sections: Mapping[str, Mapping[str, str | list[str]]]
-    about: About
     epsilon: float | None
     delta: float | None
 
@@ -141,7 +62,7 @@ class Card:
         """What the card is of."""
         named = self.run.recipe.get("name")
         # Without a name of its own a run is called as its folder, as in its report.
-        return readable(self.about.name or (self.run.name if named in (None, "", "run") else str(named)))
+        return readable(self.run.name if named in (None, "", "run") else str(named))
 
     def text(self, title: str, label: str, between: str = " ") -> str:
         """Return one row's text, with ``between`` between the items of a list."""
@@ -149,7 +70,7 @@ class Card:
         return found if isinstance(found, str) else between.join(found)
 
 
-def card(run: Run, others: Sequence[Run] = (), about: About | None = None) -> Card:
+def card(run: Run, others: Sequence[Run] = ()) -> Card:
     """Return the card of ``run``; others: runs on the same clients that are published too.
 
     Raises InputError: the run has no statement, or one of the runs has one that its ledger goes beyond.
@@ -158,11 +79,10 @@ def card(run: Run, others: Sequence[Run] = (), about: About | None = None) -> Ca
         raise wrong("card", f"{run.path} without privacy.json", "a run with a statement")
     refuse_seeded("card", run.privacy)
     every = _with_ledgers([run, *others])
-    about, entries = about or About(), every[0].entries
+    entries = every[0].entries
     epsilon, delta = metrics.proven_epsilon(run), number(run.privacy.get("delta"))
     ledger = run.path / "ledger.jsonl"
     values = _stated(run) | {
-        "about": about,
         "epsilon": epsilon,
         "delta": delta,
         "entries": entries,
@@ -173,7 +93,7 @@ def card(run: Run, others: Sequence[Run] = (), about: About | None = None) -> Ca
     }
     text = wording.texts("templates/card.yaml", values)
     sections = {title: {label: _lines(row) for label, row in rows.items()} for title, rows in text["sections"].items()}
-    return Card(run, text["sentence"], sections, about, epsilon, delta)
+    return Card(run, text["sentence"], sections, epsilon, delta)
 
 
 def _with_ledgers(runs: Sequence[Run]) -> list[Published]:
@@ -233,8 +153,8 @@ def html(found: Card) -> str:
     return str(filled("card.html", card=found, style=Markup(asset("page.css"))))
 
 
-VARYING = ("Composition", "Contact", "Tuning, preprocessing and public data")
-"""Sections that may follow from what no run's folder holds: other runs, and what somebody said (``--about``)."""
+VARYING = ("Composition", "Tuning, preprocessing and public data")
+"""Sections that may follow from what no run's folder holds, as other runs."""
 
 
 def figures(found: Card, page: bool) -> list[str]:
@@ -260,7 +180,7 @@ def registry_entry(found: Card, today: datetime.date | None = None) -> dict[str,
     """
     if found.epsilon is None or found.delta is None:
         raise wrong("registry entry", "a run without a finite proven ε", "a run with one")
-    values = _stated(found.run) | {"card": found, "about": found.about, "today": today or datetime.date.today()}
+    values = _stated(found.run) | {"card": found, "today": today or datetime.date.today()}
     entry = wording.texts("templates/registry.yaml", values)
     entry["deployment"]["privacy_loss"]["privacy_parameters"] = {"epsilon": found.epsilon, "delta": found.delta}
     words = "".join(c if c.isalnum() and c.isascii() else " " for c in found.title.lower()).split()

@@ -545,7 +545,7 @@ def _of_any_folder(text: str) -> str:
 
 
 def check_card(run: Records, name: str) -> tuple[Verdict, str]:
-    """Compare a card with the one that these records give; what ``--about`` or ``--with`` added is not covered."""
+    """Compare a card with the one that these records give; what ``--with`` added is not covered."""
     from fedflat.report import card as making
     from fedflat.report import read_run
 
@@ -557,4 +557,4 @@ def check_card(run: Records, name: str) -> tuple[Verdict, str]:
         return "wrong", OTHER
     more = _figures(html.unescape(text)) - _figures(html.unescape(again))
     named = f": ε = {', '.join(sorted(more))} follows from nothing here" if more else ""
-    return "unchecked", f"made with --about or --with; what these added is not covered{named}"
+    return "unchecked", f"made with --with; what it added is not covered{named}"
