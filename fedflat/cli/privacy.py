@@ -32,7 +32,6 @@ class Numbers:
     max_cohort: int | None = None
     min_cohort: int | None = None
     max_participations: int | None = None
-    noise_cohort: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,6 @@ class Options(Numbers):
         max_cohort: Largest cohort (truncated).
         min_cohort: Minimum cohort: fewer shares abort a round (distributed).
         max_participations: Rounds a client takes part in at most (local).
-        noise_cohort: Simulate the noise of a larger system with this cohort.
         sampling: Only poisson, truncated or fixed cohorts.
         trust: Only central, distributed or local.
         accountant: Only pld, rdp or fft (budget: also gdp, an approximation).
@@ -91,7 +89,7 @@ class Options(Numbers):
 KEYS = {
     "clients": "data.clients", "cohort": "cohort.size", "rounds": "rounds", "delta": "privacy.delta",
     "max_cohort": "cohort.max", "min_cohort": "cohort.min", "max_participations": "cohort.max_participations",
-    "noise_cohort": "privacy.noise_cohort", "trust": "privacy.trust", "sampling": "cohort.sampling",
+    "trust": "privacy.trust", "sampling": "cohort.sampling",
     "accountant": "privacy.accountant",
 }  # fmt: skip
 
@@ -105,18 +103,11 @@ def budget(options: Options, *, noise_multiplier: Sigma = None) -> None:
     """
     only = options.only()
     setting = setting_of(options, only, sigma=noise_multiplier)
-    run, larger = setting.of_this_run(), setting.deployed()
-    found: Row = {"setting": run.as_dict(), "rows": _answered(run.rows(only), only)}
-    if larger is not None:
-        found["deployed"] = {"setting": larger.as_dict(), "rows": _answered(larger.rows(only), only)}
+    rows = _answered(setting.rows(only), only)
     if options.as_json:
-        _print_json(found)
-        return
-    title = "" if larger is None else "ε of this run: what is proven for the clients that take part in it"
-    _print_rows(run, found["rows"], ("epsilon",), title)
-    if larger is not None:
-        title = f"ε if deployed at population P = {larger.clients:,}: a projection, proven of no run"
-        _print_rows(larger, found["deployed"]["rows"], ("epsilon",), title)
+        _print_json({"setting": setting.as_dict(), "rows": rows})
+    else:
+        _print_rows(setting, rows, ("epsilon",))
 
 
 def calibrate(options: Options, *, epsilon: Annotated[float, Option(metavar="ε", help="The target.")]) -> None:
@@ -132,18 +123,11 @@ def calibrate(options: Options, *, epsilon: Annotated[float, Option(metavar="ε"
     if "accountant" in only:
         proving(only["accountant"])
     setting = setting_of(options, only, target=epsilon)
-    # With noise_cohort the target is that of the simulated system, as in a recipe.
-    larger = setting.deployed()
-    rows = _answered((larger or setting).rows(only, epsilon), only)
-    if larger is not None:
-        rows = [row | {"run_epsilon": setting.run_epsilon(row)} for row in rows]
+    rows = _answered(setting.rows(only, epsilon), only)
     if options.as_json:
         _print_json({"epsilon": epsilon, "setting": setting.as_dict(), "rows": rows})
-        return
-    shown = ("noise_multiplier", "epsilon", *(() if larger is None else ("run_epsilon",)))
-    _print_rows(setting, rows, shown, f"Least noise multiplier σ for ε ≤ {epsilon:g}")
-    if larger is not None:
-        print(f"ε: if deployed at population P = {larger.clients:,}, a projection. ε here: proven of this run.")
+    else:
+        _print_rows(setting, rows, ("noise_multiplier", "epsilon"), f"Least noise multiplier σ for ε ≤ {epsilon:g}")
 
 
 def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
@@ -161,10 +145,10 @@ def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
     return rows
 
 
-TITLES = {"epsilon": "ε", "run_epsilon": "ε here", "noise_multiplier": "σ"}
+TITLES = {"epsilon": "ε", "noise_multiplier": "σ"}
 
 
-def _print_rows(setting: Setting, rows: list[Row], numbers: tuple[str, ...], title: str) -> None:
+def _print_rows(setting: Setting, rows: list[Row], numbers: tuple[str, ...], title: str = "") -> None:
     """Print a setting and a table of at most 80 columns; what does not apply is left out of it (``--json`` has the
     reasons)."""
     described = ("relation", "adversary") if any(row.get("relation") for row in rows) else ()
@@ -201,7 +185,7 @@ def _print_json(found: Row) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(Numbers):
-    """Numbers of a run or of a larger system, and what a recipe adds to them.
+    """Numbers of a run, and what a recipe adds to them.
 
     noise_multiplier: None where it is to be found. source: behind the numbers. said: a sentence of its own. plan: of a
     recipe whose rounds follow a schedule or share noise, which answers for the whole run.
@@ -225,14 +209,6 @@ class Setting(Numbers):
             return calibrate_table(target=target, only=only, **numbers)
         return budget_table(noise_multiplier=float(self.noise_multiplier or 0), only=only, **numbers)
 
-    def run_epsilon(self, row: Row) -> float | None:
-        """Return the proven ε of this run with the σ that a row found for the larger system."""
-        if row["noise_multiplier"] is None:
-            return None
-        run = replace(self, noise_multiplier=row["noise_multiplier"]).of_this_run()
-        (own,) = run.rows({name: row[name] for name in ("trust", "sampling", "accountant")})
-        return float(own["epsilon"])
-
     def checked(self, *needed: str) -> Setting:
         """Return this setting with δ's default.
 
@@ -246,26 +222,7 @@ class Setting(Numbers):
                 raise wrong(f"--{name.replace('_', '-')}", "nothing", "a number, or a recipe that has it")
         whole("--rounds", self.rounds or 0)
         clients = whole("--clients", self.clients or 0, 1)
-        if self.noise_cohort is not None:
-            in_range("--noise-cohort", self.noise_cohort, self.cohort or 0)
         return self if self.delta is not None else replace(self, delta=default_delta(clients))
-
-    def of_this_run(self) -> Setting:
-        """Return the noise that really is added: σ·size/noise_cohort."""
-        if self.noise_cohort is None or self.noise_multiplier is None or self.cohort is None:
-            return self
-        sigma = self.noise_multiplier * self.cohort / self.noise_cohort
-        return replace(self, noise_multiplier=sigma, noise_cohort=None)
-
-    def deployed(self) -> Setting | None:
-        """Return the larger system that ``noise_cohort`` simulates: M' = M·noise_cohort/size, the same q, σ and δ."""
-        if self.noise_cohort is None or self.clients is None or self.cohort is None:
-            return None
-        factor = self.noise_cohort / self.cohort
-        clients = max(1, round(self.clients * factor))
-        largest, least = (None if n is None else round(n * factor) for n in (self.max_cohort, self.min_cohort))
-        cohort = self.cohort / self.clients * clients
-        return replace(self, clients=clients, cohort=cohort, max_cohort=largest, min_cohort=least, noise_cohort=None)
 
     def as_dict(self) -> Row:
         """Return the setting's numbers as plain values, for ``--json``."""
@@ -331,8 +288,7 @@ def setting_of(
     found = Setting(
         clients=plan.sampler.clients, cohort=plan.sampler.size, rounds=plan.rounds, delta=plan.delta,
         noise_multiplier=plan.noise_multiplier if target is None else None, max_cohort=cohort.max,
-        min_cohort=cohort.min, max_participations=cohort.max_participations, noise_cohort=plan.noise_cohort,
-        colluders=plan.colluders,
+        min_cohort=cohort.min, max_participations=cohort.max_participations, colluders=plan.colluders,
     ).checked(*needed)  # fmt: skip
     if isinstance(account, ScheduledPlan):
         return replace(found, plan=plan, said=account.sentence if account.kind != "independent" else "")
@@ -358,6 +314,9 @@ def _plan_of(name: str, recipe: Recipe) -> Plan:
     if recipe.privacy.selection is not None:
         hint = "fedflat plan has the ε of a recipe whose settings were chosen in private."
         raise wrong(name, "privacy.selection", "a recipe without it", hint=hint)
+    if recipe.privacy.noise_cohort is not None:
+        hint = "A run's statement has the ε of both systems; --clients and --cohort take the larger one's own numbers."
+        raise wrong(name, "privacy.noise_cohort", "a recipe without it", hint=hint)
     if recipe.data.clients is None:
         raise wrong("--clients", "nothing", f"the number of clients: {name} takes it from its data")
     return plan_of(recipe, method, recipe.data.clients)

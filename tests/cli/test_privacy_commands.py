@@ -1,4 +1,4 @@
-"""``fedflat budget`` and ``fedflat calibrate``: figures, both sides of noise_cohort, errors, 80 columns."""
+"""``fedflat budget`` and ``fedflat calibrate``: figures, errors, 80 columns."""
 
 import json
 from typing import Any
@@ -30,23 +30,9 @@ def test_budget_has_the_pinned_figures_and_marks_the_approximation(command: Any)
 
 
 def test_tables_fit_80_columns(command: Any) -> None:
-    said = command("budget", *NUMBERS, "--noise-multiplier", "0.95", "--noise-cohort", "500", *CHEAP)
+    said = command("budget", *NUMBERS, "--noise-multiplier", "0.95", *CHEAP)
     assert said.status == 0
     assert max(cell_len(line) for line in said.out.splitlines()) <= 80
-
-
-def test_noise_cohort_shows_two_different_things(command: Any) -> None:
-    said = command("budget", *NUMBERS, "--noise-multiplier", "0.95", "--noise-cohort", "100", *CHEAP, "--json")
-    found = json.loads(said.out)
-    run = next(row for row in found["rows"] if row["accountant"] == "pld")
-    deployed = next(row for row in found["deployed"]["rows"] if row["accountant"] == "pld")
-    common = {"rounds": 300, "delta": 0.002}
-    assert run["epsilon"] == pytest.approx(fedflat.epsilon(clients=500, cohort=50, noise_multiplier=0.475, **common))
-    assert deployed["epsilon"] == pytest.approx(
-        fedflat.epsilon(clients=1000, cohort=100, noise_multiplier=0.95, **common)
-    )
-    text = command("budget", *NUMBERS, "--noise-multiplier", "0.95", "--noise-cohort", "100", *CHEAP).out
-    assert "ε of this run" in text and "if deployed at population P = 1,000" in text and "projection" in text
 
 
 def test_a_recipe_gives_the_numbers_and_options_change_them(command: Any) -> None:
@@ -86,7 +72,10 @@ def test_calibrate_refuses_what_proves_nothing(command: Any) -> None:
         (("budget", *NUMBERS, "--noise-multiplier", "-1"), "privacy.noise_multiplier"),
         (("budget", *NUMBERS, "--noise-multiplier", "1", "--sampling", "poison"), "Did you mean poisson"),
         (("budget", *NUMBERS, "--noise-multiplier", "1", "--sampling", "truncated"), "largest cohort"),
-        (("budget", *NUMBERS, "--noise-multiplier", "1", "--noise-cohort", "10"), "--noise-cohort"),
+        (
+            ("budget", "quick-start", "-o", "privacy.noise_cohort=200"),
+            "privacy.noise_cohort; allowed: a recipe",
+        ),
         (("budget", "quick-start-fedavg"), "neither clips nor adds noise"),
         (("budget", "-o", "rounds=3"), "only with a recipe"),
         (("calibrate", "--epsilon", "0", *NUMBERS), "--epsilon"),
