@@ -8,8 +8,8 @@ Example: every audit that takes a minute, of a packaged recipe::
         print(result.kind, result.lower_bound, result.proven, result.violations)
 
 ``audit_run`` audits a recipe or a run. ``audit_worlds`` runs a recipe's own model, data shapes and back ends with and
-without a hostile client. ``audit_noise`` compares the noise of real rounds with the plan. ``audit_method`` and
-``audit_all`` run one round through the real server path many times and bound ε from below.
+without a hostile client. ``audit_noise`` compares the noise of real rounds with the plan. ``audit_method`` runs one
+round through the real server path many times and bounds ε from below.
 """
 
 import json
@@ -21,14 +21,14 @@ from torch import nn
 
 from fedflat.assembly.tasks import refuse_other_tasks
 from fedflat.audit.bounds import AuditResult
-from fedflat.audit.mechanism import RUNS, audit_all, audit_method
+from fedflat.audit.mechanism import RUNS, audit_method
 from fedflat.audit.movements import audit_worlds, is_given
 from fedflat.audit.noise import audit_noise
 from fedflat.config.recipe import Recipe
 from fedflat.core import durable
 from fedflat.core.checks import one_of
 
-__all__ = ["AuditResult", "audit_all", "audit_method", "audit_noise", "audit_run", "audit_worlds", "write_audit"]
+__all__ = ["AuditResult", "audit_method", "audit_noise", "audit_run", "audit_worlds", "write_audit"]
 
 KINDS = ("quick", "worlds", "noise", "mechanism", "all")
 AUDITED = {"clip", "trust", "protocol", "published", "secure_rng"}

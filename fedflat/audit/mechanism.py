@@ -6,8 +6,7 @@ bound ε from below.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -182,8 +181,6 @@ def outside_faults(make: Callable[[Tensor | None], Job]) -> list[str]:
     ]
 
 
-AT_ONCE = 2
-"""Methods audited at a time: NumPy and torch share the other cores."""
 RUNS = 20_000
 LOOPED_RUNS = 300
 """Runs per world where each must be a call of its own (adaptive clip, clients that draw noise themselves)."""
@@ -251,14 +248,6 @@ def epsilons(plan: Plan) -> tuple[float, float]:
         # Amplification by sampling says nothing at q = 1; this account needs none.
         proven = seen.epsilon
     return proven if claimed is None else claimed, proven
-
-
-def audit_all(names: Iterable[str] | None = None, *, runs: int = RUNS) -> list[AuditResult]:
-    """Return the mechanism audit of every named method (default: all), ``AT_ONCE`` at a time, in the order of the
-    names.
-    """
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda n: audit_method(n, runs=runs), list(names or ALGORITHMS)))
 
 
 def audit_bench(bench: Bench, runs: int, confidence: float, pairs: Mapping[str, Neighbours] | None = None) -> Finding:

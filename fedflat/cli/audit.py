@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
 
 def audit(
-    target: Annotated[str | None, Argument(metavar="RUN_OR_RECIPE")] = None,
+    target: Annotated[str, Argument(metavar="RUN_OR_RECIPE")],
     *,
     kind: str = "quick",
     override: cli.Overrides = None,
-    methods: Annotated[str | None, Option(metavar="NAMES")] = None,
     runs: int = 20_000,
     as_json: cli.Json = False,
 ) -> None:
@@ -42,34 +41,22 @@ def audit(
 
     Example: fedflat audit quick-start --kind worlds
 
-    Example: fedflat audit --methods dp-fedsam,dp-fedpgn
-
     Args:
         target: A run's folder, a packaged recipe's name or a YAML file.
         kind: quick, worlds, noise, mechanism or all.
-        methods: Audit named methods instead: a,b,c, or all.
         runs: Runs per world of the mechanism audit.
     """
-    from fedflat.audit import audit_all, audit_run, write_audit
+    from fedflat.audit import audit_run, write_audit
     from fedflat.config.recipe import Recipe
     from fedflat.records.folder import SEALED
 
-    if target is None and methods is None:
-        raise wrong("audit", "nothing to audit", "a recipe or a run's folder, or --methods all")
-    if target is None and override:
-        raise wrong("-o", override[0], "only with a recipe or a run's folder")
-    results: list[AuditResult] = []
-    folder = Path(target) if target is not None and Path(target).is_dir() else None
+    folder = Path(target) if Path(target).is_dir() else None
     # A run's own folder, as it was run, keeps the result.
     page = None if folder is None or override or (folder / SEALED).exists() else folder / "report.html"
-    if target is not None:
-        recipe = Recipe.load(target, override or [])
-        results += audit_run(recipe, kind=kind, runs=runs, folder=folder)
+    results = audit_run(Recipe.load(target, override or []), kind=kind, runs=runs, folder=folder)
     if page is not None:
         write_audit(page.parent, results)
         report.write_report([page.parent], page)
-    if methods is not None:
-        results += audit_all(None if methods == "all" else [n.strip() for n in methods.split(",")], runs=runs)
     if as_json:
         cli.print_json([result.as_dict() for result in results])
     else:

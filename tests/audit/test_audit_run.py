@@ -102,15 +102,6 @@ def test_command_writes_audit_json_into_the_run_folder(tmp_path, capsys):
     assert json.loads((tmp_path / "run" / "audit.json").read_text())["audits"] == shown
 
 
-def test_command_without_anything_says_what_to_give():
-    from fedflat.cli.audit import audit
-
-    with pytest.raises(InputError, match="--methods all"):
-        audit(None)
-    with pytest.raises(InputError, match="-o"):
-        audit(None, methods="dp-fedavg", override=["rounds=1"])
-
-
 def worlds(**details):
     facts = {
         "movement": 1.0, "limit": 1.002, "back_end": "lowrank", "data": "ordinary", "left_out": 3,
