@@ -143,7 +143,6 @@ def test_a_wrong_record_is_reported(runs: Path, tmp_path: Path) -> None:
         (("--noise", ","), "--noise: found nothing"),
         (("--clients", "99"), "--clients: found 99; allowed: a whole number ≥ 0 and ≤ 19"),
         (("--on", "tests"), "Did you mean test?"),
-        (("--precision", "half"), "--precision: found half"),
         (("--rho", "0"), "--rho: found 0"),
         (("--directions", "3"), "--directions: found 3"),
         (("--span", "-1"), "--span: found -1"),

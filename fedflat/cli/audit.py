@@ -113,7 +113,6 @@ def landscape(
     noise: Annotated[str, Option(metavar="SIZES")] = "0.05,0.1,0.2,0.3,0.5",
     draws: int = 10,
     seed: int = 0,
-    precision: str = "auto",
     threads: int | None = None,
     out: Path | None = None,
     plates: cli.Plates = None,
@@ -138,7 +137,6 @@ def landscape(
         noise: Weight noise, relative to the weights.
         draws: Draws of weight noise.
         seed: Seed of directions, noise and examples.
-        precision: Of the surface's forward passes: auto, float32 or bfloat16.
         threads: Threads. Default: one for each core.
         out: cli.Folder for landscape.html and landscape.json. Default: the (first) run's.
     """
@@ -148,7 +146,7 @@ def landscape(
     settings = flatness.Settings(
         points=points, span=span, directions=directions, examples=examples, curvature_examples=curvature_examples,
         on=on, clients=tuple(_numbers("--clients", clients or "", int)), rho=rho,
-        noise=tuple(_numbers("--noise", noise, float)), draws=draws, seed=seed, precision=precision, threads=threads,
+        noise=tuple(_numbers("--noise", noise, float)), draws=draws, seed=seed, threads=threads,
     )  # fmt: skip
     settings.check()
     with _progress(quiet=as_json) as (on_stage, on_points):

@@ -65,7 +65,6 @@ class Settings:
     eigenvalues: int = 5
     trace_draws: int = 30
     seed: int = 0
-    precision: str = "auto"
     threads: int | None = None
 
     def check(self) -> None:
@@ -73,7 +72,6 @@ class Settings:
         surfaces.steps_of(self.points, self.span)
         whole("--directions", self.directions, 1, 2)
         one_of("--on", self.on, ("test", "train"))
-        one_of("--precision", self.precision, ("auto", "float32", "bfloat16"))
         in_range("--rho", self.rho, 0, open_low=True)
         for name in ("examples", "curvature_examples", "draws", "eigenvalues", "trace_draws"):
             if (count := getattr(self, name)) is not None:
@@ -242,8 +240,7 @@ def of_model(
     found["numbers"] = {key: (scalars | curved)[key] for key in NUMBERS}
     found |= details
     if with_surface:
-        plane = surfaces.surface(objective, weights, pair, steps, precision=settings.precision, on_points=on_points)
-        found["surface"] = _grid(plane)
+        found["surface"] = _grid(surfaces.surface(objective, weights, pair, steps, on_points))
     return found | {"seconds": time.perf_counter() - began}
 
 
@@ -258,10 +255,7 @@ def _curved(part: Objective, weights: Tensor, layout: Layout, settings: Settings
 
 
 def _grid(grid: surfaces.Grid) -> Numbers:
-    return {
-        "steps": grid.steps.tolist(), "loss": grid.loss.tolist(), "accuracy": grid.accuracy.tolist(),
-        "precision": grid.precision, "deviation": grid.deviation,
-    }  # fmt: skip
+    return {"steps": grid.steps.tolist(), "loss": grid.loss.tolist(), "accuracy": grid.accuracy.tolist()}
 
 
 def _compare_with_record(found: Numbers, run: Run, model: Model, settings: Settings, notes: list[str]) -> None:

@@ -92,13 +92,9 @@ class Objective:
         loss, accuracy = self.values(Points(weights, weights[None], torch.zeros(1, 1)))[0]
         return float(loss), float(accuracy)
 
-    def values(
-        self, points: Points, dtype: torch.dtype = torch.float32, on_chunk: Callable[[int], None] | None = None
-    ) -> np.ndarray:
-        """Return the loss and accuracy of every point ``(P, 2)``, the forward passes in ``dtype``; on_chunk: points
-        finished.
-        """
-        dtype = self.inputs.dtype if self.inputs.dtype == torch.float64 else dtype
+    def values(self, points: Points, on_chunk: Callable[[int], None] | None = None) -> np.ndarray:
+        """Return the loss and accuracy of every point ``(P, 2)``; on_chunk: points finished."""
+        dtype = torch.float64 if self.inputs.dtype == torch.float64 else torch.float32
         inputs = self.inputs.to(dtype) if self.inputs.is_floating_point() else self.inputs
         # Chunks follow from model and data alone, so that threads do not change the numbers.
         size = self._chunk()
@@ -146,7 +142,7 @@ class Objective:
         parameters = converted(self.layout, vector) if own else dict(self.layout.views(vector))
         for batch in batches:
             found = torch.func.functional_call(module, parameters, (batch,))
-            logits = _at_least_float(found.to_dense() if own else found)
+            logits = found.to_dense() if own else found
             losses, right = example_loss(logits, self.targets[done : done + len(logits)])
             done += len(logits)
             yield losses.double().sum(), right.double().sum()
@@ -159,7 +155,7 @@ class Objective:
 
             def at(vector: Tensor, rows: slice = rows) -> tuple[Tensor, Tensor]:
                 logits = torch.func.functional_call(module, dict(self.layout.views(vector)), (inputs[rows],))
-                return example_loss(_at_least_float(logits), self.targets[rows])
+                return example_loss(logits, self.targets[rows])
 
             losses, right = torch.func.vmap(at)(weights)
             total += torch.stack([losses.double().sum(-1), right.double().sum(-1)], dim=-1)
@@ -234,10 +230,6 @@ def _added(terms: Iterable[Tensor]) -> Tensor:
     return total
 
 
-def _at_least_float(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-
-
 def _dense(module: nn.Module) -> bool:
     """Return whether every layer with weights is linear: batched matrix products win there, and lose for
     convolutions."""
@@ -247,7 +239,7 @@ def _dense(module: nn.Module) -> bool:
 
 BATCH = 200
 """Images per pass: the weights are converted for every one, which batches of 50 feel."""
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+TOLERANCE = 1e-4
 """Largest difference of a logit from that of plain tensors, relative to the largest logit: several roundings."""
 
 
@@ -267,7 +259,7 @@ def batches(module: nn.Module, layout: Layout, weights: Tensor, inputs: Tensor) 
         return None
     expected = torch.func.functional_call(module, dict(layout.views(vector)), (first,))
     scale = float(expected.abs().max())
-    if found.shape != expected.shape or not float((found - expected).abs().max()) <= TOLERANCE[inputs.dtype] * scale:
+    if found.shape != expected.shape or not float((found - expected).abs().max()) <= TOLERANCE * scale:
         return None
     return [kept[start : start + BATCH].to_mkldnn() for start in range(0, len(kept), BATCH)]
 

@@ -13,25 +13,17 @@ from fedflat.core.params import Layout
 from fedflat.core.rng import stream
 from fedflat.landscape.objective import Objective, Points
 
-TOLERANCE = 0.01
-"""bfloat16 is used only if it agrees with float32 at nine points to 1 % of the loss's range over them …"""
-LONG = 1_000_000
-"""… and only for a surface of at least so many forward passes (points × examples)."""
-
 
 @dataclass(frozen=True)
 class Grid:
     """Loss and accuracy over ``steps`` ``(P,)`` along one direction ``(P,)``, or along two ``(P, P)``.
 
-    Row i, column j of a surface is the point ``w + steps[i]·d_1 + steps[j]·d_2``. precision: of the forward passes;
-    deviation: the largest difference in loss from float32 at the points where both were computed, None for float32.
+    Row i, column j of a surface is the point ``w + steps[i]·d_1 + steps[j]·d_2``.
     """
 
     steps: np.ndarray
     loss: np.ndarray
     accuracy: np.ndarray
-    precision: str = "float32"
-    deviation: float | None = None
 
 
 def filters(layout: Layout) -> list[tuple[slice, int]]:
@@ -82,46 +74,14 @@ def line(objective: Objective, weights: Tensor, direction: Tensor, steps: np.nda
 
 
 def surface(
-    objective: Objective, weights: Tensor, pair: Tensor, steps: np.ndarray, *, precision: str = "auto",
+    objective: Objective, weights: Tensor, pair: Tensor, steps: np.ndarray,
     on_points: Callable[[int], None] | None = None,
 ) -> Grid:  # fmt: skip
-    """Return the loss and accuracy over the plane of two directions ``(2, D)``.
-
-    precision: ``float32``; ``bfloat16`` for the forward passes (losses are always taken in float32); ``auto``:
-    bfloat16 for long surfaces of images, where the processor multiplies it in hardware and nine points agree.
-    """
+    """Return the loss and accuracy over the plane of two directions ``(2, D)``."""
     first, second = np.meshgrid(steps, steps, indexing="ij")
     coefficients = torch.from_numpy(np.stack([first.reshape(-1), second.reshape(-1)], axis=1))
-    points = Points(weights, pair, coefficients)
-    dtype, deviation = _precision(objective, points, precision)
-    found = objective.values(points, dtype, on_points).reshape(len(steps), len(steps), 2)
-    return Grid(steps, found[..., 0], found[..., 1], str(dtype).removeprefix("torch."), deviation)
-
-
-def _precision(objective: Objective, points: Points, asked: str) -> tuple[torch.dtype, float | None]:
-    """Return the precision to use, and how far it is from float32."""
-    if asked != "bfloat16" and not (asked == "auto" and _pays(objective, len(points)) and has_fast_bfloat16()):
-        return torch.float32, None
-    # Corners, middles of the edges and the centre show how far bfloat16 is off.
-    side = round(len(points) ** 0.5)
-    ends = (0, (side - 1) // 2, side - 1)
-    chosen = torch.tensor([row * side + column for row in ends for column in ends])
-    few = Points(points.base, points.directions, points.coefficients[chosen])
-    exact, fast = objective.values(few)[:, 0], objective.values(few, torch.bfloat16)[:, 0]
-    deviation = float(np.abs(exact - fast).max())
-    agrees = bool(np.isfinite(deviation)) and deviation <= TOLERANCE * float(exact.max() - exact.min())
-    return (torch.bfloat16, deviation) if asked == "bfloat16" or agrees else (torch.float32, None)
-
-
-def _pays(objective: Objective, points: int) -> bool:
-    images = objective.inputs.dim() == 4 and objective.inputs.dtype == torch.float32
-    return images and not objective.dense and points * len(objective.inputs) >= LONG
-
-
-def has_fast_bfloat16() -> bool:
-    """Return whether this processor has bfloat16 matrix units (AMX)."""
-    known = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return bool(known is not None and known())
+    found = objective.values(Points(weights, pair, coefficients), on_points).reshape(len(steps), len(steps), 2)
+    return Grid(steps, found[..., 0], found[..., 1])
 
 
 Product = Callable[[Tensor], Tensor]

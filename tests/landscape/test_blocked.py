@@ -41,25 +41,12 @@ def test_every_point_of_a_surface_equals_the_plain_evaluation(name: str) -> None
     assert blocked.batches(module, layout, weights, x) is not None, "the built-in networks run on these tensors"
     pair, steps = directions(weights, layout, 0, 2), steps_of(3, 1.0)
     assert len(steps) ** 2 >= MANY
-    plane = surface(Objective(module, layout, x, y, threads=1), weights, pair, steps, precision="float32")
+    plane = surface(Objective(module, layout, x, y, threads=1), weights, pair, steps)
     for i, a in enumerate(steps):
         for j, b in enumerate(steps):
             loss, accuracy = plain(module, layout, weights + float(a) * pair[0] + float(b) * pair[1], x, y)
             assert plane.loss[i, j] == pytest.approx(loss, rel=1e-4)
             assert abs(plane.accuracy[i, j] - accuracy) <= 1 / EXAMPLES
-
-
-def test_bfloat16_surface_is_as_close_as_it_says() -> None:
-    module, layout, weights, x, y = images("cnn-3")
-    objective, pair, steps = (
-        Objective(module, layout, x, y, threads=1),
-        directions(weights, layout, 0, 2),
-        steps_of(3, 1),
-    )
-    exact = surface(objective, weights, pair, steps, precision="float32")
-    fast = surface(objective, weights, pair, steps, precision="bfloat16")
-    assert fast.deviation == pytest.approx(float(np.abs(exact.loss - fast.loss).max()), abs=1e-6)
-    assert 0 < fast.deviation < 0.02
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:

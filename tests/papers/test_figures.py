@@ -195,7 +195,7 @@ def landscape() -> dict[str, Any]:
             "label": label, "model": "global", "style": style, "seeds": [0], "epsilon": None, "private": False,
             "numbers": {}.fromkeys(("loss", "accuracy", "eigenvalue", "trace", "ascent", "noise_accuracy")),
             "differences": {}, "line": {"steps": steps, **curve}, "noise": {"levels": steps, **curve},
-            "surface": {"steps": steps, "loss": loss, "precision": "float32", "deviation": None},
+            "surface": {"steps": steps, "loss": loss},
         }  # fmt: skip
 
     settings = {"on": "test", "seed": 0, "rho": 0.05, "noise": [0.1], "points": 5}

@@ -19,10 +19,7 @@ def bowl(steepness: float) -> dict[str, Any]:
     """A surface that rises with the squared distance from its middle."""
     steps = np.linspace(-1, 1, SIDE)
     loss = 0.1 + steepness * (steps[:, None] ** 2 + steps[None] ** 2)
-    return {"steps": steps.tolist(), "loss": loss.tolist(), "accuracy": (1 / (1 + loss)).tolist()} | {
-        "precision": "float32",
-        "deviation": None,
-    }
+    return {"steps": steps.tolist(), "loss": loss.tolist(), "accuracy": (1 / (1 + loss)).tolist()}
 
 
 def value(mean: float, sd: float | None = 0.1) -> dict[str, Any]:
