@@ -179,7 +179,7 @@ def test_an_experiment_leaves_every_file(done: tuple[Comparison, list[RunEvent]]
         ):
             assert (run / file).is_file()
         assert [e.state for e in events if e.run == name] == ["waiting", *["running"] * 4, "done"]
-    for file in ("table.md", "table.csv", "table.json", "table.tex", "report.html"):
+    for file in ("table.md", "table.json", "table.tex", "report.html"):
         assert (found.folder / file).stat().st_size > 100
 
 

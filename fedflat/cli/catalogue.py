@@ -218,8 +218,8 @@ def runs(folder: Path = Path("runs"), *, as_json: cli.Json = False) -> None:
         folder: Where to look, at any depth.
     """
     from fedflat.report import epsilon_text
-    from fedflat.report.live import age_text, listed
-    from fedflat.report.wording import percent
+    from fedflat.report.live import listed
+    from fedflat.report.wording import duration, percent
 
     found, damaged = listed(folder)
     for fault in damaged:
@@ -233,7 +233,7 @@ def runs(folder: Path = Path("runs"), *, as_json: cli.Json = False) -> None:
         epsilon = epsilon_text(each["epsilon"]) if each["state"] in ("done", "stopped") else "–"
         epsilon += " of the mechanism" if epsilon != "–" and each["randomness"] == "seeded" else ""
         rows.append((each["run"], each["method"], str(each["data"] or "–"), percent(each["accuracy"]), epsilon, done,
-                     each["state"], age_text(each["age"])))  # fmt: skip
+                     each["state"], duration(each["age"])))  # fmt: skip
     cli.print_columns(rows)
 
 

@@ -67,8 +67,8 @@ def tune(
     On clients: a secret number of trials, each a whole private run whose
     settings are drawn from what --vary says; the best by public examples that
     are set apart is released, and its ε is that of the whole selection. After
-    Ctrl-C or a failure the same command goes on. On a proxy: a table, a
-    picture, and a recipe that fedflat run takes.
+    Ctrl-C or a failure the same command goes on. On a proxy: a table,
+    and a recipe that fedflat run takes.
 
     Example: fedflat tune quick-start --vary local.lr=log:0.05:1 --vary privacy.clip=0.1,0.3,1
 
@@ -115,7 +115,7 @@ def _private(recipe: Any, varied: list[str], mean: float, folder: Path, processe
 
 
 def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: int | None, as_json: bool) -> None:
-    from fedflat.simulation.tuning import PICTURE, tune_on_proxy
+    from fedflat.simulation.tuning import tune_on_proxy
 
     with report.ExperimentProgress(quiet=as_json) as progress:
         found = tune_on_proxy(recipe, varied, count, folder, processes, progress.update)
@@ -127,8 +127,7 @@ def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: 
         return
     heads = [*found.rows[0][0], "accuracy"]
     print("\n".join(columns([heads, *([*settings.values(), f"{best:.4f}"] for settings, best in found.rows)], left=0)))
-    picture = folder / PICTURE if (folder / PICTURE).is_file() else None
-    print("\n".join(filled("proxy.txt", found=found, folder=folder, picture=picture)))
+    print("\n".join(filled("proxy.txt", found=found, folder=folder)))
 
 
 def _unfinished(found: Any) -> RunError:

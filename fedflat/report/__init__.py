@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         read_runs,
         uncounted,
     )
-    from fedflat.report.plates import write_csv, write_figure, write_picture
+    from fedflat.report.plates import write_figure
     from fedflat.report.progress import (
         ASKED,
         Bars,
@@ -58,15 +58,14 @@ __all__ = [
     "ASKED", "Bars", "DivergenceWatch", "ExperimentProgress", "Group", "Progress", "Run", "RunEvent", "State",
     "cautions", "duration", "epsilon_text", "figures_of_groups", "filled", "final_accuracy",
     "own_metrics", "percent", "plain", "print_comparison", "print_summary", "proven_epsilon", "public", "read_run",
-    "read_runs", "render", "summary_rows", "uncounted", "waiting_text", "write_csv", "write_figure",
-    "write_picture", "write_report",
+    "read_runs", "render", "summary_rows", "uncounted", "waiting_text", "write_figure", "write_report",
 ]  # fmt: skip
 _MODULES = {
     "figures": "figures_of_groups",
     "groups": "Group",
     "html": "public render write_report",
     "metrics": "Run epsilon_text final_accuracy own_metrics plain proven_epsilon read_run read_runs uncounted",
-    "plates": "write_csv write_figure write_picture",
+    "plates": "write_figure",
     "progress": "ASKED Bars ExperimentProgress Progress RunEvent State waiting_text",
     "summary": "DivergenceWatch cautions print_comparison print_summary summary_rows",
     "wording": "duration filled percent",

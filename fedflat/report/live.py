@@ -262,11 +262,3 @@ def _locked(path: Path) -> bool:
     except OSError:
         return False
     return any(line.split()[-3].rpartition(":")[2] == str(node) for line in held.splitlines() if len(line.split()) > 5)
-
-
-def age_text(seconds: float) -> str:
-    """Return an age in the largest unit that fits: ``12 s``, ``5 min``, ``3 h``, ``9 d``."""
-    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds // size:.0f} {unit}"
-    return f"{seconds:.0f} s"

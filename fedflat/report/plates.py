@@ -1,9 +1,8 @@
-"""Draw by matplotlib what is written as a file: a page's figures, a search; and the contours of surfaces."""
+"""Draw by matplotlib what is written as a file: a page's figures and the contours of surfaces."""
 
 from __future__ import annotations
 
 import io
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -182,39 +181,3 @@ def levels(low: float, high: float, count: int = 9) -> list[float]:
     digits = 2 if ratio > 1.1 else 4
     found = {float(f"{low * ratio**place:.{digits}g}") for place in range(1, count + 1)}
     return sorted(level for level in found if low < level < high)
-
-
-Rows = Sequence[tuple[Mapping[str, str], float]]
-
-
-def write_csv(path: Path, rows: Rows) -> None:
-    """Write the settings and their accuracy, the best first."""
-    import pandas
-
-    table = pandas.DataFrame([{**settings, "accuracy": f"{found:.6g}"} for settings, found in rows])
-    table.to_csv(path, index=False, lineterminator="\n")
-
-
-def write_picture(path: Path, rows: Rows) -> None:
-    """Draw accuracy against each key: on a logarithmic axis where numbers span much, side by side where they are names;
-    a star is the best.
-    """
-    import pandas
-    from matplotlib.figure import Figure as Sheet
-
-    table = pandas.DataFrame([settings for settings, _ in rows])
-    found = pandas.Series([value for _, value in rows]).replace([math.inf, -math.inf], math.nan)
-    figure = Sheet(figsize=(3.2 * len(table.columns), 3.0), layout="constrained")
-    for axes, key in zip(figure.subplots(1, len(table.columns), squeeze=False, sharey=True)[0], table):
-        numbers = pandas.to_numeric(table[key], errors="coerce")
-        names = sorted(set(table[key])) if numbers.isna().any() else []
-        places = table[key].map(names.index) if names else numbers
-        axes.plot(places, found, "o", alpha=0.6)
-        axes.plot(places[:1], found[:1], "*", markersize=14)
-        if names:
-            axes.set_xticks(range(len(names)), names, rotation=20)
-        elif numbers.min() > 0 and numbers.max() >= 10 * numbers.min():
-            axes.set_xscale("log")
-        axes.set(xlabel=key, ylim=(0, None))
-    figure.axes[0].set_ylabel("accuracy on the random process")
-    path.write_bytes(drawn_as(figure, "svg"))

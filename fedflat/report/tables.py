@@ -1,4 +1,4 @@
-"""Compare several methods in a table: terminal, Markdown, CSV, JSON and LaTeX.
+"""Compare several methods in a table: terminal, Markdown, JSON and LaTeX, and every run in CSV.
 
 Accuracies of the shared model and of the clients' own models never share a column, and a claimed ε is only ever
 printed beside the proven one.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import json
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedflat.core.checks import wrong
@@ -258,23 +258,13 @@ def to_json(table: Comparison) -> str:
     return json.dumps(record_of(table), indent=2, ensure_ascii=False) + "\n"
 
 
-def to_csv(table: Comparison) -> str:
-    """Return one line per row with full precision; nested values as ``final.mean``, ``difference.low`` and so on."""
-    return _csv([_flat(record) for record in metrics.plain([asdict(row) for row in table.rows])])
-
-
-def _csv(records: Sequence[Mapping[str, Any]]) -> str:
-    import pandas
-
-    text: str = pandas.DataFrame(records, dtype=object).to_csv(index=False, lineterminator="\n")
-    return text
-
-
 def runs_csv(groups: Sequence[Group]) -> str:
     """Return one line per run: method, the settings that differ, seed, ε, accuracy, how it ended, and its folder.
 
     Rates are shares (0 to 1); an empty field is absent, or an ε that is infinite.
     """
+    import pandas
+
     settings = {group.label: setting(group.runs[0]) for group in groups}
     keys = [key for key in differing(list(settings.values())) if key not in ("name", "algorithm.name")]
     measured = ["rounds", "final_accuracy", "best_accuracy", "final_loss", "proven_epsilon", "claimed_epsilon", "delta"]
@@ -288,22 +278,8 @@ def runs_csv(groups: Sequence[Group]) -> str:
             line |= {key: found[key] for key in measured} | {key: metrics.last(run.metrics, key) for key in own}
             ended = {"ended": metrics.fate(run), "seconds": f"{found['seconds']:.3f}"}
             records.append(line | ended | {"folder": "/".join(run.path.parts[-2:])})
-    return _csv(records)
-
-
-PARTS = {"Spread | None": ("mean", "sd"), "Difference | None": ("mean", "low", "high", "pairs")}
-"""The parts of a row's values that have a column each, by the type of its field."""
-
-
-def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for field in fields(Row):
-        value = record[field.name]
-        if isinstance(field.type, str) and field.type in PARTS:
-            flat |= {f"{field.name}.{part}": (value or {}).get(part) for part in PARTS[field.type]}
-        else:
-            flat[field.name] = " ".join(value) if isinstance(value, list) else value
-    return flat
+    text: str = pandas.DataFrame(records, dtype=object).to_csv(index=False, lineterminator="\n")
+    return text
 
 
 def to_latex(table: Comparison) -> str:
@@ -312,5 +288,5 @@ def to_latex(table: Comparison) -> str:
 
 
 RENDERERS: dict[str, Callable[[Comparison], str]] = {
-    "terminal": to_terminal, "markdown": to_markdown, "csv": to_csv, "json": to_json, "latex": to_latex,
+    "terminal": to_terminal, "markdown": to_markdown, "json": to_json, "latex": to_latex,
 }  # fmt: skip

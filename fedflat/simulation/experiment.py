@@ -31,7 +31,7 @@ from fedflat.simulation.settings import Setting, Task, check_folders, claim, exp
 
 Update = Callable[[report.RunEvent], None]
 GONE = "its worker process is gone: {}; the same command goes on with it"
-FILES = {"md": "markdown", "csv": "csv", "json": "json", "tex": "latex"}
+FILES = {"md": "markdown", "json": "json", "tex": "latex"}
 
 
 # Set once in each worker process by ``begin_worker``: the queue, the flag, and what gives a recipe its federation.

@@ -35,7 +35,7 @@ from fedflat.privacy.tuning import Selection
 from fedflat.records import keys
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.records.opening import Opening
-from fedflat.report import RunEvent, write_csv, write_picture
+from fedflat.report import RunEvent
 from fedflat.simulation import settings as space
 from fedflat.simulation.experiment import compare
 from fedflat.simulation.settings import CHARGE, PUBLIC, WINNER, Axis, Settings, expand, tasks, unwritable
@@ -283,7 +283,7 @@ def _hide_times(place: Path) -> None:
             os.utime(path, ns=(when, when))
 
 
-CHOSEN, TABLE, PICTURE = "chosen.yaml", "settings.csv", "settings.svg"
+CHOSEN, TABLE = "chosen.yaml", "settings.csv"
 
 
 @dataclass(frozen=True)
@@ -322,6 +322,8 @@ def tune_on_proxy(
     Raises InputError: a setting that no recipe can have, data that are no images, or another search in ``folder``.
     """
     every, place = space.axes(varied, private=False), Path(folder)
+    import pandas
+
     space.checked(recipe, every)
     there = on_proxy(recipe, data_of(recipe, None, None))
     tried = settings_to_try(every, count, recipe.seed)
@@ -337,8 +339,8 @@ def tune_on_proxy(
     chosen = space.applied(recipe, rows[0][0])
     text = yaml.safe_dump(chosen.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)
     durable.replace(place / CHOSEN, text, mode=0o644)
-    write_csv(place / TABLE, rows)
-    write_picture(place / PICTURE, rows)
+    table = pandas.DataFrame([{**settings, "accuracy": f"{found:.6g}"} for settings, found in rows])
+    table.to_csv(place / TABLE, index=False, lineterminator="\n")
     return OnProxy(place, there.data.dataset, tuple(rows), place / CHOSEN)
 
 

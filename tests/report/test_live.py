@@ -13,7 +13,7 @@ from synthetic_runs import write_run
 from test_report_browser import CHROMIUM, FLAGS
 
 from fedflat.core.checks import InputError
-from fedflat.report.live import Live, Server, age_text, listed
+from fedflat.report.live import Live, Server, listed
 
 pytest.importorskip("starlette")
 
@@ -107,8 +107,6 @@ def test_the_runs_of_a_folder(tmp_path: Path) -> None:
     found = {Path(each["run"]).name: each for each in sound}
     assert found["done"]["state"] == "done" and found["done"]["epsilon"] == 9.37 and found["done"]["data"] == "cifar10"
     assert found["b"]["state"] == "killed" and found["b"]["epsilon"] is None and found["b"]["rounds"] == 2
-    assert json.dumps(list(found.values())) and [age_text(s) for s in (5, 70, 7200, 2e5)] == [
-        "5 s", "1 min", "2 h", "2 d",
-    ]  # fmt: skip
+    assert json.dumps(list(found.values()))
     with pytest.raises(InputError, match="no such folder"):
         listed(tmp_path / "nothing")

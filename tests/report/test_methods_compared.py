@@ -117,4 +117,4 @@ def test_a_figure_in_words_states_what_it_shows(tmp_path: Path) -> None:
     accuracy = figures.figures_of_groups(read(write_many(tmp_path / "runs", 3, 1, rounds=20)))[0]
     assert describe(accuracy).startswith("In the end, highest first: dp-fedsam-topk ")
     loss = figures_of_run(metrics.read_run(tmp_path / "runs" / "dp-fedavg-0"))[1]
-    assert describe(loss).startswith("down from ")
+    assert describe(loss).startswith("In the end: ")
