@@ -87,7 +87,7 @@ def table(results: Iterable[AuditResult]) -> str:
             more = f" (and {len(result.violations) - 1} more)" if len(result.violations) > 1 else ""
             broken = "" if result.kind in ("worlds", "noise") else "contract 2b broken: "
             lines += cli.wrapped(f"{broken}{result.violations[0]}{more}", "    ", "      ")
-        lines += statement.matrix_text(facts)
+        lines += [line for text in statement.remarks(facts) for line in cli.wrapped(text, "    ", "      ")]
         assumptions.setdefault(result.kind, result.assumptions)
     for kind, texts in assumptions.items():
         lines += ["", f"What {kind} rests on:"]

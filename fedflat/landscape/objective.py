@@ -2,9 +2,6 @@
 
 Evaluations are spread over threads of one intra-op thread each. What a thread is handed (a chunk of points, a batch of
 examples) and the order in which results are added do not depend on the number of threads, so neither do the numbers.
-
-Only layers that oneDNN has (convolution, pooling, ReLU, linear) run on such tensors, so whether a module does, and to
-the same numbers, is tried before it is used.
 """
 
 import copy
@@ -22,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedflat.core.checks import InputError, whole
 from fedflat.core.loss import example_loss
-from fedflat.core.params import Layout, looked_at, usable
+from fedflat.core.params import Layout
 from fedflat.core.process import using_threads
 
 T = TypeVar("T")
@@ -30,8 +27,6 @@ R = TypeVar("R")
 
 CONVOLUTION_BATCH, DENSE_BATCH, GRADIENT_BATCH = 25, 1000, 250
 """Examples per pass: activations of 25 images stay in a core's cache, which is 1.4 times faster than 500 at once."""
-MANY = 8
-"""Points from which it pays to convert the examples to oneDNN's tensors."""
 CHUNK_ENTRIES = 2_000_000
 """Entries (weights, or examples × widest layer for the activations) of the points that one vmap evaluates at once."""
 
@@ -99,7 +94,7 @@ class Objective:
         # Chunks follow from model and data alone, so that threads do not change the numbers.
         size = self._chunk()
         chunks = [slice(start, start + size) for start in range(0, len(points), size)]
-        batches = [] if self.dense else self._batched(points, inputs)
+        batches = [] if self.dense else inputs.split(CONVOLUTION_BATCH if inputs.dim() == 4 else DENSE_BATCH // 4)
 
         def one(module: nn.Module, chunk: slice) -> np.ndarray:
             with torch.no_grad():
@@ -120,14 +115,6 @@ class Objective:
         entries = max(self.layout.size, min(len(self.inputs), DENSE_BATCH) * self._widest)
         return max(1, min(256, CHUNK_ENTRIES // entries))
 
-    def _batched(self, points: Points, inputs: Tensor) -> Sequence[Tensor]:
-        """Return the examples in batches; as oneDNN's tensors if there are many points and the module runs on such."""
-        plain: Sequence[Tensor] = inputs.split(CONVOLUTION_BATCH if inputs.dim() == 4 else DENSE_BATCH // 4)
-        if len(points) < MANY:
-            return plain
-        with self._module() as module, torch.no_grad():
-            return batches(module, self.layout, points.base, inputs) or plain
-
     def _each(self, module: nn.Module, weights: Tensor, batches: Sequence[Tensor]) -> np.ndarray:
         """Return, point by point, loss and accuracy ``(n, 2)`` at weights ``(n, D)``."""
         rows = []
@@ -138,11 +125,9 @@ class Objective:
 
     def _forward(self, module: nn.Module, vector: Tensor, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the sums of loss and accuracy over each batch."""
-        own, done = batches[0].is_mkldnn, 0
-        parameters = converted(self.layout, vector) if own else dict(self.layout.views(vector))
+        done, parameters = 0, dict(self.layout.views(vector))
         for batch in batches:
-            found = torch.func.functional_call(module, parameters, (batch,))
-            logits = found.to_dense() if own else found
+            logits = torch.func.functional_call(module, parameters, (batch,))
             losses, right = example_loss(logits, self.targets[done : done + len(logits)])
             done += len(logits)
             yield losses.double().sum(), right.double().sum()
@@ -235,35 +220,3 @@ def _dense(module: nn.Module) -> bool:
     convolutions."""
     layers = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
     return bool(layers) and all(isinstance(m, nn.Linear) for m in layers)
-
-
-BATCH = 200
-"""Images per pass: the weights are converted for every one, which batches of 50 feel."""
-TOLERANCE = 1e-4
-"""Largest difference of a logit from that of plain tensors, relative to the largest logit: several roundings."""
-
-
-def batches(module: nn.Module, layout: Layout, weights: Tensor, inputs: Tensor) -> list[Tensor] | None:
-    """Return ``inputs`` ``(N, c, h, w)`` cut into oneDNN tensors, or None where the module must have plain ones.
-
-    weights ``(D,)``: at which the first batch's logits are compared with those of plain tensors.
-    """
-    if not usable(inputs):
-        return None
-    first, vector = inputs[:BATCH], weights.to(inputs.dtype)
-    try:
-        kept = looked_at(module, inputs)
-        found = torch.func.functional_call(module, converted(layout, vector), (kept[:BATCH].to_mkldnn(),)).to_dense()
-    except Exception:
-        # Most operations do not exist for oneDNN's tensors, and a module may use any of them.
-        return None
-    expected = torch.func.functional_call(module, dict(layout.views(vector)), (first,))
-    scale = float(expected.abs().max())
-    if found.shape != expected.shape or not float((found - expected).abs().max()) <= TOLERANCE * scale:
-        return None
-    return [kept[start : start + BATCH].to_mkldnn() for start in range(0, len(kept), BATCH)]
-
-
-def converted(layout: Layout, vector: Tensor) -> dict[str, Tensor]:
-    """Return the parameters in ``vector`` ``(D,)`` by name, as oneDNN tensors."""
-    return {name: view.to_mkldnn() for name, view in layout.views(vector)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -114,7 +113,6 @@ def readable(value: Any) -> str:
 
 AUDIT = "audit.json"
 """Written by ``fedflat audit RUN``."""
-NARROW = 11
 
 
 def audited_text(audit: Record) -> str:
@@ -181,22 +179,6 @@ def remarks(audit: Record) -> list[str]:
     if left := facts.get("left_out"):
         said.append(f"{left} pairs were left out to end in time; fedflat audit --kind worlds runs all.")
     return said
-
-
-def matrix_text(audit: Record) -> list[str]:
-    """Return the matrix in at most 80 columns, and the remarks."""
-    heads, rows = matrix(audit)
-    if not heads:
-        return []
-    wide = 78 - (NARROW + 1) * min(len(heads) - 1, 4)
-    lines = []
-    for start in range(1, len(heads), 4):
-        for row in [heads, *rows]:
-            numbers = "".join(f" {cell.replace('vectorized', 'vect.'):>{NARROW}}" for cell in row[start : start + 4])
-            lines.append(f"  {row[0]:{wide}.{wide}}{numbers}".rstrip())
-    for text in remarks(audit):
-        lines += textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent="    ")
-    return ["", *lines, ""]
 
 
 def _number_text(row: Record, engine: str) -> str:
