@@ -37,9 +37,9 @@ LIMITS = {
     "comment lines per 60 code lines": Limit(1, 1, least=True),
     "words of the docs": Limit(50_000, 50_000),
     "words of the README": Limit(850, 900),
-    "files of more than 300 lines": Limit(49),
+    "files of more than 300 lines": Limit(48),
     "functions of more than 40 lines": Limit(14),
-    "lines of the tests": Limit(37_918),
+    "lines of the tests": Limit(37_578),
 }
 """The only place where limits are kept. They are today's values: nothing may grow."""
 
