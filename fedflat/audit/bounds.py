@@ -125,12 +125,7 @@ class AuditResult:
         over = self.lower_bound is not None and self.lower_bound > self.proven
         return over or bool(self.violations)
 
-    @property
-    def exceeds_claimed(self) -> bool:
-        """The audit shows that the claimed ε does not hold."""
-        return self.lower_bound is not None and self.lower_bound > self.claimed
-
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values for JSON; an infinite number becomes None."""
-        facts = asdict(self) | {"exceeds_proven": self.exceeds_proven, "exceeds_claimed": self.exceeds_claimed}
+        facts = asdict(self) | {"exceeds_proven": self.exceeds_proven}
         return {name: plain(value) for name, value in facts.items()}

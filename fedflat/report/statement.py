@@ -111,10 +111,6 @@ def readable(value: Any) -> str:
     return str(value)
 
 
-AUDIT = "audit.json"
-"""Written by ``fedflat audit RUN``."""
-
-
 def audited_text(audit: Record) -> str:
     """``≥ 1.23`` for a lower bound, ``1.000 C`` for a movement, ``1.000 σC`` for noise."""
     if "movement" in _details(audit):
