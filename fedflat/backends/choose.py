@@ -140,7 +140,7 @@ class _Makers:
         if name == "ray":
             return RayTasks(alone, self.cores, block)
         precision = "fp32" if name in FLOAT32 else self.problem.precision
-        size = min(block, self.clients) if block else self.block(name == "lowrank", BLOCK_ENTRIES)
+        size = min(block, self.clients) if block else self.block(name == "lowrank")
         if self.layers is None:
             written = BlockProblem(self.problem.module, layout, precision, objective=self.problem.objective)
             return Vectorized(alone, written, size, threads=threads, name=name)
@@ -153,15 +153,16 @@ class _Makers:
         """The population M."""
         return self.parts.plan.sampler.clients
 
-    def block(self, factors: bool, entries: int) -> int:
+    def block(self, factors: bool, cached: bool = False) -> int:
         """Return the clients per block; as factors a client holds its rows, otherwise all its weights.
 
-        Of the sizes that fit, the one at which blocks are fullest, their own cost included.
+        Of the sizes that fit, the one at which blocks are fullest, their own cost included. cached: whether all weights
+        of a block are to stay in a core's caches: they are read at every step, and inputs once.
         """
         per_client = max(self.parts.layout.size, self.width * math.prod(self.data.input_shape))
-        if factors:
-            per_client = self.held_as_factors()
-        most = min(FACTORS_AT_MOST if factors else AT_MOST, entries // max(per_client, 1), self.clients)
+        per_client = self.held_as_factors() if factors else per_client
+        most = min(FACTORS_AT_MOST if factors else AT_MOST, BLOCK_ENTRIES // max(per_client, 1), self.clients)
+        most = min(most, CACHED_ENTRIES // self.parts.layout.size) if cached else most
         sizes = {max(1, most >> half) for half in range(9)}
         return min(sorted(sizes, reverse=True), key=lambda size: self.places(size) * (1 + PER_BLOCK / size))
 
@@ -208,7 +209,7 @@ def by_shapes(makers: _Makers, block: int | None = None) -> Backend:
         )
         coarse = stack and problem.precision == "bf16" and makers.width < SHORT_PRODUCT
         name = "lowrank" if fits else "vectorized-fp32" if coarse else "vectorized"
-        block = block or makers.block(fits, BLOCK_ENTRIES if fits else CACHED_ENTRIES)
+        block = block or makers.block(fits, cached=not fits)
         # Convolutions over clients by vmap are grouped convolutions, many times slower.
         small = size <= SMALL and not any(isinstance(layer, _ConvNd) for layer in problem.module.modules())
         trusted = stack and problem.device.type == "cpu"
@@ -219,8 +220,8 @@ def by_shapes(makers: _Makers, block: int | None = None) -> Backend:
     step = STEP + 3 * size * makers.width * positions / RATE
     if cores == 1 or cohort * steps * step < LONG_ROUND:
         return makers.make("sequential")
-    turns = math.ceil(cohort / cores)  # of a worker, whose last one may not fill the cores
-    if turns * PER_WORKER <= cohort * cores**-TOGETHER and not portable(problem, parts.algorithm):
+    # A worker's last turn may not fill the cores.
+    if math.ceil(cohort / cores) * PER_WORKER <= cohort * cores**-TOGETHER and not portable(problem, parts.algorithm):
         return makers.make("workers")
     return makers.make("sequential", threads=cores if step > LONG_STEP else 1)
 

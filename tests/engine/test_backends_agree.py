@@ -175,6 +175,15 @@ def test_auto_follows_public_shapes(network: nn.Module, cohort: int, name: str) 
     assert again.backend.name == name, "chosen by what clients hold"
 
 
+def test_a_block_of_few_weights_is_large_whatever_its_inputs_hold() -> None:
+    """On a frozen body's features: blocks of 7 took 2.6 times as long as those of 64."""
+    rows = [(torch.rand(20, 1000), torch.arange(20) % 10)] * 128
+    asked = recipe("dp-fedavg") | {"local": {"steps": 1, "batch_size": 128, "lr": 1.0}, "cohort": {"size": 128}}
+    assert prepare(Recipe.of(asked), nn.Linear(1000, 10), rows).backend.block == 64
+    wide = nn.Sequential(nn.Linear(1000, 500), nn.ReLU(), nn.Linear(500, 10))
+    assert prepare(Recipe.of(asked), wide, rows).backend.block == 1  # half a million weights a client
+
+
 def test_uneven_cohorts_of_large_models_get_all_cores_on_one_client() -> None:
     shapes = {"data": {"dataset": "random-process/3x32x32/10/50+10", "clients": 5}, "model": "resnet10"}
     asked = recipe("dp-fedavg", processes=2) | shapes
