@@ -15,7 +15,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
 from fedflat.report.html import render
 from fedflat.report.metrics import read_run
-from fedflat.report.summary import cautions
+from fedflat.report.summary import cautions, remarks
 from fedflat.simulation.inspection import inspect_run
 from fedflat.simulation.result import export
 
@@ -240,3 +240,10 @@ def test_each_warning(released: dict[str, Any], private: dict[str, Any], says: s
     assert found == [] if says is None else len(found) == 1 and says in found[0]
     hidden = bool(found) and released in (GOOD, POOR)
     assert not found or found[0].endswith("not covered by the guarantee)") == hidden
+
+
+def test_noise_above_the_signal_is_a_remark_where_the_model_learnt() -> None:
+    loud = [{**QUIET, "signal_to_noise": 0.05}]
+    (said,) = remarks([GOOD], loud)
+    assert said.startswith("One round's noise is 20 times as long as its signal") and "learnt" in said
+    assert remarks([POOR], loud) == remarks([GOOD], [QUIET]) == remarks([GOOD], [{**QUIET, "signal_to_noise": 0}]) == []

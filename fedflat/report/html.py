@@ -16,7 +16,7 @@ from fedflat.report.groups import Group, differing, group_runs, setting
 from fedflat.report.metrics import Run, cost_sentences, epsilon_text, section
 from fedflat.report.pages import PRIVATE, Facts, Section, Table, cards
 from fedflat.report.statement import facts, readable, statement_of
-from fedflat.report.summary import cautions
+from fedflat.report.summary import cautions, remarks
 
 MARK = "Noise from the seed: protects nobody"
 """What lies across the page of a seeded run."""
@@ -147,6 +147,7 @@ def _summary(run: Run, words: dict[str, Any], found: Card | str | None) -> dict[
         "beside_epsilon": words.get("beside_epsilon", "").removesuffix(";"),
         "own": {statement.title(key): metrics.last(run.metrics, key) for key in metrics.own_metrics(run.metrics)},
         "notices": [each for each in _notices(run) if each["lines"]],
+        "notes": remarks(run.metrics, run.private),
     }
 
 

@@ -109,6 +109,21 @@ def _drowned(released: Sequence[Record], private: Sequence[Record]) -> list[str]
     ]
 
 
+def remarks(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
+    """Return what a reader may want to know of a run that went well, a sentence each; nothing is wrong with these."""
+    times = _times(private)
+    # A model without a mistake leaves next to no signal, which says nothing of the noise.
+    if times in ("", VAST) or not learnt(released):
+        return []
+    return [
+        f"One round's noise is {times} times as long as its signal, and still the model learnt: noise of many "
+        f"rounds and coordinates cancels, what clients agree on adds up. {PRIVATE}"
+    ]
+
+
+VAST = "more than 10,000"
+
+
 def _times(private: Sequence[Record]) -> str:
     """Return how many times the signal the noise is in the median round; empty where it is less than ten times, or
     unknown.
@@ -116,7 +131,7 @@ def _times(private: Sequence[Record]) -> str:
     ratios = [value for r in private if (value := number(r.get("signal_to_noise"))) is not None]
     if not ratios or median(ratios) >= SIGNAL:
         return ""
-    return "more than 10,000" if median(ratios) < 1e-4 else f"{1 / median(ratios):.0f}"
+    return VAST if median(ratios) < 1e-4 else f"{1 / median(ratios):.0f}"
 
 
 def learnt(released: Sequence[Record]) -> bool:
@@ -140,8 +155,9 @@ def print_summary(result: Any, folder: Path, page: Path) -> None:
     left = max(len(label) for label, _ in rows) + 2
     for label, text in rows:
         print(textwrap.fill(text, width, initial_indent=f"{label:{left}}", subsequent_indent=" " * left))
-    for text in cautions(result.privacy, result.history, result.private_history):
-        print(textwrap.fill(f"Warning: {text}", width, subsequent_indent="  "))
+    warned = [f"Warning: {text}" for text in cautions(result.privacy, result.history, result.private_history)]
+    for text in [*warned, *(f"Note: {text}" for text in remarks(result.history, result.private_history))]:
+        print(textwrap.fill(text, width, subsequent_indent="  "))
     # Not wrapped, so that a path or a command can be copied.
     print(f"Report: {page}")
     if result.stopped:
