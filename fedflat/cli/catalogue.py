@@ -279,11 +279,9 @@ def data(
 
     split = next(iter(locate(str(file), Written(separator, encoding), "FILE")[2].values()))
     names = list(split.features)
-    for option, name in (("--by", by), ("--target", target)):
-        if name is not None:
-            one_of(option, clean(name), names)
-    by = clean(by) if by else next((name for name in names if name.lower().replace(" ", "_") in USERS), None)
-    if target and clean(target) == by:
+    users = (name for name in names if name.lower().replace(" ", "_") in USERS)
+    by = one_of("--by", clean(by), names) if by else next(users, None)
+    if target and one_of("--target", clean(target), names) == by:
         raise wrong("--target", target, "another column than the one of users")
     rows = split.read(names).to_pandas()
     looked = {name: _column(rows[name], split.features[name]) for name in names if name != by}
@@ -306,10 +304,8 @@ def data(
 
 
 def _spread(each: dict[str, Any] | None) -> str:
-    if each is None:
-        return ""
-    if each["least"] == each["most"]:
-        return f", {each['least']} rows each"
+    if each is None or each["least"] == each["most"]:
+        return "" if each is None else f", {each['least']} rows each"
     return f", {each['least']} to {each['most']} rows a user, half of them at most {each['median']:g}"
 
 

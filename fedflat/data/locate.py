@@ -207,13 +207,11 @@ def _open(files: tuple[Path, ...], written: Written, key: str) -> Split:
 @contextlib.contextmanager
 def _readable(file: Path, key: str) -> Iterator[None]:
     """Turn what readers of files raise into one sentence with the way out."""
-    import pyarrow as pa
-
     try:
         yield
-    except InputError:
+    except (InputError, MemoryError):
         raise
-    except (OSError, pa.ArrowException, ValueError, KeyError) as error:
+    except Exception as error:  # on a damaged file readers raise many unrelated types
         raise _unreadable(error, file, key) from None
 
 
@@ -278,11 +276,15 @@ def _sheet(file: Path) -> Any:
     import pyarrow as pa
 
     try:
-        return pa.Table.from_pandas(pd.read_excel(file), preserve_index=False)
+        frame = pd.read_excel(file)
+        # A column with a word among numbers is text, as in a CSV file: the cell is named where it is read.
+        for name in frame.select_dtypes(object):
+            if any(isinstance(value, str) for value in frame[name]):
+                frame[name] = frame[name].map(str, na_action="ignore")
+        return pa.Table.from_pandas(frame, preserve_index=False)
     except ImportError as error:
         package = "xlrd" if "xlrd" in str(error) else "openpyxl"
-        allowed = f"pip install {package}, or the table saved as CSV"
-        raise wrong(f"{file}", f"{package}, which reads it, is not installed", allowed) from None
+        raise wrong(f"{file}", f"no {package}, which reads it", f"pip install {package}, or a CSV file") from None
 
 
 def _clean_names(found: list[str], where: Path | str, key: str) -> dict[str, str]:

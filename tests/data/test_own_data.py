@@ -277,14 +277,9 @@ def test_examples_of_a_dataset_must_agree() -> None:
 
 
 def test_a_run_takes_them_with_its_test_data() -> None:
-    recipe = {
-        "rounds": 1,
-        "algorithm": "dp-fedavg",
-        "local": {"steps": 1, "batch_size": 10, "lr": 0.1},
-        "cohort": {"size": 5},
-        "privacy": {"clip": 0.5, "noise_multiplier": 1.0},
-        "engine": {"backend": "sequential"},  # bit for bit: auto may choose another from run to run
-    }
+    recipe: dict[str, Any] = {"rounds": 1, "algorithm": "dp-fedavg", "cohort": {"size": 5}}
+    recipe["local"], recipe["privacy"] = {"steps": 1, "batch_size": 10}, {"clip": 0.5, "noise_multiplier": 1.0}
+    recipe["engine"] = {"backend": "sequential"}  # bit for bit: auto may choose another from run to run
     data = fedflat.clients(table(), by="user", **FORM)
     test = (data.inputs[:10] + 1, data.targets[:10])
     first = fedflat.run(recipe, model=torch.nn.Linear(6, 3), clients=data, test=test)
@@ -381,7 +376,7 @@ def test_tables_in_other_coats(tmp_path: Path, name: str, more: dict[str, Any], 
     assert found.clients == 12 and found.inputs.shape == (ROWS, 6)
 
 
-def test_what_is_in_the_way_is_said_at_once(tmp_path: Path) -> None:
+def test_what_is_in_the_way_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frame = table().astype({"age": object})
     frame.loc[3, ["age", "colour"]] = ["old", "pink"]
     with pytest.raises(InputError, match=r"2 faults: \(1\) row 3.*'old'.*\(2\) row 3.*'pink'"):
@@ -393,6 +388,7 @@ def test_what_is_in_the_way_is_said_at_once(tmp_path: Path) -> None:
         fedflat.clients(answer.assign(bought="yes"), "user", "visits", "bought", categories={"bought": [False, True]})
     table().to_csv(tmp_path / "semi.csv", sep=";", index=False)
     (tmp_path / "empty.csv").write_bytes(b"")
+    (tmp_path / "cut.xlsx").write_bytes(b"PK\x03\x04")
     (tmp_path / "odd.csv").write_text("user,age\nann,1\nbob,SECRET,3\n", encoding="utf-8")
     (tmp_path / "latin.csv").write_text("user,age\nKöln,1\n", encoding="latin-1")
     (tmp_path / "binary.csv").write_bytes(bytes(range(256)) * 9)
@@ -404,10 +400,14 @@ def test_what_is_in_the_way_is_said_at_once(tmp_path: Path) -> None:
         ("latin.csv", {}, r"\(text in another encoding\).*data\.encoding"),
         ("binary.csv", {}, r"binary\.csv \(line \d+ has \d+ values"),
         (__file__, {}, "a file of another kind"),
+        ("cut.xlsx", {}, "File is not a zip file"),
     ):
         with pytest.raises(InputError, match=says) as error:
             load({"dataset": str(tmp_path / name), "by": "user", **FORM, **more})
         assert "SECRET" not in str(error.value)
+    monkeypatch.setattr(pd, "read_excel", lambda file: frame)  # openpyxl need not be there
+    with pytest.raises(InputError, match=r"row 3, .*column age: found 'old'; allowed: a number"):
+        load({"dataset": str(tmp_path / "cut.xlsx"), "by": "user", **FORM})
 
 
 def test_texts_by_user_in_python() -> None:
