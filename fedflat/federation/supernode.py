@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from multiprocessing import Pipe
@@ -35,6 +35,8 @@ log = logging.getLogger("fedflat.supernode")
 PAUSE, EACH_SECOND = 3.0, 25.0
 """Seconds between looks for a message, as Flower's own; looks, and signs of life, that all clients together may send in
 a second: each costs the SuperLink 7 ms, and those of hundreds would leave it no time for a round."""
+UPLOAD, AGAIN = 60.0, 0.5
+"""Seconds that the objects of a message may be on their way to the SuperLink, and between looks for one of them."""
 UNAUTHORIZED = 401
 CUT = ("EOF occurred", "timed out", "reset by peer")
 """Words of Python's ssl module for a handshake that another attempt may finish."""
@@ -155,7 +157,7 @@ def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection,
             log.error("refused: run %d is of another app than %s: %s", run, app, fault)
             error = Error(ErrorCode.INVALID_FAB, "This node answers for its own app alone.")
             return parts_of(Message(error, reply_to=message))
-        contents = pulled(limit, tree, partial(pull, run))
+        contents = pulled(limit, tree, partial(when_there, pull, run))
         confirm(run, number)
         worker.send((number, contents))
         if (answer := worker.recv()) is None:
@@ -184,6 +186,21 @@ def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection,
             if received is None or (isinstance(error, HTTPStatusError) and error.response.status_code == UNAUTHORIZED):
                 raise
             log.error("a message has no answer: %s: %s", type(error).__name__, error)
+
+
+def when_there(pull: Callable[[int, str], bytes], run: int, name: str) -> bytes:
+    """Pull an object of a message. Flower gives a message out, once, when it is declared: its objects may still be on
+    their way from the ServerApp."""
+    from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
+
+    until = time.monotonic() + UPLOAD
+    while True:
+        try:
+            return pull(run, name)
+        except ObjectUnavailableError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(AGAIN)
 
 
 def parts_of(reply: Any) -> tuple[Any, Any, dict[str, bytes]]:

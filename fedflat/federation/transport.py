@@ -125,9 +125,8 @@ class Flower:
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Ask the connected clients of the cohort; yield what they answer. Nothing of a client is kept but the sum."""
-        common = wire.write_broadcast(
-            broadcast
-        )  # packed once: a model for each client of a cohort would fill the memory
+        # Packed once: a model for each client of a cohort would fill the memory.
+        common = wire.write_broadcast(broadcast)
 
         def content(pending: PendingReply) -> Any:
             return wire.write_request(common, pending.client, pending.nonce, self.pin)

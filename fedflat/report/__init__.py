@@ -45,13 +45,7 @@ if TYPE_CHECKING:
         State,
         waiting_text,
     )
-    from fedflat.report.summary import (
-        DivergenceWatch,
-        cautions,
-        print_comparison,
-        print_summary,
-        summary_rows,
-    )
+    from fedflat.report.summary import DivergenceWatch, cautions, print_comparison, print_summary, summary_rows
     from fedflat.report.wording import duration, filled, percent
 
 __all__ = [

@@ -15,15 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from fedflat.report import metrics
-from fedflat.report.groups import (
-    COLOURS,
-    DASHES,
-    Group,
-    Spread,
-    final_epsilon,
-    spread,
-    without_epsilon,
-)
+from fedflat.report.groups import COLOURS, DASHES, Group, Spread, final_epsilon, spread, without_epsilon
 from fedflat.report.metrics import Run, column, number
 from fedflat.report.wording import asset
 

@@ -28,16 +28,7 @@ from fedflat.privacy.ledger import CHAIN, REASONS, RUN, Entry, Scan, run_of, sca
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import headline
 from fedflat.records import checkpoint
-from fedflat.records.folder import (
-    LEDGER,
-    METRICS,
-    OPENING,
-    RECIPE,
-    STATEMENT,
-    locked,
-    read_lines,
-    single_keys,
-)  # fmt: skip
+from fedflat.records.folder import LEDGER, METRICS, OPENING, RECIPE, STATEMENT, locked, read_lines, single_keys
 from fedflat.records.folder import SEALED as SUMS
 from fedflat.records.opening import Opening, refuse_older, versions
 from fedflat.records.signing import tips_of

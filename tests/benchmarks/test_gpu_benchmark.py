@@ -199,9 +199,7 @@ def test_parts_and_recipes_name_what_runs() -> None:
     assert {s.precision for s in gpu.systems_of("G1-bf16", list(gpu.KINDS))} == {"bf16"}
     found = ours.recipe(G1, "workers:4", "bf16", "cpu")["engine"]
     assert found == {"backend": "workers", "precision": "bf16", "device": "cpu", "processes": 4}
-    assert ours.recipe(G1, "auto", "fp32", "cpu")["engine"] == {
-        "backend": "auto", "precision": "fp32", "device": "cpu"
-    }  # fmt: skip
+    assert ours.recipe(G1, "auto", "fp32", "cpu")["engine"] == {"backend": "auto", "precision": "fp32", "device": "cpu"}
 
 
 def test_a_wrong_or_failing_sum_is_no_agreement(monkeypatch: pytest.MonkeyPatch) -> None:

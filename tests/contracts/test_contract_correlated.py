@@ -33,9 +33,7 @@ def changes(kind: str = "banded", sampling: str = "min-separation", **privacy: A
     noise = (
         {"noise": {"kind": kind, "bands": 2 if sampling == "full" else "auto"}} if kind != "tree" else {"noise": kind}
     )
-    return {
-        "rounds": ROUNDS, "cohort": cohort, "privacy": {"clip": 0.2, "noise_multiplier": SIGMA, **noise, **privacy}
-    }  # fmt: skip
+    return {"rounds": ROUNDS, "cohort": cohort, "privacy": {"clip": 0.2, "noise_multiplier": SIGMA, **noise, **privacy}}
 
 
 def run(folder: Path, *, stop: Callable[[], bool] | None = None, resume: bool = False, **given: Any) -> Any:

@@ -265,10 +265,7 @@ def test_names_of_classes_beside_texts(tmp_path: Path) -> None:
     for changes, says in (
         ({}, "categories={label: [neg, pos]}"),
         ({"categories": {"label": ["neg", "zero"]}}, "found 'pos'; allowed: neg, zero"),
-        (
-            {"categories": {"lable": ["neg", "pos"]}},
-            "data.categories: found lable; allowed: text, label.",
-        ),
+        ({"categories": {"lable": ["neg", "pos"]}}, "data.categories: found lable; allowed: text, label."),
     ):
         with pytest.raises(InputError) as error:
             load({**spec, **changes})
@@ -292,11 +289,7 @@ BAD_FILES: list[tuple[dict[str, list[Any]], dict[str, Any], str]] = [
     ({"t": [7], "label": [0]}, {"inputs": "t", "vocabulary": 9, "target": "label"}, "nothing: the inputs are no texts"),
     ({"t": ["x"], "label": [-1]}, {}, "found label -1"),
     ({"t": ["x", "y"], "label": [0, None]}, {}, "row 1 of"),
-    (
-        {"t": ["x"], "label": [0]},
-        {"inputs": "tt"},
-        "data.inputs: found tt; allowed: t, label. Did you mean t",
-    ),
+    ({"t": ["x"], "label": [0]}, {"inputs": "tt"}, "data.inputs: found tt; allowed: t, label. Did you mean t"),
     ({"t": ["x"], "label": [0]}, {"target": "lable"}, "Did you mean label?"),
     (
         {"t": ["x"], "label": [0]},

@@ -60,10 +60,7 @@ def test_a_hugging_face_image_feature_trains() -> None:
         (None, "a missing value"),
         (b"no image", "bytes that are no image"),
         ({"bytes": None, "path": "/nowhere.png"}, r"/nowhere.png \(No such file or directory\)"),
-        (
-            encoded(np.zeros((4, 4), dtype=np.uint8)),
-            r"an image of 4 × 4 pixels; allowed: one size for all",
-        ),
+        (encoded(np.zeros((4, 4), dtype=np.uint8)), r"an image of 4 × 4 pixels; allowed: one size for all"),
         (3.5, "float"),
     ],
 )

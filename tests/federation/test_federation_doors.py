@@ -28,7 +28,7 @@ pytest.importorskip("flwr.superlink")
 
 from forked import Forked, finished
 from ports import free_port
-from stand_in import deployed, small
+from stand_in import deployed, objects_of, small
 from test_federation_processes import PATIENCE, WINDOW, files_with, first_updates, logs
 
 from fedflat.core.checks import InputError, RunError
@@ -361,6 +361,32 @@ def test_a_handshake_that_was_cut_is_tried_again(patient: bool, monkeypatch: pyt
     with pytest.raises(httpx.ConnectError, match="VERIFY_FAILED" if patient else "EOF"):
         invoker.invoke(ask)
     assert len(left) == (0 if patient else 2)
+
+
+@pytest.mark.parametrize("patient", [True, False], ids=["ours", "twin: asked once"])
+def test_a_message_whose_objects_are_on_their_way_is_waited_for(
+    patient: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Flower hands a message out, once, when the ServerApp declares it, whose objects come after."""
+    from flwr.app import Message, RecordDict
+    from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    message, limit, got = Message(RecordDict(), 1, "train"), Limit(1, 1 << 16), list[Any]()
+    message.metadata.__dict__["_message_id"] = message.object_id
+    tree, contents = objects_of(message)
+    receive = mock.Mock(side_effect=[(message, tree), SystemExit])
+    late = ObjectUnavailableError("x")
+    pull = mock.Mock(side_effect=[late, late, *(contents[name] for name in limit.names(tree))])
+    for name, value in {"UPLOAD": 60.0 if patient else -1.0, "AGAIN": 0.0, "difference": lambda *_: ""}.items():
+        monkeypatch.setattr(supernode, name, value)
+    worker: Any = SimpleNamespace(send=got.append, recv=lambda: None)
+    other = mock.Mock()
+    with pytest.raises(SystemExit):
+        supernode._take_messages((None, receive, *[other] * 3, pull, *[other] * 2), limit, Path(), worker, 0.0)
+    assert got == ([(message.object_id, contents)] if patient else [])
+    assert ("ObjectUnavailableError" in caplog.text) is not patient
 
 
 def fab_of(files: dict[str, bytes], folder: Path) -> bytes:

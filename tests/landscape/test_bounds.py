@@ -162,9 +162,7 @@ def without_replacement(q: float, sigma: float, order: int) -> float:
 
     pairs = min(4 * math.expm1(base(2)), 2 * math.exp(base(2)))
     terms = [2 * math.log(q) + math.log(math.comb(order, 2) * pairs)]
-    terms += [
-        j * math.log(q) + math.log(2 * math.comb(order, j)) + (j - 1) * base(j) for j in range(3, order + 1)
-    ]  # fmt: skip
+    terms += [j * math.log(q) + math.log(2 * math.comb(order, j)) + (j - 1) * base(j) for j in range(3, order + 1)]
     return float(np.logaddexp.reduce([0.0, *terms])) / (order - 1)
 
 

@@ -20,14 +20,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.cohorts import Fixed, Poisson, Truncated
 from fedflat.privacy.accounting import curves
 from fedflat.privacy.accounting.composition import LossDistribution, deltas, sampled_gaussian, truncated_gaussian
-from fedflat.privacy.accounting.curves import (
-    ACCOUNTANTS,
-    PROVEN,
-    RDP_ORDERS,
-    compose_epsilon,
-    gdp_mu,
-    grid_step,
-)
+from fedflat.privacy.accounting.curves import ACCOUNTANTS, PROVEN, RDP_ORDERS, compose_epsilon, gdp_mu, grid_step
 from fedflat.privacy.accounting.epsilon import (
     accounting_params,
     approximate_epsilon,
