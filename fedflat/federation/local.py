@@ -21,7 +21,7 @@ from pathlib import Path
 from fedflat.core.checks import RunError, wrong
 from fedflat.federation import processes
 from fedflat.federation.lock import ADDRESSES_FILE, Addresses
-from fedflat.federation.project import PACKAGE, STATUS, environment, superlink_command, supernode_command
+from fedflat.federation.project import PACKAGE, REASON, STATUS, environment, superlink_command, supernode_command
 from fedflat.federation.task import Task
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.report import Progress
@@ -111,11 +111,11 @@ class Federation:
             env=self._environment(), capture_output=True, text=True, timeout=self.patience, check=False,
         )  # fmt: skip
 
-    def status(self, run: int) -> str:
-        """Return Flower's status of a run, like ``finished:completed``, as the SuperLink noted it last."""
+    def status(self, run: int, what: str = "") -> str:
+        """Return Flower's status of a run, like ``finished:completed``, as the SuperLink noted it last; or REASON."""
         path = self.project / "server" / STATUS
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return str(known.get(f"run {run}", "unknown"))
+        return str(known.get(f"run {run}{what}", "unknown"))
 
     def wait(self, run: int, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> str:
         """Wait until a run is finished; return its last status.
@@ -203,7 +203,10 @@ def _whole_run(project: Path) -> int:
 
             status = federation.wait(run, float("inf"), tell)
         print(status)
-    return 0 if status == "finished:completed" else 1
+        if status != "finished:completed":
+            log = federation.logs / "superlink.log"
+            raise RunError(f"the run has no result: {federation.status(run, REASON)} (see {log})")
+    return 0
 
 
 def _folder_of_run(project: Path) -> Path:

@@ -32,8 +32,9 @@ from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS
 PACKAGE = "fedflat_app"
 HERE, PORT = "127.0.0.1", 8443
 DATA = "data.safetensors"
-STATUS = "status.json"
-"""A file in the project's ``server/`` in which the SuperLink notes for its operator how it does."""
+STATUS, REASON = "status.json", ": why"
+"""A file in the project's ``server/`` in which the SuperLink notes for its operator how it does, and what stands after
+a run's name there for the reason of its end."""
 CONTROL_CERTIFICATE = "flower/control/ca.crt"
 
 WHY = (

@@ -38,7 +38,7 @@ from fedflat.core.checks import InputError, RunError
 from fedflat.core.process import free_memory
 from fedflat.federation import doors, lock, processes
 from fedflat.federation.bounds import ReplyKeeper
-from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, STATUS, environment
+from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, REASON, STATUS, environment
 from fedflat.federation.task import Roster, Task
 
 log = logging.getLogger("fedflat.superlink")
@@ -223,11 +223,12 @@ def _hand_out(state: Any, app: Path, worker: Connection) -> None:
 
 
 def status_of(state: Any) -> dict[str, str]:
-    """Return how many SuperNodes are online, and how each run stands, as ``finished:completed``."""
+    """Return how many SuperNodes are online, how each run stands, as ``finished:completed``, and why one failed."""
     online, known = (len(state.get_node_info(statuses=statuses)) for statuses in (["online"], None))
     runs = {f"run {run.run_id}": run.status for run in state.get_run_info()}
     standing = {name: ":".join(filter(None, (found.status, found.sub_status))) for name, found in runs.items()}
-    return {"SuperNodes online": f"{online} of {known}", **standing}
+    reasons = {name + REASON: " ".join(found.details.split()) for name, found in runs.items() if found.details}
+    return {"SuperNodes online": f"{online} of {known}", **standing, **reasons}
 
 
 def _write_status(path: Path, status: dict[str, str]) -> None:
@@ -273,7 +274,7 @@ def _run_server(address: str, certificate: Path, token: str) -> None:
 
 def _in_a_line(record: logging.LogRecord) -> bool:
     """Let what fedflat itself says of a fault stand in Flower's log without a traceback."""
-    if record.exc_info and isinstance(record.exc_info[1], (InputError, RunError)):
+    if record.exc_info and isinstance(record.exc_info[1], (InputError, RunError, OSError)):
         record.msg, record.args, record.exc_info = "error: %s", (record.exc_info[1],), None
     return True
 

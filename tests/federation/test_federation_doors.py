@@ -280,7 +280,9 @@ def test_a_port_that_is_taken_is_one_line_before_anything_starts(
     must_be_free("listen", "198.51.100.1", port)  # an address of another machine: nothing is known of it
 
 
-def test_a_process_that_ended_by_itself_is_named_with_its_last_line(tmp_path: Path) -> None:
+def test_what_ended_by_itself_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_project(small(), tmp_path / "fed", port=free_port())
     with Federation(tmp_path / "fed") as federation:
         federation._spawn("client-3", ["python", "-c", "print('error: no key'); print()"])
@@ -289,6 +291,12 @@ def test_a_process_that_ended_by_itself_is_named_with_its_last_line(tmp_path: Pa
             federation.check_alive()
         federation._spawn("client-3", ["sleep", "1000"])
         federation.check_alive()
+    status = tmp_path / "fed" / "server" / "status.json"
+    status.write_text('{"run 1": "finished:failed", "run 1: why": "no luck"}')
+    for name, found in {"start": None, "run": 1}.items():
+        monkeypatch.setattr(Federation, name, lambda self, found=found: found)
+    assert local.main([str(tmp_path / "fed")]) == 1  # what says why is in the SuperLink's log, and here
+    assert capsys.readouterr().err.endswith(f"no luck (see {tmp_path / 'fed' / 'logs' / 'superlink.log'})\n")
 
 
 def test_a_launcher_reads_how_a_run_stands(tmp_path: Path) -> None:

@@ -34,13 +34,7 @@ from fedflat.federation import task as tasks
 from fedflat.federation.client import Client, client_of
 from fedflat.federation.lock import write_authority_and_server, write_client_keys
 from fedflat.federation.processes import check_flower
-from fedflat.federation.project import (
-    PACKAGE,
-    STATUS,
-    client_folder,
-    superlink_command,
-    supernode_command,
-)
+from fedflat.federation.project import PACKAGE, STATUS, client_folder, superlink_command, supernode_command
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
 
@@ -192,13 +186,14 @@ def test_flower_s_telemetry_is_off_from_the_start() -> None:
 def test_a_superlink_notes_its_nodes_runs_and_memory_for_its_operator(tmp_path: Path) -> None:
     nodes: dict[Any, list[int]] = {("online",): [1, 2, 3], None: [1, 2, 3, 4]}
     runs = [
-        SimpleNamespace(run_id=i, status=RunStatus(*s, "")) for i, s in enumerate([("running", ""), ("finished", "x")])
+        SimpleNamespace(run_id=i, status=RunStatus(*s))
+        for i, s in enumerate([("running", "", ""), ("finished", "x", "no\n luck")])
     ]
     state = SimpleNamespace(
         get_node_info=lambda statuses: nodes[statuses and tuple(statuses)], get_run_info=lambda: runs
     )
     status = superlink.status_of(state)
-    assert status == {"SuperNodes online": "3 of 4", "run 0": "running", "run 1": "finished:x"}
+    assert status == {"SuperNodes online": "3 of 4", "run 0": "running", "run 1": "finished:x", "run 1: why": "no luck"}
     path = tmp_path / STATUS
     superlink._write_status(path, status)
     found = json.loads(path.read_text())
@@ -210,10 +205,10 @@ def test_a_superlink_notes_its_nodes_runs_and_memory_for_its_operator(tmp_path: 
 def test_a_fault_that_is_explained_is_a_line_of_flower_s_log(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("a log of Flower's")
     logger.addFilter(superlink._in_a_line)
-    for fault in (RunError("the disk is full"), ValueError("a fault of ours")):
+    for fault in (RunError("the disk is full"), OSError(13, "no way", "run"), ValueError("a fault of ours")):
         logger.error("%s raised an exception", "ServerApp", exc_info=fault)
     assert "error: the disk is full" in caplog.text and "ServerApp raised" in caplog.text
-    assert [record.exc_info is None for record in caplog.records] == [True, False]
+    assert [record.exc_info is None for record in caplog.records] == [True, True, False]
 
 
 SUPERLINK = """
