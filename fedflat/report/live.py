@@ -75,9 +75,14 @@ class Live:
         spent = "ε of the mechanism" if any(map(metrics.seeded, runs)) else "ε spent"
         heads = ["Run", "Method", "Rounds", "Accuracy %", "Loss", spent, "Time left"]
         table = pages.Table("Runs", heads, [_row(run) for run in runs], left=2)
+        own: list[pages.Table | None] = [None, None]
+        for place, read in enumerate((lambda: self._replies(runs), self._status) if self.private else ()):
+            try:
+                own[place] = read()
+            except InputError as error:  # a damaged record is said, and takes nothing else from the page
+                warned.append(str(error))
         return filled(
-            "live_body.html", table=table, warnings=warned, replies=self._replies(runs) if self.private else None,
-            status=self._status() if self.private else None,
+            "live_body.html", table=table, warnings=warned, replies=own[0], status=own[1],
             cards=pages.cards(figures, pages.PRIVATE if self.private else ""),
         )  # fmt: skip
 

@@ -56,6 +56,9 @@ def test_an_operator_sees_how_the_superlink_does_in_private_alone(tmp_path: Path
     (tmp_path / "fed" / "server" / "status.json").write_text('{"SuperNodes online": "3 of 4"}\n')
     pages = [Live(tmp_path / "fed", private, tmp_path).page() for private in (False, True)]
     assert ['id="status"' in page for page in pages] == ["3 of 4" in page for page in pages] == [False, True]
+    (tmp_path / "fed" / "server" / "status.json").write_text("[1]\n")  # damaged: said, beside all the rest
+    page = Live(tmp_path / "fed", True, tmp_path).page()
+    assert "8 of 20" in page and "status.json, line 1: found [1]" in page
 
 
 def test_an_operator_sees_refused_replies_in_private_alone(tmp_path: Path) -> None:
