@@ -41,10 +41,14 @@ def replace(path: Path, content: bytes | str, mode: int = 0o600) -> None:
 
 
 def _write(path: Path, content: bytes, how: int, mode: int) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | how, mode), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | how, mode), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)  # what a full disk says names no file
+        raise
 
 
 def flush(path: Path) -> None:

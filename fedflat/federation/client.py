@@ -167,7 +167,7 @@ def reply_to(message: Any, config: Any, app_folder: Path) -> Any:
             client.store.note_node(message.metadata.dst_node_id)
             return Message(client.answer(message.content), reply_to=message)
     except (InputError, RunError, OSError) as error:  # a full disk of the client's
-        log.error("%s", error)
+        log.error("no answer: %s", error)
     except Exception:  # a traceback in the reply could carry data
         log.exception("local training failed")
     return Message(Error(code=0, reason="no answer"), reply_to=message)

@@ -41,7 +41,7 @@ def status_of(work: Callable[[], int]) -> int:
     """Return the exit status of ``work()``: with one line, 2 for bad input and 1 for a fault of the surroundings."""
     try:
         return work()
-    except (InputError, RunError) as error:
+    except (InputError, RunError, OSError) as error:  # the last: a record that nobody may read, a full disk
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
 

@@ -161,7 +161,7 @@ class Culprits:
         try:
             lines = read_journal(self.path)
             self.strikes = Counter(int(client) for line in lines for client in line["excluded"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             hint = "mend or delete the line, and start again"
             raise RunError(f"{self.path}: cannot be read ({error}); {hint}") from error
 

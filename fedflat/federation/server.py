@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.assembly.stating import Terms, state_privacy
+from fedflat.config import reading
 from fedflat.core import durable
 from fedflat.core.checks import RunError, whole, wrong
 from fedflat.core.cohorts import MinSeparation
@@ -202,6 +203,10 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     # The public test set may come and go; whose data it is says the roster, not the server.
     job.identity = replace(job.identity, recipe=task.identity, data="")
     if not (out / RECIPE).exists():
+        if (out / LEDGER).exists():  # a new run here would take the place of what that one needs to go on
+            raise wrong(
+                "out", f"{out}, a run without its {RECIPE}", "a new folder, or the run's own with all its files"
+            )
         dump = settled(task.recipe, job.parts, job.data.clients, job.problem.pristine)
         name = secrets.token_hex(16)
         known = versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting"))
@@ -238,10 +243,7 @@ def stored_outcome(job: Job, out: Path) -> Outcome:
 
 
 def _versions(out: Path) -> dict[str, Any]:
-    import yaml
-
-    found = yaml.safe_load((out / RECIPE).read_text(encoding="utf-8"))
-    return dict(found.get("versions") or {}) if isinstance(found, dict) else {}
+    return dict(reading.read(out / RECIPE).get("versions") or {})
 
 
 def run_id(out: Path) -> str:

@@ -278,6 +278,16 @@ def test_a_complete_run_needs_no_key_and_no_clients(federation: tuple[Path, Task
     facts = serve(grid_of(task, []), task, settings(folder, nodes=4))  # would wait for four clients, and fail
     assert (folder / "run" / "privacy.json").read_bytes() == statement and not list(keys.folder().iterdir())
     assert close(task, folder / "run") == (facts, "gone")
+    recipe, opening = folder / "run" / "recipe.yaml", (folder / "run" / "private" / "run.json").read_bytes()
+    for text, said in {b"\xff": "cannot be read", b"a: [": "recipe.yaml line 1", b"": "an empty file"}.items():
+        recipe.write_bytes(text)
+        for work in (lambda: close(task, folder / "run"), lambda: serve(None, task, settings(folder))):
+            with pytest.raises(InputError, match=said):
+                work()
+    recipe.unlink()
+    with pytest.raises(InputError, match=r"without its recipe\.yaml"):  # it is no new run's folder
+        serve(None, task, settings(folder))
+    assert (folder / "run" / "private" / "run.json").read_bytes() == opening
 
 
 def test_broken_twin_that_keeps_the_key_of_an_open_round_is_found(
@@ -448,7 +458,7 @@ def test_a_client_whose_disk_is_full_sends_nothing(trust: str, tmp_path: Path) -
     made_ready(task, clients)
     grid.handlers[0] = full
     serve(grid, task, settings(tmp_path / "fed"))
-    assert said and "answered" not in said and ("nothing is sent" in said[0] or "too large" in said[0])
+    assert said and "answered" not in said and ("nothing is sent" in said[0] or ".part" in said[0])
     operator = next((keys.folder().parent / "operator").iterdir())
     assert json.loads(operator.read_text()) == {"round": 0, "failed": 1}
     assert len(read_ledger(tmp_path / "fed" / "run" / "ledger.jsonl")) == 1

@@ -581,9 +581,8 @@ def test_a_client_that_was_excluded_three_times_is_asked_no_more_also_after_a_re
     with caplog.at_level(logging.WARNING):
         assert all(is_sum_of(federation.round(number), [0, 2, 3, 4]) for number in range(4))
     assert set(asked) == {0, 1, 2} and "one or more are asked no more" in caplog.text
-    assert (
-        "1 client broke the protocol" in caplog.text and f"client {LIAR}" not in caplog.text
-    )  # the operator's to know
+    # Who it was is the operator's to know.
+    assert "1 client broke the protocol" in caplog.text and f"client {LIAR}" not in caplog.text
     again = Federation.of(tmp_path, project)
     again.grid.handlers[LIAR] = counted
     assert is_sum_of(again.round(4), [0, 2, 3, 4]) and set(asked) == {0, 1, 2}
@@ -730,6 +729,8 @@ def test_a_line_that_a_kill_tore_is_mended(tmp_path: Path, cut: int) -> None:
     again.note(2, {2: "false share"})
     lines = [json.loads(line)["round"] for line in path.read_text().splitlines()]
     assert lines == ([0, 1, 2] if cut == 1 else [0, 2]) and path.stat().st_mode & 0o077 == 0
+    with pytest.raises(RunError, match=r"cannot be read .*mend"):
+        Culprits(tmp_path)  # as a file of another account
 
 
 GARBAGE = (b"\0" * 40, bytes(range(256)) * 8, b"\xff" * 12, -1, 2**60, 1.5, "x", [1])
