@@ -22,6 +22,7 @@ from fedflat.core.process import GIB, free_memory, report_progress, using_thread
 from fedflat.data.clients import GIVEN, FederatedData
 from fedflat.engine.device import exact
 from fedflat.engine.problem import refuse_change
+from fedflat.records.opening import machine
 
 BATCH = 64
 """Examples per pass of a module that names no ``batch``, fixed: the number of threads changes no feature's bits."""
@@ -40,7 +41,9 @@ def with_features(data: FederatedData, module: nn.Module, precision: str = "fp32
     known = data.inputs.dim() == 2 and data.inputs.is_floating_point()
     if known or getattr(module, "frozen", False) is not True:
         return data
-    name = _name(data, module, f"{precision} {_device(module, data.inputs)}")
+    device = _device(module, data.inputs)
+    # What another machine or version made has other last bits, of which this run's noise key knows nothing.
+    name = _name(data, module, f"{precision} {device} {machine(device)}")
     if name is None:
         inputs, test = _of_all(data, module, precision, None)
         return replace(data, inputs=inputs, test_inputs=test)

@@ -29,7 +29,8 @@ FORMAT = 2
 PARTS = ("recipe", "data", "model", "method")
 CHOOSING = (
     "ATEN_CPU_CAPABILITY", "DNNL_", "ONEDNN_", "MKL_", "OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES",
-    "OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS", "OMP_NESTED", "OMP_SCHEDULE",
+    "OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS", "OMP_NESTED", "OMP_SCHEDULE", "KMP_",
+    "NVIDIA_TF32_OVERRIDE", "CUBLAS", "CUDNN_", "TORCH_CUDNN_", "DISABLE_ADDMM_CUDA_LT", "PYTORCH_TUNABLEOP_",
 )  # fmt: skip
 """How the names begin of environment variables by which numerical libraries choose their instructions and threads."""
 _ROUNDING = re.compile(r"_get_(\w*(sdp|allow|precision|preferred|determin)\w*|(cudnn|mkldnn|nnpack)_\w+)$").match
@@ -160,12 +161,14 @@ def software(backend: Any, problem: Any) -> dict[str, Any]:
     """Return what may change the last bits of a result: versions, the engine that was chosen, the processor."""
     engine = {name: getattr(backend, name, None) for name in ("name", "block", "threads")}
     engine = {"backend": engine.pop("name"), **engine, "device": problem.device.type}
-    engine |= {"precision": problem.precision, "onednn": problem.onednn}
-    machine = {"machine": platform.machine(), "instructions": torch.backends.cpu.get_cpu_capability()}
-    return {
-        **engine, **machine, "processor": processor(), **arithmetic(),
-        **versions(("fedflat", "torch", "numpy")),
-    }  # fmt: skip
+    return {**engine, "precision": problem.precision, "onednn": problem.onednn, **machine(problem.device)}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return what of it does not follow from the engine. device: where it computes; of a GPU its name counts."""
+    about = {"machine": platform.machine(), "instructions": torch.backends.cpu.get_cpu_capability()}
+    about |= {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    return {**about, "processor": processor(), **arithmetic(), **versions(("fedflat", "torch", "numpy"))}
 
 
 def arithmetic() -> dict[str, str]:

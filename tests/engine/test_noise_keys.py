@@ -178,6 +178,19 @@ def test_the_key_follows_the_processor_with_clients_of_ones_own_only(monkeypatch
     assert prepare(asked).key != after[1]
 
 
+def test_another_graphics_processor_or_setting_of_its_libraries_is_other_software(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = []
+    for name in ("one", "two"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        said.append(opening_module.machine(torch.device("cuda")))
+    assert said[0] != said[1] and "gpu" not in opening_module.machine(torch.device("cpu"))
+    said.append(opening_module.processor.__wrapped__())
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert opening_module.processor.__wrapped__() != said[2]
+
+
 def test_seeded_noise_for_ones_own_clients_is_refused_unless_it_is_a_benchmark(tmp_path: Path) -> None:
     own = {**RECIPE, "privacy": {**RECIPE["privacy"], "randomness": "seeded"}}
     table = tmp_path / "own.csv"

@@ -40,17 +40,11 @@ def images(count: int, seed: int = 0) -> torch.Tensor:
 
 def recipe(**changes: Any) -> dict[str, Any]:
     return {
-        "rounds": 2,
-        "data": {"dataset": "digits", "clients": 20},
-        "model": {"name": "representation", "body": SMALL},
-        "algorithm": "dp-fedavg",
-        "local": {"steps": 1, "batch_size": 100, "lr": 1.0, "momentum": 0.0},
-        "cohort": {"size": 20},
-        "privacy": {"clip": 0.5, "epsilon": 8, "randomness": "seeded"},
-        "server": {"lr": 10.0, "momentum": 0.9},
-        "engine": {"backend": "sequential"},
-        **changes,
-    }
+        "rounds": 2, "data": {"dataset": "digits", "clients": 20}, "model": {"name": "representation", "body": SMALL},
+        "algorithm": "dp-fedavg", "local": {"steps": 1, "batch_size": 100, "lr": 1.0, "momentum": 0.0},
+        "cohort": {"size": 20}, "privacy": {"clip": 0.5, "epsilon": 8, "randomness": "seeded"},
+        "server": {"lr": 10.0, "momentum": 0.9}, "engine": {"backend": "sequential"}, **changes,
+    }  # fmt: skip
 
 
 def test_dead_leaves_are_a_function_of_their_seed() -> None:
@@ -182,7 +176,8 @@ def test_mistakes_are_one_sentence(options: dict[str, Any], told: str) -> None:
 
 
 def test_a_run_keeps_its_body_and_is_loaded_without_making_it(tmp_path: Path, own_cache: Path) -> None:
-    result = fedflat.run(recipe(), out=tmp_path / "run")
+    durable.write_tensors(tmp_path / "run" / "body.safetensors", made(body={**SMALL, "seed": 5}).body.kept())
+    result = fedflat.run(recipe(), out=tmp_path / "run")  # where an earlier start was killed before its recipe
     digest = result.model.sha256
     assert f"sha256: {digest}" in (tmp_path / "run" / "recipe.yaml").read_text()
     assert result.privacy["facts"]["model"]["sha256"] == digest
@@ -284,6 +279,10 @@ def test_features_that_took_long_are_kept_on_disk(own_cache: Path, monkeypatch: 
     features._LAST.clear()
     file.write_bytes(file.read_bytes()[:-8] + bytes(8))  # damaged: computed again
     assert torch.equal(with_features(federation("a set"), module).inputs, first.inputs)
+    with monkeypatch.context() as patch:  # where the last bits may differ, under a noise key that does not know of it
+        patch.setattr(features, "machine", lambda device: "another")
+        with_features(federation("a set"), module)
+    assert len(kept()) == 2
     monkeypatch.setattr(durable, "KEPT", 7 * file.stat().st_size // 2)
     for seed in range(1, 6):
         with_features(federation("a set", seed), module)
