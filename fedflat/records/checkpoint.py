@@ -89,6 +89,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], facts: Facts, mode: int = 
     flush(part)
     os.replace(part, path)
     flush(path.parent)
+    flush(path.parent.parent)  # which has this folder's name since its first file
 
 
 def _seal(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:

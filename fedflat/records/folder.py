@@ -104,6 +104,7 @@ class RunFolder:
             for path in (self.path / name, self.path / seals_of(name)):
                 if path.exists():
                     flush(path)
+                    flush(path.parent)  # its name too
 
     def _add(self, name: str, text: str) -> None:
         mode = 0o600 if name.startswith("private/") else 0o644

@@ -20,6 +20,7 @@ import fedflat
 from fedflat.engine import resume
 from fedflat.privacy.ledger import Ledger
 from fedflat.records import checkpoint, keys
+from fedflat.records import folder as folder_module
 from fedflat.records.folder import RunFolder, plain
 from fedflat.records.opening import Opening
 
@@ -39,11 +40,8 @@ def recipe(method: str) -> dict[str, Any]:
     personal = {"data": {"dataset": "digits", "clients": 10, "client_test_fraction": 0.2}}
     plain = {"data": {"dataset": "digits", "clients": 10}}
     return {
-        "seed": 3,
-        "rounds": ROUNDS,
-        **(personal if method == "dp2-fedsam" else plain),
-        "model": {"name": "mlp"},
-        "algorithm": {"name": method},
+        "seed": 3, "rounds": ROUNDS, **(personal if method == "dp2-fedsam" else plain),
+        "model": {"name": "mlp"}, "algorithm": {"name": method},
         "local": {"steps": 3, "batch_size": 10, "lr": 0.1, "lr_decay": 0.99},
         "cohort": {"size": 4},
         "privacy": {
@@ -51,9 +49,8 @@ def recipe(method: str) -> dict[str, Any]:
             "noise_multiplier": 1.0,
             "randomness": "seeded",
         },
-        "server": SERVER.get(method, {"momentum": 0.5}),
-        "engine": {"backend": "sequential"},
-    }
+        "server": SERVER.get(method, {"momentum": 0.5}), "engine": {"backend": "sequential"},
+    }  # fmt: skip
 
 
 def start(method: str, folder: Path, resume: bool) -> BaseProcess:
@@ -308,3 +305,14 @@ def test_killed_between_any_two_writes(point: str, tmp_path: Path, whole_run: Pa
     for file in ("metrics.jsonl", "private/private.jsonl"):
         assert without_seconds(lines(folder / file)) == without_seconds(lines(whole_run / file))
     assert (folder / "ledger.jsonl").read_bytes() == (whole_run / "ledger.jsonl").read_bytes()
+
+
+def test_a_record_s_name_is_on_disk_with_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut may take a new file's name away as long as its folder was not flushed after it was made."""
+    order: list[str] = []
+    for module in (folder_module, checkpoint):
+        monkeypatch.setattr(module, "flush", lambda path: order.append(str(path.relative_to(tmp_path))))
+    fedflat.run(recipe("dp2-fedsam") | {"rounds": 1}, out=tmp_path / "run")
+    for name in ("metrics.jsonl", "private/private.jsonl", "private/private.seals", "checkpoints", "private/heads"):
+        parent = str(Path("run", name).parent)
+        assert parent in order[order.index(f"run/{name}") :], name
