@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fedflat
+from fedflat.cli import wrapped
 from fedflat.core.checks import InputError, RunError
 from fedflat.federation.tips import signed_tip
 from fedflat.privacy.ledger import HEADER, Ledger, event, seal
@@ -29,48 +30,26 @@ from fedflat.records import checkpoint, keys, signing
 from fedflat.records.folder import RunFolder
 from fedflat.records.opening import Opening
 from fedflat.records.signing import read_public
-from fedflat.report import card
+from fedflat.report import card, public, render
 from fedflat.report.html import write_report
 from fedflat.report.metrics import read_run
 from fedflat.simulation import inspection
 from fedflat.simulation import run as simulation
 from fedflat.simulation.export import attest
-from fedflat.simulation.inspection import (
-    CHECKS,
-    check_checkpoints,
-    check_fields,
-    check_modes,
-    check_pages,
-    check_signed,
-    check_strangers,
-    inspect_run,
-)  # fmt: skip
+from fedflat.simulation.inspection import check_fields, check_pages, check_signed, check_strangers, inspect_run
 from fedflat.simulation.recomputed import Records, differences, ledger_faults, metrics_faults
 from fedflat.simulation.result import export
 
 RECIPE = {
-    "name": "tiny",
-    "seed": 7654321,
-    "rounds": 3,
+    "name": "tiny", "seed": 7654321, "rounds": 3,
     "data": {"dataset": "digits", "clients": 20, "client_test_fraction": 0.2},
-    "model": {"name": "mlp", "hidden": 4},
-    "algorithm": "dp2-fedsam",
-    "local": {"steps": 1, "batch_size": 4},
-    "cohort": {"size": 10},
-    "privacy": {"clip": 0.5, "epsilon": 8},
-    "engine": {"backend": "sequential"},
-}
+    "model": {"name": "mlp", "hidden": 4}, "algorithm": "dp2-fedsam", "local": {"steps": 1, "batch_size": 4},
+    "cohort": {"size": 10}, "privacy": {"clip": 0.5, "epsilon": 8}, "engine": {"backend": "sequential"},
+}  # fmt: skip
 FILES = (
-    "recipe.yaml",
-    "metrics.jsonl",
-    "metrics.seals",
-    "ledger.jsonl",
-    "privacy.json",
-    "private/private.jsonl",
-    "private/run.json",
-    "checkpoints/round-000003.safetensors",
-    "private/heads/round-000003.safetensors",
-)
+    "recipe.yaml", "metrics.jsonl", "metrics.seals", "ledger.jsonl", "privacy.json", "private/private.jsonl",
+    "private/run.json", "checkpoints/round-000003.safetensors", "private/heads/round-000003.safetensors",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +105,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) ->
     return tips[1:]
 
 
-def wrong(folder: Path, checks: object = CHECKS) -> list[str]:
+def wrong(folder: Path, checks: object = inspection.CHECKS) -> list[str]:
     return [c.record for each in checks for c in each(Records(folder)) if c.verdict == "wrong"]  # type: ignore[attr-defined]
 
 
@@ -145,7 +124,7 @@ def test_the_checks_are_what_notices(run: Path) -> None:
     """The broken twin: with two checks only, nothing is noticed."""
     for name in FILES:
         DAMAGES["a byte"](run / name)
-    assert wrong(run, (check_modes, check_strangers)) == []
+    assert wrong(run, (inspection.check_modes, check_strangers)) == []
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "private/private.jsonl"])
@@ -472,7 +451,9 @@ def test_a_forged_checkpoint_of_another_round_is_found_out(tmp_path: Path) -> No
     simulation.run({**RECIPE, "algorithm": "dp-fedavg"}, out=tmp_path / "run")
     forge(tmp_path / "run/checkpoints/round-000003.safetensors", tmp_path / "run/checkpoints/round-000002.safetensors")
     checkpoint.load(tmp_path / "run/checkpoints/round-000003.safetensors")  # the twin: sound by itself
-    found = [check for each in (check_fields, check_checkpoints) for check in each(Records(tmp_path / "run"))]
+    found = [
+        check for each in (check_fields, inspection.check_checkpoints) for check in each(Records(tmp_path / "run"))
+    ]
     assert {check.record for check in found if check.verdict == "wrong"} == {
         "the weights", "checkpoints/round-000003.safetensors",
     }  # fmt: skip
@@ -483,7 +464,9 @@ def test_missing_older_checkpoints_torn_lines_and_strangers_are_named(run: Path)
     with (run / "ledger.jsonl").open("ab") as file:
         file.write(b'{"line":3')
     (run / "private/more.bin").write_bytes(b"x")
-    found = {check.record: check for check in (*check_checkpoints(Records(run)), *check_strangers(Records(run)))}
+    found = {
+        check.record: check for check in (*inspection.check_checkpoints(Records(run)), *check_strangers(Records(run)))
+    }
     assert "round 2" in found["checkpoints/"].about and found["private/more.bin"].verdict == "unchecked"
     assert any("torn" in check.about for check in inspection.check_privacy(Records(run)))
 
@@ -518,9 +501,7 @@ def test_signed_records_notice_that_all_was_rewritten(tmp_path: Path) -> None:
 
     again = {**recipe, "privacy": {"clip": 0.5, "noise_multiplier": 4.0}}
     simulation.run(again, out=tmp_path / "forged")
-    assert {check.verdict for check in check_signed(Records(tmp_path / "forged"))} == {
-        "unchecked"
-    }  # the twin: without a key
+    assert {check.verdict for check in check_signed(Records(tmp_path / "forged"))} == {"unchecked"}  # the twin
     found = check_signed(Records(tmp_path / "forged"), read_public(public), tmp_path / "client.tip")
     assert [check.verdict for check in found] == ["wrong", "wrong"]
     shutil.copyfile(tmp_path / "run/signature.json", tmp_path / "forged/signature.json")
@@ -726,10 +707,8 @@ def exports(both_exports: Path, tmp_path: Path) -> Path:
 def test_metrics_of_a_signed_export_are_signed_and_of_an_unsigned_one_said_to_be_open(exports: Path) -> None:
     for name in ("signed", "unsigned"):
         assert not wrong(exports / name)
-    assert (
-        "weights, metrics, made_for signed"
-        in said_of(exports / "signed", "signature.json", exports / "operator.pub")[-1][1]
-    )
+    covered = said_of(exports / "signed", "signature.json", exports / "operator.pub")[-1][1]
+    assert "weights, metrics, made_for signed" in covered
     for name in ("signed", "unsigned"):
         edit_metrics(exports / name, test_accuracy=0.99)
     assert said_of(exports / "signed", "signature.json")[-1] == ("wrong", "it is about other metrics")
@@ -782,7 +761,51 @@ def test_an_export_whose_inputs_classes_or_round_were_edited_is_found_out(export
     assert "does not say which inputs" in said_of(exports / "unsigned", record)[0][1]
     say(exports / "unsigned", lambda made: made.update(input_shape=[1, 8, 8], dtype="float32"), round="99")
     found = [about for _, about in said_of(exports / "unsigned", record)]
-    assert found == ["round says 99, and the statement 3", "made_for and preparation.json say different steps"]
+    says = "metadata.round says 99, and the run gives 3"
+    assert found == [says, "made_for and preparation.json say different steps"]
+    say(exports / "unsigned", lambda made: None, round="3", proven_epsilon="0.1")
+    assert "proven_epsilon says 0.1, and the run gives nothing" in said_of(exports / "unsigned", record)[0][1]
+
+
+@pytest.mark.parametrize("name", ["signed", "unsigned"])
+def test_lines_of_tips_that_no_round_wrote_are_found_out(exports: Path, name: str) -> None:
+    folder, key = exports / name, exports / "operator.pub" if name == "signed" else None
+    lines = [json.loads(line) for line in (folder / "tips.jsonl").read_text().splitlines()]
+    bare = [{word: value for word, value in line.items() if word != "signed"} for line in lines]
+
+    def found(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+        (folder / "tips.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        resealed(folder)
+        return [pair for pair in said_of(folder, "tips.jsonl", key) if pair[0] != "ok"]
+
+    assert not found(lines)  # the twin
+    for rows in (
+        [*lines, {**bare[-1], "round": 99}],
+        [{**bare[0], "round": 0}, *lines],
+        [{**bare[0], "epsilon": 0.1}, *lines[1:]],
+        [{**bare[0], "events": 0, "tip": hashlib.sha256(HEADER).hexdigest()}, *lines[1:]],
+        [{"round": 1}, *lines[1:]],
+    ):
+        assert found(rows)[0][0] == "wrong", rows
+    assert found(bare) == ([("unchecked", "0 of 3 rounds signed by this key")] if key else [])
+
+
+def test_the_page_of_an_export_has_the_title_that_it_was_exported_with(exports: Path) -> None:
+    folder = exports / "unsigned"
+    for title, verdict in (("tiny", "ok"), ("privacy loss 0.1", "wrong")):  # the twin first
+        (folder / "report.html").write_text(render([replace(public(read_run(folder)), name=title)]))
+        assert [check.verdict for check in check_pages(Records(folder))] == [verdict]
+
+
+def test_the_list_of_checksums_names_files_of_the_export_and_no_others(exports: Path) -> None:
+    folder, digest = exports / "unsigned", hashlib.sha256((exports / "operator.pub").read_bytes()).hexdigest()
+    sums = (folder / "SHA256SUMS").read_text()
+    for line in ("proven epsilon 0.1", f"{digest}  ../operator.pub"):
+        (folder / "SHA256SUMS").write_text(f"{sums}{line}\n")
+        assert wrong(folder), line
+    (folder / "SHA256SUMS").write_text(sums)  # the twin's, in other tests
+    (folder / "\x1b[1A").symlink_to(exports)
+    assert "\x1b[1A" in wrong(folder) and wrapped("\x1b[1A") == ["\ufffd[1A"]  # no name moves the cursor
 
 
 def test_swapped_names_of_classes_are_found_out(tmp_path: Path) -> None:

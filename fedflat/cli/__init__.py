@@ -109,9 +109,14 @@ def wrapped(text: str, first: str = "", later: str = "  ", *, fold: bool = False
 
     fold: whether to break long words, which are paths and commands: broken, they cannot be copied.
     """
+    shown = _STEERING.sub("\ufffd", text)
     return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=fold, break_on_hyphens=False
+        shown, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=fold, break_on_hyphens=False
     )
+
+
+_STEERING = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that move a terminal's cursor or turn the direction: a file's name could write over another line."""
 
 
 def labelled(label: str, text: str, width: int, *, fold: bool = False) -> list[str]:

@@ -244,7 +244,11 @@ def note_tip(folder: Path, run: str, round: int, ledger: Mapping[str, Any], seal
     if key is not None:
         line["signed"] = key.sign(tip_statement(run, round, ledger["events"], ledger["tip"], seal))
     # On disk before its checkpoint: one that no line names is refused.
-    durable.append(folder / TIPS, json.dumps(line, separators=(",", ":")).encode() + b"\n", mode=0o644)
+    durable.append(folder / TIPS, _tip_line(line).encode(), mode=0o644)
+
+
+def _tip_line(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, separators=(",", ":")) + "\n"
 
 
 def tips_of(path: Path) -> dict[int, dict[str, Any]]:
@@ -258,14 +262,8 @@ def keep_tips(folder: Path, finished: int) -> None:
     path = folder / TIPS
     if not path.exists():
         return
-    kept = []
-    for raw in path.read_bytes().split(b"\n")[:-1]:
-        try:
-            if json.loads(raw)["round"] <= finished:
-                kept.append(raw + b"\n")
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # verify names what is missing
-    durable.replace(path, b"".join(kept), mode=0o644)
+    kept = [line for round, line in tips_of(folder).items() if round <= finished]  # verify names what is missing
+    durable.replace(path, "".join(map(_tip_line, kept)), mode=0o644)
 
 
 def sign_run(folder: Path, run: str, weights: str, made_for: Any, key: Operator | None) -> None:

@@ -33,7 +33,7 @@ from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, SEALED, STAT
 from fedflat.records.signing import SIGNATURE, TIPS, own_key
 from fedflat.report import Run, proven_epsilon, read_run, uncounted
 from fedflat.simulation.inspection import refuse_damage
-from fedflat.simulation.recomputed import MODEL, PREPARATION, REPORT
+from fedflat.simulation.recomputed import MODEL, PREPARATION, REPORT, SAYS
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,7 @@ def _write(target: Path, source: Path, run: Run, weights: dict[str, Tensor], fac
 
     from fedflat.report import render
 
-    about = {"format": "pt", "round": str(facts["round"]), "fedflat": "shared weights as released"}
-    about["made_for"] = json.dumps(facts["made_for"])
+    about = {**SAYS, "round": str(facts["round"]), "made_for": json.dumps(facts["made_for"])}
     (target / MODEL).write_bytes(save(weights, metadata=about))  # save_file leaves it to its owner alone
     for name in (LEDGER, STATEMENT, *(name for name in (FILE, TIPS, SIGNATURE) if (source / name).is_file())):
         shutil.copyfile(source / name, target / name)

@@ -26,22 +26,8 @@ from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import checksum
 from fedflat.privacy.verify import Verification, verify_run
 from fedflat.records import checkpoint, keys, signing
-from fedflat.records.folder import (
-    LEDGER,
-    LOCK,
-    LOCKED,
-    METRICS,
-    OPENING,
-    PRIVATE,
-    RECIPE,
-    STATEMENT,
-    TIMES,
-    RunFolder,
-    check_kinds,
-    metrics_digest,
-    seals_of,
-    whole_lines,
-)  # fmt: skip
+from fedflat.records import folder as files
+from fedflat.records.folder import LEDGER, METRICS, OPENING, PRIVATE, RECIPE, STATEMENT, RunFolder, seals_of
 from fedflat.records.folder import SEALED as SUMS
 from fedflat.records.opening import Opening
 from fedflat.records.signing import MADE_FOR, SIGNATURE, TIPS
@@ -66,7 +52,7 @@ def inspect_run(folder: str | Path, key: Path | None = None, witness: Path | Non
     if not any((path / name).is_file() for name in (RECIPE, LEDGER, STATEMENT)):
         found = "a folder without recipe.yaml, ledger.jsonl and privacy.json" if path.is_dir() else "no folder"
         raise wrong("verify", f"{path}, {found}", "the folder of a run, or an exported one")
-    check_kinds(path)
+    files.check_kinds(path)
     run = Records(path)
     run.refuse_older()
     return [*(check for each in CHECKS for check in each(run)), *check_signed(run, public, witness)]
@@ -96,7 +82,7 @@ def refuse_damage(folder: Path) -> None:
     Raises:
         InputError: the first record that is not as it was written, or says what the run does not give.
     """
-    check_kinds(folder)
+    files.check_kinds(folder)
     read(folder / LEDGER)
     run = Records(folder)
     run.refuse_older()
@@ -119,7 +105,7 @@ def check_opening(run: Records) -> Iterator[Check]:
 
 def _opening_verdict(run: Records) -> tuple[Verdict, str]:
     if run.locked:
-        return "unchecked", f"{LOCKED}, where the seals of recipe and metrics lie; its owner can"
+        return "unchecked", f"{files.LOCKED}, where the seals of recipe and metrics lie; its owner can"
     if not (run.folder / "private").is_dir() and run.exported:
         return "unchecked", "not in this folder, which is an exported one"
     if not (run.folder / "private").is_dir():
@@ -332,10 +318,14 @@ def check_tips(run: Records) -> Iterator[Check]:
     """Check that tips.jsonl has a line for each finished round, with the ledger's tip then."""
     path = run.folder / TIPS
     found = [f"no line for round {number}" for number in range(1, run.finished_rounds + 1) if number not in run.tips]
-    found += [IRREGULAR] if path.exists() and whole_lines(path) is None else []
+    found += [IRREGULAR] if path.exists() and files.whole_lines(path) is None else []
     for number, line in run.tips.items():
-        if line.get("tip") != run.tip_at(line.get("events")):
+        tip, due = run.tip_at(line.get("events")), range(min(number, len(run.entries)))
+        paid = {entry["round"] for entry in run.entries[: line["events"]]} if tip else set()
+        if line.get("tip") != tip or not paid.issuperset(due):
             found.append(f"round {number} was finished with other events in the ledger")
+        if not 0 < number <= run.finished_rounds or line.keys() - TIP:
+            found.append(f"round {number}: a line that no round of this run has")
     if found and run.going:
         yield Check(TIPS, "unchecked", WRITING)
         return
@@ -365,21 +355,23 @@ def check_sums(run: Records) -> Iterator[Check]:
     if not run.exported:
         return
     path = run.folder
-    wanted = [line.split("  ", 1) for line in (path / SUMS).read_text("utf-8", "replace").splitlines()]
+    wanted = [line.partition("  ")[::2] for line in (path / SUMS).read_text("utf-8", "replace").splitlines()]
     for name in sorted({MODEL, LEDGER, STATEMENT, RECIPE, METRICS} - {pair[-1] for pair in wanted}):
         yield Check(SUMS, "wrong", f"no line for {name}")
     for name in sorted(set(run.files) - {SUMS, *(pair[-1] for pair in wanted)}):
         yield Check(name, "wrong", f"not in {SUMS}: nobody exported it")
-    for known, name in (pair for pair in wanted if len(pair) == 2):
-        file = path / name
-        good = file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == known
-        yield _same(name, good, "as it was exported")
-    if whole_lines(path / METRICS) is None:
+    for known, name in wanted:
+        # A name that is none of the folder's files may lead out of it.
+        good = name in run.files and _sha256(path / name) == known != ""
+        yield _same(name or SUMS, good, "as it was exported")
+    if files.whole_lines(path / METRICS) is None:
         yield Check(METRICS, "wrong", IRREGULAR)
-    if any(key in row for row in run.metrics for key in TIMES):
+    if any(key in row for row in run.metrics for key in files.TIMES):
         yield Check(METRICS, "wrong", "names the seconds of a round, which no export holds")
 
 
+TIP = {"round", "events", "tip", "checkpoint", "signed"}
+"""What a line of tips.jsonl says."""
 IRREGULAR = "a line that is torn, comes twice or is none, or has a key twice"
 
 
@@ -414,8 +406,9 @@ def check_signed(run: Records, public: Ed25519PublicKey | None = None, witness: 
     bad = [line["round"] for line in signed if not _tip_fits(run, line, public)]
     if bad:
         yield Check(TIPS, "wrong", f"round {bad[0]}: not what the operator signed")
-    elif signed and public is not None:
-        yield Check(TIPS, "ok", f"{len(signed)} of {len(run.tips)} rounds signed by this key")
+    elif run.tips and public is not None and (run.folder / SIGNATURE).is_file():
+        whole: Verdict = "ok" if len(signed) == len(run.tips) else "unchecked"
+        yield Check(TIPS, whole, f"{len(signed)} of {len(run.tips)} rounds signed by this key")
     if witness is not None:
         yield Check(f"witness {witness.name}", *_witnessed(run, public, witness))
 
@@ -445,7 +438,7 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
         f"another {LEDGER}": (LEDGER, _sha256(path / LEDGER)),
         f"another {STATEMENT}": (STATEMENT, _sha256(path / STATEMENT)),
         "another model": ("weights", recomputed.released_digest(path, run.finished_rounds)),
-        "other metrics": ("metrics", metrics_digest(path)),
+        "other metrics": ("metrics", files.metrics_digest(path)),
         "other inputs or classes": (MADE_FOR, recomputed.made_for_digest(run)),
     }
     others = [f"it is about {name}" for name, (key, digest) in ours.items() if digest not in (None, subjects.get(key))]
@@ -531,7 +524,7 @@ COVERED = (
 """Files that the other checks look at."""
 _SUMS_ONLY = f"only {SUMS} names it, which whoever edits the file can redo"
 BESIDE = {
-    LOCK: "it names the process that wrote the ledger",
+    files.LOCK: "it names the process that wrote the ledger",
     f"private/{REPORT}": "the owner's own page; fedflat report makes it again",
     "registry.yaml": "a draft that people fill in; fedflat card makes it again",
     "audit.json": "what fedflat audit measured; no ε rests on it",

@@ -36,6 +36,8 @@ from fedflat.records.signing import tips_of
 HERE = versions(("fedflat",))["fedflat"]
 PREPARATION = "preparation.json"
 MODEL, REPORT, CARDS = "model.safetensors", "report.html", ("card.html", "card.md")
+SAYS = {"format": "pt", "fedflat": "shared weights as released"}
+"""What an exported model says of itself besides its round and what it was made for."""
 UNREADABLE = (
     InputError, OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError, yaml.YAMLError,
 )  # fmt: skip
@@ -157,8 +159,9 @@ class Records:
 
     @cached_property
     def files(self) -> list[str]:
-        """The paths in the folder of all that is no folder."""
-        return [str(file.relative_to(self.folder)) for file in sorted(self.folder.rglob("*")) if not file.is_dir()]
+        """The paths in the folder of all that is no folder; a link to one is none."""
+        found = [file for file in sorted(self.folder.rglob("*")) if file.is_symlink() or not file.is_dir()]
+        return [str(file.relative_to(self.folder)) for file in found]
 
     @cached_property
     def id(self) -> str:
@@ -459,8 +462,8 @@ def made_for_digest(run: Records) -> str | None:
 def metadata_faults(run: Records) -> Iterator[str]:
     """Yield where an exported model says something else of itself than statement, preparation.json and recipe."""
     said, rounds = made_for(run.folder, 0), (run.statement or {}).get("rounds")
-    if (number := read_about(run.folder / MODEL).get("round")) != str(rounds):
-        yield f"round says {_short(number)}, and the statement {_short(rounds)}"
+    about = {name: text for name, text in read_about(run.folder / MODEL).items() if name != "made_for"}
+    yield from map(str, differences(about, {**SAYS, "round": str(rounds)}, "metadata"))
     if not isinstance(said, dict) or not {"input_shape", "dtype"} <= said.keys():
         yield "made_for does not say which inputs the model takes"
         return
@@ -508,7 +511,7 @@ def check_page(run: Records) -> tuple[Verdict, str]:
     titles = [html.unescape(each) for each in re.findall(r"<(?:h1|title)>([^<]*)<", text)]
     found = read_run(path)
     names = dict.fromkeys([found.name, str(found.recipe.get("name") or found.algorithm)])
-    if titles and re.fullmatch(r"[\w.+ -]{1,60}", titles[-1]):  # the folder was renamed since
+    if not run.exported and titles and re.fullmatch(r"[\w.+ -]{1,60}", titles[-1]):  # the folder was renamed since
         names[titles[-1]] = None
     shapes = [public(found)] if locked(path) else [public(found), found]  # before 1.0 it showed private charts too
     made = (render([dataclasses.replace(each, name=name)]) for each in shapes for name in names)
