@@ -256,10 +256,8 @@ def test_help_and_mistakes_answer_without_torch() -> None:
         (("run", "--resume", "folder"), "--resume: found folder, which has no recipe.yaml"),
         (("run", "--resume", "nowhere"), "--resume: found nowhere, which is no folder"),
         (("run", "--resume", "folder", "--out", "x"), "a recipe, -o or --out as well; allowed: --resume DIR alone"),
-        (
-            ("run", "tiny.yaml", "--epsilon", "4"),
-            "No such option '--epsilon'. A recipe's key is changed with -o privacy.",
-        ),
+        (("run", "tiny.yaml", "--epsilon", "4"), "option '--epsilon'. A recipe's key is changed with -o privacy."),
+        (("run", "tiny.yaml", "--roundz", "4"), "option '--roundz'. A recipe's key is changed with -o rounds=VALUE"),
         (("run", "tiny.yaml", "--out", "empty.yaml"), "--out: found empty.yaml, which is no folder"),
         (("run", "tiny.yaml", "--out", ""), "--out: found nothing"),
         (("compare", "tiny.yaml", "--out="), "--out: found nothing"),

@@ -21,7 +21,7 @@ from typer import Option
 from fedflat import __version__
 from fedflat.cli import as_command
 from fedflat.core import process
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import InputError, RunError, nearest, wrong
 
 SPELLED = {
     "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "eps", "η": "eta", "λ": "lambda", "μ": "mu", "ρ": "rho",
@@ -182,7 +182,7 @@ def _usage(error: Exception) -> None:
     if option:
         from fedflat.config.recipe import elsewhere
 
-        if hint := elsewhere(option):
+        if hint := elsewhere(option) or nearest(option, ("rounds", "seed", "task")):
             key = hint.removeprefix("Did you mean ").removesuffix("?")
             text = f"{text.partition(' Did you mean ')[0]} A recipe's key is changed with -o {key}=VALUE."
     _complain(text, 2)

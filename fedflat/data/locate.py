@@ -245,6 +245,10 @@ def _commas(file: Path, written: Written, key: str) -> Any:
     source = file if written.encoding is None else _in_utf8(file, written.encoding)
     # Only one thread knows which line is at fault.
     found = pc.read_csv(source, pc.ReadOptions(use_threads=False), form)
+    if len(found.column_names) == 1:  # an empty line is a row whose value is missing
+        form.ignore_empty_lines = False
+        again = file if written.encoding is None else _in_utf8(file, written.encoding)
+        found = pc.read_csv(again, pc.ReadOptions(use_threads=False), form)
     if any(map(pa.types.is_binary, found.schema.types)) or "\ufffd" in "".join(found.column_names):
         raise wrong(key, f"{file} (text in another encoding)", f"a readable file: {TABLES}", hint=ENCODINGS)
     # One column whose name has a separator in it was cut at the wrong sign.

@@ -16,6 +16,7 @@ from fedflat.core.checks import InputError, RunError
 from fedflat.core.rng import stream
 from fedflat.data import decoding
 from fedflat.data.decoding import tokenize
+from fedflat.data.locate import Written, locate
 from fedflat.data.preparation import DATASETS, Source
 from fedflat.data.sources import load
 
@@ -254,6 +255,13 @@ def test_texts_from_a_csv_file_by_user(tmp_path: Path) -> None:
         assert data.clients == 2 and data.vocabulary == 100 and data.inputs.dtype == torch.int64
         words = ["good, and long", "", "NA", "a 🎉"]
         assert torch.equal(data.inputs, tokenize(words, vocabulary=100))
+
+
+@pytest.mark.parametrize("encoding", [None, "latin-1"])
+def test_an_empty_line_of_a_file_with_one_column_is_a_row(tmp_path: Path, encoding: str | None) -> None:
+    (tmp_path / "new.csv").write_text("text\ngood\n\nbad\n")
+    split = locate(str(tmp_path / "new.csv"), Written(None, encoding), "FILE", owned=False)[2].popitem()[1]
+    assert split.values("text") == ["good", "", "bad"]
 
 
 def test_names_of_classes_beside_texts(tmp_path: Path) -> None:
