@@ -148,7 +148,7 @@ def engine_facts(recipe: Recipe, problem: ModuleProblem, backend: Backend) -> st
     """Return what a seeded key follows besides the run itself: all that may change a bit of a sum.
 
     For published data it is the engine as the recipe asks for it, and the versions: what a processor rounds otherwise,
-    and which back end ``auto`` found fastest, leave the noise as it is, so that a table can be made again elsewhere.
+    and which back end ``auto`` took here, leave the noise as it is, so that a table can be made again elsewhere.
     There is nobody whom the noise of such a run protects. For clients of one's own it is the engine that was chosen and
     the processor, so that two runs which are not the same bit for bit never share noise.
     """

@@ -58,6 +58,11 @@ SHORT_PRODUCT = 100
 """Examples of a minibatch under which bf16 is slower than float32 in blocks."""
 SMALL = 125_000
 """Parameters up to which several clients fit a core's caches, so that a block by ``torch.func.vmap`` pays."""
+MADE_UP = 100
+"""Examples of a client, as reckoned, where no largest number is declared."""
+PADDED = 1_000
+"""Examples of a minibatch above which blocks, which are padded to it, are not taken where no largest number is
+declared: who asks for so many wants each client's whole data in a step."""
 CHECKED_CLIENTS, CHECKED_STEPS = 3, 4
 """Clients whose sum in a block is compared with that of training them one by one, and their steps."""
 
@@ -202,7 +207,8 @@ def by_shapes(makers: _Makers, block: int | None = None) -> Backend:
     """Return the back end that public shapes and the cores at hand speak for; nothing is measured."""
     parts, problem, cores = makers.parts, makers.problem, makers.cores
     size = sum(parameter.numel() for parameter in problem.module.parameters())
-    if parts.local.epochs is None and not makers.one_by_one:
+    padded = makers.data.most is None and makers.width > PADDED
+    if parts.local.epochs is None and not makers.one_by_one and not padded:
         stack, fits = (
             makers.layers is not None,
             not makers.no_factors() and makers.held_as_factors() < parts.layout.size,
@@ -217,7 +223,7 @@ def by_shapes(makers: _Makers, block: int | None = None) -> Backend:
             return makers.make(name, block, cores if stack else 1)
     cohort, steps = math.ceil(parts.plan.sampler.size), parts.local.steps * len(parts.algorithm.phases)
     positions = max(1.0, math.prod(makers.data.input_shape[1:]) / REUSED)
-    step = STEP + 3 * size * makers.width * positions / RATE
+    step = STEP + 3 * size * min(makers.width, makers.data.most or MADE_UP) * positions / RATE
     if cores == 1 or cohort * steps * step < LONG_ROUND:
         return makers.make("sequential")
     # A worker's last turn may not fill the cores.
@@ -245,7 +251,7 @@ def _is_right(makers: _Makers, name: str, block: int) -> bool:
 
 def made_up(data: FederatedData, local: Local, clients: int) -> FederatedData:
     """Return clients of made-up examples in the form of ``data``: as many each as is public, whoever has how many."""
-    each = min(data.most or local.batch_size, max(1, 2 * local.batch_size))
+    each = min(data.most or MADE_UP, max(1, 2 * local.batch_size))
     inputs, targets = made_rows(data, clients * each, stream(0, "trial of back ends"))
     if data.inputs.dim() == 4 and data.inputs.is_contiguous(memory_format=torch.channels_last):
         inputs = inputs.contiguous(memory_format=torch.channels_last)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedflat.backends.in_process import Sequential
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import InputError, RunError, one_of, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
@@ -143,12 +143,18 @@ class Client:
         return plain.result().total.to(torch.float32)
 
 
+KNOWN = ("client", "data", "state", "pin", "key", "operator", "log")
+"""What a ``--node-config`` may say."""
+
+
 def client_of(task: Task, config: Any) -> Client:
-    """Return the client that a ``--node-config`` describes: client, data, state; perhaps pin, key, operator."""
+    """Return the client that a ``--node-config`` describes: client, data, state; perhaps pin, key, operator, log."""
     for name in ("client", "data", "state"):
         if name not in config:
             example = '--node-config \'client=0 data="…" state="…"\''
             raise wrong("node config", "nothing", f"{name}=…, for example {example}")
+    for name in config:
+        one_of("node config", name, KNOWN)
     if not isinstance(config["client"], int) or isinstance(config["client"], bool):
         raise wrong("node config: client", config["client"], "the client's number in the roster")
     names = ("data", "state", "key", "operator")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -72,6 +73,9 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
     recipe, note = _taking_turns(_for_nodes(recipe, nodes), "sampling" not in recipe.cohort.model_fields_set)
     method = algorithm_of(recipe)
     check_deployable(recipe, method, trust_of(recipe, method))
+    if recipe.data.client_test_fraction:
+        unused = "a deployment measures no personal accuracy, and what is held back of a client's examples stays unused"
+        warnings.warn(f"data.client_test_fraction: {unused}; 0 trains on all", stacklevel=2)
     job = prepare(recipe, features=False)  # each client computes its own
     try:
         _write(recipe, job, out, port, host)

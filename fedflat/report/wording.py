@@ -116,14 +116,20 @@ def percent_spread(value: Spread | None) -> str:
     return percent(value.mean) + ("" if value.sd is None else f" ± {percent(value.sd)}")
 
 
+DAYS = 2 * 86_400
+"""Seconds from which a duration is in days."""
+
+
 def duration(value: float | None) -> str:
-    """Return the seconds in the unit a reader wants: ``8.2 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    """Return the seconds in the unit a reader wants: ``8.2 s``, ``3 min 05 s``, ``2 h 10 min``, ``40 d``."""
     if value is None:
         return "–"
     if 0 < value < 0.0995:
         return f"{1000 * value:.0f} ms"
     if value < 59.95:
         return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
+    if value >= DAYS:
+        return f"{value / 86_400:.0f} d"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 

@@ -24,6 +24,7 @@ from small_federation import module
 
 import fedflat
 from fedflat.assembly import jobs, plans
+from fedflat.backends import choose
 from fedflat.config.reference import recipe_keys
 from fedflat.core.loss import CROSS_ENTROPY
 from fedflat.core.params import PersonalState
@@ -139,6 +140,9 @@ GIVEN: dict[str, Any] = {key: NAMED[key] for key in ("rounds", "cohort")} | {
 }  # fmt: skip
 
 
+AUTO: dict[str, Any] = NAMED | {"local": {"steps": 2, "batch_size": 50}, "engine": {"backend": "auto"}}
+
+
 @pytest.fixture(autouse=True)
 def fixed_noise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same key, secret and name for every run, though the key of a real run is fresh and follows the data too."""
@@ -163,7 +167,7 @@ def both_moved(one: Path, other: Path) -> list[str]:
     return [*moved(one, other), *moved(one / "private/export", other / "private/export")]
 
 
-@pytest.mark.parametrize("recipe", [NAMED, GIVEN], ids=["named", "given"])
+@pytest.mark.parametrize("recipe", [NAMED, GIVEN, AUTO], ids=["named", "given", "auto"])
 def test_public_files_are_equal_but_for_the_noise(recipe: dict[str, Any], tmp_path: Path) -> None:
     base = made(recipe, LAST, tmp_path / "base" / "run")
     for name, whose in WORLDS.items():
@@ -212,6 +216,14 @@ def test_steps_that_follow_the_clients_are_caught(tmp_path: Path, monkeypatch: p
     base = made(NAMED, LAST, tmp_path / "base")
     found = moved(base, made(NAMED, WORLDS["many"], tmp_path / "many"))
     assert any(text.startswith("recipe.yaml: local.steps") for text in found)
+
+
+def test_a_back_end_that_follows_the_largest_client_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twin: minibatches as wide as the largest client needs them, in the place of the recipe's."""
+    monkeypatch.setattr(choose, "width_of", lambda data, batch_size: 100 * int(data.sizes.max()))
+    base = made(AUTO, LAST, tmp_path / "base")
+    found = moved(base, made(AUTO, WORLDS["many"], tmp_path / "many"))
+    assert any(text.startswith("recipe.yaml: engine.backend") for text in found)
 
 
 def test_the_table_has_no_wildcard_for_keys_that_no_recipe_has(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_examples_of_a_dataset_must_agree() -> None:
 def test_a_run_takes_them_with_its_test_data() -> None:
     recipe: dict[str, Any] = {"rounds": 1, "algorithm": "dp-fedavg", "cohort": {"size": 5}}
     recipe["local"], recipe["privacy"] = {"steps": 1, "batch_size": 10}, {"clip": 0.5, "noise_multiplier": 1.0}
-    recipe["engine"] = {"backend": "sequential"}  # bit for bit: auto may choose another from run to run
+    recipe["engine"] = {"backend": "sequential"}  # bit for bit
     data = fedflat.clients(table(), by="user", **FORM)
     test = (data.inputs[:10] + 1, data.targets[:10])
     first = fedflat.run(recipe, model=torch.nn.Linear(6, 3), clients=data, test=test)

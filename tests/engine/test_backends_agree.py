@@ -148,6 +148,7 @@ class Turns(nn.Module):
 
 
 NORMED = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+NORMED_WIDE = nn.Sequential(nn.Linear(1000, 10), nn.LayerNorm(10))
 IMAGES = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Flatten(), nn.Linear(8, 3))
 WIDE = nn.Sequential(nn.Linear(6, 400), nn.ReLU(), nn.Linear(400, 400), nn.Linear(400, 3))
 
@@ -178,10 +179,13 @@ def test_auto_follows_public_shapes(network: nn.Module, cohort: int, name: str) 
 def test_a_block_of_few_weights_is_large_whatever_its_inputs_hold() -> None:
     """On a frozen body's features: blocks of 7 took 2.6 times as long as those of 64."""
     rows = [(torch.rand(20, 1000), torch.arange(20) % 10)] * 128
-    asked = recipe("dp-fedavg") | {"local": {"steps": 1, "batch_size": 128, "lr": 1.0}, "cohort": {"size": 128}}
+    asked: dict[str, Any] = recipe("dp-fedavg") | {"cohort": {"size": 128}}
+    asked["local"] = {"steps": 1, "batch_size": 128, "lr": 1.0}
     assert prepare(Recipe.of(asked), nn.Linear(1000, 10), rows).backend.block == 64
     wide = nn.Sequential(nn.Linear(1000, 500), nn.ReLU(), nn.Linear(500, 10))
     assert prepare(Recipe.of(asked), wide, rows).backend.block == 1  # half a million weights a client
+    asked["local"]["batch_size"] = 10**6  # each client's whole data, whatever it has: no block is padded to it
+    assert [prepare(Recipe.of(asked), net, rows).backend.name for net in (wide, NORMED_WIDE)] == ["sequential"] * 2
 
 
 def test_uneven_cohorts_of_large_models_get_all_cores_on_one_client() -> None:
