@@ -264,6 +264,7 @@ def test_help_and_mistakes_answer_without_torch() -> None:
         (("run", "tiny.yaml", "-o", "name=../../escape"), "name: found ../../escape; allowed: a name that can be"),
         (("compare", "tiny.yaml", "-o", "name=../../escape"), "name: found ../../escape; allowed: a name that can be"),
         (("run", "tiny.yaml", "-o", "rounds=0"), "a number ≥ 1"),
+        (("run", "tiny.yaml", "-o", "server=3"), "server: found 3; allowed: a section with some of optimizer, lr"),
         (("run", "tiny.yaml", "-o", "local.lr=-1"), "a number > 0"),
         (
             ("run", "tiny.yaml", "-o", "algorithm.name=own.py"),

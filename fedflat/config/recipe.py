@@ -199,6 +199,8 @@ def _sentence(error: ValidationError, where: str) -> InputError:
         return wrong(f"{where}: {'.'.join(path[:3])}", found, "[mean, std], two public numbers, std > 0")
     if first["type"] == "missing":
         return wrong(place, "nothing", "a value; the key is required")
+    if first["type"] == "model_type":
+        return wrong(place, found, f"a section with some of {', '.join(_fields(path))}")
     if first["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", str(first["ctx"]["expected"]))
         return wrong(place, found, ", ".join(choices), hint=nearest(str(found), choices))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +31,8 @@ from fedflat.core.cohorts import NEVER, Ids, MinSeparation
 from fedflat.core.types import RoundState
 from fedflat.federation.bounds import DAMAGED, TOO_LARGE
 from fedflat.federation.wire import NONCE_BYTES, Malformed
+
+log = logging.getLogger("fedflat.server")
 
 PROTOCOL_FAULTS = (
     "unasked", "duplicate", "late", "replayed", "sender", "early", "form", "protocol", "shape", "dtype", "size",
@@ -211,7 +214,11 @@ class CheckIns:
 
     def __post_init__(self) -> None:
         self._last = np.full(self.sampler.clients, NEVER, dtype=np.int64)
-        for round, clients in self._asked():
+        asked = self._asked()
+        if lost := self.charged.difference(round for round, _ in asked):
+            about = "which was charged; somebody may come back early (ε counts each start on its own, and holds)"
+            log.warning("%s: no line for round %s, %s", self.path, min(lost), about)
+        for round, clients in asked:
             if round in self.charged:
                 self._last[clients] = np.maximum(self._last[clients], round)
 

@@ -161,8 +161,10 @@ def state(round: int) -> RoundState:
     return RoundState(round, np.zeros(1), 1.0)  # type: ignore[arg-type]
 
 
-def test_asks_are_durable_and_void_ones_do_not_count(tmp_path: Path) -> None:
+def test_asks_are_durable_and_void_ones_do_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "asks"
+    check_ins(path, {2, 5})  # the file was lost
+    assert "no line for round 2, which was charged" in caplog.messages[0] and not path.exists()
     first = check_ins(path, set())
     taken = [first.cohort(state(t)).tolist() for t in range(3)]
     assert sorted(c for cohort in taken for c in cohort) == list(range(6))
@@ -178,6 +180,7 @@ def test_asks_are_durable_and_void_ones_do_not_count(tmp_path: Path) -> None:
     path.write_bytes(b'{"round": 0, "clients": ["\xff"]}\n')
     with pytest.raises(RunError, match="not as it was written"):
         check_ins(path, set())
+    assert len(caplog.messages) == 1
     with pytest.raises(RunError, match="cannot be read"):
         check_ins(tmp_path, set())
     with pytest.raises(RunError, match="cannot be written"):
