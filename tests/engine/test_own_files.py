@@ -167,4 +167,6 @@ def test_a_back_end_that_dies_in_an_audit_is_a_fault(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(worlds.Worlds, "__init__", lambda self, stage: setattr(self, "stage", stage))
     monkeypatch.setattr(worlds.Worlds, "_without", dies)
     found = worlds.Worlds(None).movement(worlds.Engine("workers"), worlds.Case("ordinary"))  # type: ignore[arg-type]
-    assert found.over and movements.faults([found]) == ("workers, ordinary: neither world ends (a worker process died)")
+    assert found.over and movements.faults([found]) == (
+        "workers, ordinary: neither world ends (a worker process died)",
+    )

@@ -144,7 +144,7 @@ STAGES: dict[str, Callable[[], None]] = {
     "after the ledger line": lambda: around(Ledger, "append", after=True),
     "before the metrics": lambda: around(RunFolder, "append", before=True),
     "before the checkpoint": lambda: around(checkpoint, "save", before=True),
-    "in the checkpoint": lambda: around(checkpoint, "flush", after=True, when=2),
+    "in the checkpoint": lambda: around(checkpoint, "flush", after=True, when=3),
     "after the checkpoint": lambda: around(checkpoint, "save", after=True),
 }  # fmt: skip
 
