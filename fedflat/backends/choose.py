@@ -209,10 +209,8 @@ def by_shapes(makers: _Makers, block: int | None = None) -> Backend:
     size = sum(parameter.numel() for parameter in problem.module.parameters())
     padded = makers.data.most is None and makers.width > PADDED
     if parts.local.epochs is None and not makers.one_by_one and not padded:
-        stack, fits = (
-            makers.layers is not None,
-            not makers.no_factors() and makers.held_as_factors() < parts.layout.size,
-        )
+        stack = makers.layers is not None
+        fits = not makers.no_factors() and makers.held_as_factors() < parts.layout.size
         coarse = stack and problem.precision == "bf16" and makers.width < SHORT_PRODUCT
         name = "lowrank" if fits else "vectorized-fp32" if coarse else "vectorized"
         block = block or makers.block(fits, cached=not fits)

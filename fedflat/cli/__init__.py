@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 from typer import Argument, Option
 from typer.models import ParameterInfo
 
-from fedflat.core.checks import wrong
+from fedflat.core.checks import readable, wrong
 
 if TYPE_CHECKING:
     from fedflat.config.recipe import Recipe
@@ -109,14 +109,10 @@ def wrapped(text: str, first: str = "", later: str = "  ", *, fold: bool = False
 
     fold: whether to break long words, which are paths and commands: broken, they cannot be copied.
     """
-    shown = _STEERING.sub("\ufffd", text)
     return textwrap.wrap(
-        shown, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=fold, break_on_hyphens=False
-    )
-
-
-_STEERING = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Characters that move a terminal's cursor or turn the direction: a file's name could write over another line."""
+        readable(text, "\ufffd"), WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=fold,
+        break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def labelled(label: str, text: str, width: int, *, fold: bool = False) -> list[str]:

@@ -179,7 +179,8 @@ def _usage(error: Exception) -> None:
     if type(error).__name__ == "MissingParameter" and (context := getattr(error, "ctx", None)):
         text += f" {context.get_usage()}"
     option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
-    if option:
+    known = [each.name for each in error.ctx.command.params] if option else []  # type: ignore[attr-defined]
+    if "override" in known and not nearest(option, known):
         from fedflat.config.recipe import elsewhere
 
         if hint := elsewhere(option) or nearest(option, ("rounds", "seed", "task")):

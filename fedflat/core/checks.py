@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import math
+import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,20 @@ class InputError(ValueError):
 
 class RunError(RuntimeError):
     """A run could not go on. The command line prints it as one line and exits with 1."""
+
+
+def readable(text: str, instead: str = "") -> str:
+    """Return the text without control characters and marks that turn the direction of what follows: they could write
+    over other words. instead: what stands in their place.
+
+    >>> readable("a\\x1b[2Kb", "?")
+    'a?[2Kb'
+    """
+    steering = (c not in "\n\t" and (unicodedata.category(c) == "Cc" or c in TURNING) for c in text)
+    return "".join(instead if steers else c for c, steers in zip(text, steering))
+
+
+TURNING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
 def wrong(where: str, found: Any, allowed: str, *, hint: str = "") -> InputError:

@@ -73,8 +73,7 @@ def resume_run(job: Job, ledger: Ledger) -> Start:
     if statement.exists() and not is_whole(statement):  # the run writes its own at its end
         aside = set_aside(statement).name
         job.say(f"{statement.name} is not as it was written; set aside as {aside}, a new one comes at the end")
-    # By name alone: a checkpoint that is damaged still proves that its round was released.
-    named = [checkpoint.round_of(path) for path in job.folder.checkpoints.glob("round-*")]
+    named = checkpoint.rounds_named(job.folder.checkpoints)  # before a damaged one is set aside
     found = checkpoint.newest(job.folder.checkpoints, lambda path, why: job.say(_aside(path, why)))
     start = first_start(job)
     state, heads, facts = (start.state, start.heads, {}) if found is None else found

@@ -96,8 +96,7 @@ def _charge_open_round(ledger: Ledger, job: Job, outcome: Outcome) -> None:
 
 def _drop_open_records(folder: RunFolder, finished: int) -> None:
     """Drop the record and the tip of a round whose model was never saved, as a resume does: no client was sent it."""
-    # By name alone: a damaged checkpoint still proves that its round was released, a half-written one (.part) does not.
-    released = max([finished, *map(checkpoint.round_of, folder.checkpoints.glob("round-*.safetensors*"))])
+    released = max([finished, *checkpoint.rounds_named(folder.checkpoints)])
     for note in folder.keep_rounds(released)[2]:
         print(note, file=sys.stderr)
     keep_tips(folder.path, released)

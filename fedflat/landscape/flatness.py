@@ -28,7 +28,7 @@ from fedflat.records import checkpoint
 from fedflat.records.folder import OPENING
 from fedflat.records.opening import Opening
 from fedflat.report.groups import Group, group_runs, paired_difference, spread
-from fedflat.report.metrics import Run, final_accuracy, proven_epsilon, read_runs
+from fedflat.report.metrics import Run, final_accuracy, proven_epsilon, read_runs, seeded
 
 Numbers = dict[str, Any]
 NUMBERS = {
@@ -279,6 +279,7 @@ def _grouped(groups: Sequence[Group], measured: Sequence[Numbers], settings: Set
             listed.append({
                 "label": group.label, "model": name, "style": group.style, "seeds": [each["seed"] for each in own],
                 "epsilon": _plain(spread(proven_epsilon(run) for run in group.runs)), "private": own[0]["private"],
+                "seeded": any(map(seeded, group.runs)),
                 "numbers": {key: _plain(spread(each["numbers"][key] for each in own)) for key in NUMBERS},
                 "differences": {key: _difference(groups[0], group, numbers, key) for key in NUMBERS} if place else {},
                 "line": {"steps": own[0]["line"]["steps"]} | _curves([each["line"] for each in own]),

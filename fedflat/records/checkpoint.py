@@ -44,6 +44,13 @@ def round_of(path: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
+def rounds_named(folder: Path) -> list[int]:
+    """Return the rounds that have a checkpoint by name: a damaged one still proves that its round was released, one
+    that a kill left half-written does not.
+    """
+    return [round_of(path) for path in folder.glob(f"{_PATTERN}*")]
+
+
 def save(
     folder: Path,
     state: RoundState,

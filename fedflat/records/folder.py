@@ -100,11 +100,10 @@ class RunFolder:
 
     def flush_lines(self) -> None:
         """Make every line written so far durable."""
-        for name in (METRICS, PRIVATE):
-            for path in (self.path / name, self.path / seals_of(name)):
-                if path.exists():
-                    flush(path)
-                    flush(path.parent)  # its name too
+        files = [self.path / name for each in (METRICS, PRIVATE) for name in (each, seals_of(each))]
+        there = [path for path in files if path.exists()]
+        for path in [*there, *dict.fromkeys(path.parent for path in there)]:  # their names too
+            flush(path)
 
     def _add(self, name: str, text: str) -> None:
         mode = 0o600 if name.startswith("private/") else 0o644

@@ -14,7 +14,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import math
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import yaml
 from markupsafe import Markup, escape
 
-from fedflat.core.checks import InputError, wrong
+from fedflat.core.checks import InputError, readable, wrong
 from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.statement import FALSE_POSITIVES, SEEDED, refuse_seeded, true_positives
 from fedflat.privacy.together import Published, total
@@ -31,15 +30,6 @@ from fedflat.report.metrics import Run, number, published, section, uncounted
 from fedflat.report.wording import asset, environment, filled
 
 UNSAID = "not stated"
-
-
-def readable(text: str) -> str:
-    """Return the text without control characters and marks that turn the direction of what follows."""
-    return "".join(c for c in text if c in "\n\t" or (unicodedata.category(c) != "Cc" and c not in TURNING))
-
-
-# With these marks a reader could be shown another text than the file holds.
-TURNING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
 def as_yaml(entry: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fedflat.report import pages, plates
 from fedflat.report.figures import Figure, Series
+from fedflat.report.metrics import epsilon_text
 from fedflat.report.pages import Section, Table
 
 Record = Mapping[str, Any]
@@ -95,10 +96,11 @@ def number_text(value: float) -> str:
 def _numbers(found: Record) -> dict[str, Any]:
     shown = columns(found["settings"])
     several = len({group["model"] for group in found["groups"]}) > 1
-    heads = ["Method", *(["Model"] if several else []), "seeds", "ε proven", *(heading for _, heading, _ in shown)]
+    spent = "ε of the mechanism" if any(group.get("seeded") for group in found["groups"]) else "ε proven"
+    heads = ["Method", *(["Model"] if several else []), "seeds", spent, *(heading for _, heading, _ in shown)]
     rows = []
     for group in found["groups"]:
-        epsilon = "∞" if group["epsilon"] is None else f"{group['epsilon']['mean']:.2f}"
+        epsilon = epsilon_text((group["epsilon"] or {}).get("mean"), "∞")
         cells = [group["label"], *([group["model"]] if several else []), str(len(group["seeds"])), epsilon]
         rows.append(cells + [spread_text(group["numbers"][key], percent) for key, _, percent in shown])
     notes = [*found["notes"], cost_text(found["cost"])]
