@@ -25,7 +25,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from fedflat.core.checks import in_range, wrong
+from fedflat.core.checks import counted, in_range, wrong
 from fedflat.simulation.run import run
 
 
@@ -81,6 +81,9 @@ class _Private(BaseEstimator):  # type: ignore[misc]
             raise
         epsilon = result.privacy["proven_epsilon"]
         fit.epsilon, fit.delta = float("inf") if epsilon is None else epsilon, result.privacy["delta"] or 0.0
+        if len(pairs) < 3 and epsilon is not None:
+            said = "with fewer than three nobody is protected among others, and noise drowns what they know"
+            warnings.warn(f"users: {counted(len(pairs), 'user')}; {said}", stacklevel=3)
         self.history_, self.n_users_ = result.history, len(pairs)
         self.privacy_ = result.privacy | _of_all_fits(names)
         self.model_ = result.model

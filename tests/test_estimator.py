@@ -38,6 +38,8 @@ def test_a_classifier_learns_and_states_its_guarantee() -> None:
     assert found.score(x, labels) > 0.8 and found.n_users_ == 150 and set(found.predict(x)) == {"no", "yes"}
     assert found.privacy_["proven_epsilon"] <= 8 and found.privacy_["randomness"] == "secret"
     assert np.allclose(found.predict_proba(x[:5]).sum(1), 1)
+    with pytest.warns(UserWarning, match="users: 1 user; with fewer than three nobody is protected"):
+        PrivateClassifier(**QUICK).fit(x[:8], labels[:8], users=USERS[:8])
 
 
 def test_a_regressor_answers_in_the_units_of_y() -> None:

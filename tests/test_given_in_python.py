@@ -156,7 +156,7 @@ def test_malformed_messages_are_counted_where_their_owner_sees_it(tmp_path):
     recipe = RECIPE | {"cohort": {"size": 5}, "rounds": 2, "local": {"steps": 2, "batch_size": 6}}
     found = simulation.run(recipe, Mine(), pairs, out=tmp_path / "run")
     assert [record["malformed"] for record in found.private_history] == [1, 1]
-    assert found.notes[-1] == "2 messages in 2 rounds were malformed and counted as zero"
+    assert found.notes[-1] == "2 malformed messages, counted as zero (rounds: 2)"
     assert ("malformed", f"2 messages in 2 rounds, counted as zero ({NOT_COVERED})") in summary_rows(found)
     assert "malformed" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     sound = simulation.run(recipe | {"rounds": 1}, Mine(), clients())

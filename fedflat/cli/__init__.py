@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 from typer import Argument, Option
 from typer.models import ParameterInfo
 
-from fedflat.core.checks import readable, wrong
+from fedflat.core.checks import counted, readable, wrong
 
 if TYPE_CHECKING:
     from fedflat.config.recipe import Recipe
@@ -184,7 +184,7 @@ def print_plates(figures: Any, folder: Path, landscapes: Any = (), quiet: bool =
 
     count = len(write_plates(figures, folder, landscapes)) // len(KINDS)
     if not quiet:
-        print(f"{count} figure{'s' if count != 1 else ''} as SVG, PNG and PDF: {folder}")
+        print(f"{counted(count, 'figure')} as SVG, PNG and PDF: {folder}")
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:

@@ -20,7 +20,7 @@ from typer import Argument, Option
 
 from fedflat import cli
 from fedflat.core import process
-from fedflat.core.checks import one_of, wrong
+from fedflat.core.checks import counted, one_of, wrong
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -239,6 +239,7 @@ def runs(folder: Path = Path("runs"), *, as_json: cli.Json = False) -> None:
 
 FEW = 20
 """Different values up to which a column of text is taken for categories."""
+ALONE = "a list of values becomes public and tells of that user: merge it with another value, or leave its rows out"
 USERS = ("user", "user_id", "userid", "client", "client_id", "patient", "patient_id", "customer", "customer_id")
 PRIVATE = "What stands here is about your clients: keep it to yourself. The guarantee covers none of it."
 READ_OFF = (
@@ -283,7 +284,7 @@ def data(
     by = one_of("--by", clean(by), names) if by else next(users, None)
     if target and one_of("--target", clean(target), names) == by:
         raise wrong("--target", target, "another column than the one of users")
-    rows = split.read(names).to_pandas()
+    rows = split.frame(names)
     looked = {name: _column(rows[name], split.features[name]) for name in names if name != by}
     target = clean(target) if target else _target(looked)
     found = _facts(rows, by, target, looked)
@@ -291,10 +292,11 @@ def data(
     if as_json:
         cli.print_json({**found, "recipe": recipe, "note": PRIVATE})
         return
-    about = [PRIVATE, f"{file}: {found['rows']} rows, {found['users'] or 'no'} users" + _spread(found["rows_a_user"])]
+    whose = counted(found["users"] or 0, "user")
+    about = [PRIVATE, f"{file}: {counted(found['rows'], 'row')}, {whose}{_spread(found['rows_a_user'])}"]
     for name, one in looked.items():
         role = "target" if name == target else one["becomes"]
-        about.append(f"  {name}: {one['type']}, {one['values']} values, {one['missing']} missing → {role}")
+        about.append(f"  {name}: {one['type']}, {counted(one['values'], 'value')}, {one['missing']} missing → {role}")
     about += [f"Fault: {fault}" for fault in found["faults"]] or ["No faults."]
     # Written to a file, what is said of the table stands in comments, so that the whole is a recipe.
     mark = "# " if recipe is not None and not sys.stdout.isatty() else ""
@@ -305,7 +307,7 @@ def data(
 
 def _spread(each: dict[str, Any] | None) -> str:
     if each is None or each["least"] == each["most"]:
-        return "" if each is None else f", {each['least']} rows each"
+        return "" if each is None else f", {counted(each['least'], 'row')} each"
     return f", {each['least']} to {each['most']} rows a user, half of them at most {each['median']:g}"
 
 
@@ -361,7 +363,7 @@ def _numbers(present: pd.Series) -> dict[str, Any]:
     scale = [float(f"{mean:.2g}"), float(f"{std:.2g}") or 1.0]
     found = {"number": True, "scale": scale, "whole": bool((numbers % 1 == 0).all())}
     if infinite:
-        found["fault"] = f"{infinite} infinite values; leave their rows or the column out"
+        found["fault"] = f"{counted(infinite, 'infinite value')}; leave their rows or the column out"
     # Inputs far from 1 make training diverge at the usual rates.
     unscaled = abs(mean) > 3 or std > 3
     return {**found, "becomes": "a number" + (", scaled (data.scale); unscaled it makes training diverge" * unscaled)}
@@ -385,34 +387,40 @@ def _facts(rows: pd.DataFrame, by: str | None, target: str | None, looked: dict[
     """Return what a table holds, with all its faults."""
     from fedflat.data.encoding import name_of
 
-    faults = []
-    sizes = None if by is None else rows[by].dropna().map(name_of).value_counts()
-    if by is None:
-        faults.append("no column says whose each row is; name it with --by")
-    elif rows[by].isna().any():
-        faults.append(f"column {by}: {int(rows[by].isna().sum())} rows belong to nobody")
-    if sizes is not None and len(sizes) < 3:
-        faults.append(f"column {by}: {len(sizes)} users; with fewer than three nobody is protected among others")
-    if sizes is not None and (alike := _alike(sizes.index)):
-        faults.append(f"column {by}: {alike} differ only in case, and are different clients")
-    if rows.empty:
-        faults = ["a table without rows"]
-    for name, one in looked.items() if len(rows) else ():
+    faults, users, each = ["no column says whose each row is; name it with --by"], None, None
+    if by is not None:
+        owners = rows[by].map(name_of)
+        sizes = owners[owners != ""].value_counts()
+        faults, users = _user_faults(f"column {by}", sizes, len(rows)), len(sizes)
+        each = {"least": int(sizes.min()), "median": float(sizes.median()), "most": int(sizes.max())} if users else None
+    for name, one in looked.items():
         if one["missing"] and (name == target or not one.get("free")):
             unfilled = name == target or one["type"] in ("image", "list")
             way = "leave their rows out" if unfilled else f"data.fill.{name}, or leave the column out"
-            faults.append(f"column {name}: {one['missing']} missing values; {way}")
+            faults.append(f"column {name}: {counted(one['missing'], 'missing value')}; {way}")
         if not name:
             faults.append("a column without a name, perhaps an index that was saved: name it, or leave it out")
         if "fault" in one:
             faults.append(f"column {name}: {one['fault']}")
         if one["values"] <= 1:
             faults.append(f"column {name}: at most one value in all rows, from which nothing is learnt")
-    users, each = None if sizes is None else len(sizes), None
-    if sizes is not None and len(sizes):
-        each = {"least": int(sizes.min()), "median": float(sizes.median()), "most": int(sizes.max())}
+        alone = [v for v in one.get("categories", ()) if users and owners[rows[name] == v].nunique() == 1]
+        if alone and len(one["categories"]) > 1:
+            faults.append(f"column {name}: one user alone has {', '.join(map(str, alone))}; {ALONE}")
     facts = {"rows": len(rows), "by": by, "users": users, "rows_a_user": each, "target": target}
     return facts | {"columns": looked, "faults": faults}
+
+
+def _user_faults(where: str, sizes: pd.Series, rows: int) -> list[str]:
+    """Return what is wrong with a column of users. sizes: the rows of each user by name."""
+    nobodys, faults = rows - int(sizes.sum()), []
+    if nobodys:
+        faults.append(f"{where}: {counted(nobodys, 'row')} of nobody; name their user, or leave them out")
+    if len(sizes) < 3:
+        faults.append(f"{where}: {counted(len(sizes), 'user')}; with fewer than three nobody is protected among others")
+    if alike := _alike(sizes.index):
+        faults.append(f"{where}: {alike} differ only in case, and are different clients")
+    return faults
 
 
 def _recipe(file: Path, found: dict[str, Any], written: dict[str, str | None]) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from fedflat.cli import Folder, Json, RunFolder, labelled, print_json, say, write_files
-from fedflat.core.checks import require, wrong
+from fedflat.core.checks import counted, require, wrong
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -161,14 +161,14 @@ def predict(
         out: Where to write them: .csv or .parquet. Default: to the terminal, as CSV.
         proba: Also the probability of each class or label.
         model: my_file.py:make, where the run's model was given in Python.
-        separator: What stands between two values of a CSV file.
-        encoding: Encoding of a CSV file, for example latin-1.
+        separator: What stands between two values of a CSV file. Default: as in the run's own data.
+        encoding: Encoding of a CSV file, for example latin-1. Default: that of the run's own data.
     """
     import pandas as pd
 
     from fedflat.core.imports import calling, imported
     from fedflat.data.encoding import check_columns
-    from fedflat.data.locate import Written, locate
+    from fedflat.data.locate import COMMAS, Written, ending_of, locate
     from fedflat.simulation.result import load
 
     if out is not None and out.suffix not in (".csv", ".parquet"):
@@ -179,12 +179,14 @@ def predict(
     with calling(f"--model {model}"):
         made = None if model is None else imported("--model", model)()
     result = load(run, model=made)
+    if ending_of(file) in COMMAS:  # read as the training table was, unless an option says otherwise
+        separator, encoding = separator or result.recipe.data.separator, encoding or result.recipe.data.encoding
     split = next(iter(locate(str(file), Written(separator, encoding), "FILE", owned=False)[2].values()))
     names = list(split.features)
     if result.preparation is not None:
         check_columns("FILE", result.preparation.reads, names)
         names = list(result.preparation.reads)
-    rows = split.read(names).to_pandas()
+    rows = split.frame(names)
     answers = _answers(result, rows)
     if proba:
         shares = result.predict_proba(rows)
@@ -196,7 +198,7 @@ def predict(
     if as_json:
         print_json({"rows": len(frame), "out": out, **({} if out else answers)})
     elif out is not None:
-        print(f"{out}: {len(frame)} predictions")
+        print(f"{out}: {counted(len(frame), 'prediction')}")
     else:
         frame.to_csv(sys.stdout, index=False)
 

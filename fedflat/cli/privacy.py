@@ -314,9 +314,10 @@ def _plan_of(name: str, recipe: Recipe) -> Plan:
     if recipe.privacy.selection is not None:
         hint = "fedflat plan has the ε of a recipe whose settings were chosen in private."
         raise wrong(name, "privacy.selection", "a recipe without it", hint=hint)
-    if recipe.privacy.noise_cohort is not None:
-        hint = "A run's statement has the ε of both systems; --clients and --cohort take the larger one's own numbers."
-        raise wrong(name, "privacy.noise_cohort", "a recipe without it", hint=hint)
     if recipe.data.clients is None:
         raise wrong("--clients", "nothing", f"the number of clients: {name} takes it from its data")
+    if (larger := recipe.privacy.noise_cohort) is not None:
+        options = f"--cohort {larger:g} --clients {round(recipe.data.clients * larger / recipe.cohort.size)}"
+        hint = f"It simulates a larger system, whose own table is that of -o privacy.noise_cohort=null {options}."
+        raise wrong(name, f"privacy.noise_cohort: {larger:g}", "null", hint=hint)
     return plan_of(recipe, method, recipe.data.clients)

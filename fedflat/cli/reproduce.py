@@ -15,7 +15,7 @@ import typer
 from typer import Option
 
 from fedflat import cli, report
-from fedflat.core.checks import one_of, wrong
+from fedflat.core.checks import counted, one_of, wrong
 
 if TYPE_CHECKING:
     from fedflat.papers import figures, outcome, tables
@@ -203,8 +203,7 @@ def planned_lines(figure: figures.PaperFigure, scale: str, overrides: Sequence[s
             rounds = "–" if row.recipe is None else str(row.recipe.rounds)
             grid.append([name, rounds, claimed, _epsilon(row.proven), _delta(row)])
             total |= {row.recipe.name} if row.recipe is not None else set()
-        plural = "s" if seeds > 1 else ""
-        shown += ["", *cli.wrapped(f"{panel.title} ({panel.draw}; {seeds} seed{plural})"), *_grid(grid)]
+        shown += ["", *cli.wrapped(f"{panel.title} ({panel.draw}; {counted(seeds, 'seed')})"), *_grid(grid)]
         shown += [f"  {why}" for why in dict.fromkeys(row.missing for _, row in rows if row.missing)]
     said = [f"Scale {scale}: {len(total)} settings would run; nothing was trained.", *figure.notes]
     return [*shown, "", *(text for each in said for text in cli.wrapped(each))]

@@ -33,7 +33,7 @@ TURNING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2
 def wrong(where: str, found: Any, allowed: str, *, hint: str = "") -> InputError:
     """Return the one error sentence: ``where: found X; allowed: Y. hint``."""
     if isinstance(found, float):
-        found = float(f"{found:.12g}")  # no digits of rounding
+        found = f"{found:.12g}"  # no digits of rounding, and 500.0 as it was meant
     shown = (found or "nothing") if isinstance(found, str) else repr(found)
     tail = f" {hint}" if hint else ""
     return InputError(" ".join(f"{where}: found {shown}; allowed: {allowed}.{tail}".split()))
@@ -103,6 +103,15 @@ def one_line(error: BaseException, width: int | None = 300) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:width]
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number of things: ``1 user``, ``2 users``, ``2 classes``.
+
+    >>> counted(1, "user"), counted(0, "row"), counted(2, "class")
+    ('1 user', '0 rows', '2 classes')
+    """
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('s') else 's'}"
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return a sentence naming the closest valid spelling of ``name``, or the empty string where none is close.
 
@@ -152,5 +161,5 @@ def whole(where: str, value: Any, low: int = 0, high: int | None = None) -> int:
     ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
     if not ok or (high is not None and value > high):
         upper = f" and ≤ {high}" if high is not None else ""
-        raise wrong(where, value, f"a whole number ≥ {low}{upper}")
+        raise wrong(where, str(value), f"a whole number ≥ {low}{upper}")
     return int(value)

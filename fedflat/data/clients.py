@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import in_range, nearest, wrong
+from fedflat.core.checks import counted, in_range, nearest, wrong
 from fedflat.core.loss import IGNORE
 from fedflat.core.rng import stream
 from fedflat.data.encoding import name_of
@@ -66,8 +66,9 @@ class FederatedData:
             raise wrong("data.most", self.most, f"at least {largest}, the examples of the largest client")
 
     def __repr__(self) -> str:
-        shape, test = tuple(self.inputs.shape[1:]), 0 if self.test_targets is None else len(self.test_targets)
-        return f"<{self.clients} clients, inputs {shape}, {self.classes} classes, {test} public test examples>"
+        test = 0 if self.test_targets is None else len(self.test_targets)
+        counts = f"{counted(self.classes, 'class')}, {counted(test, 'public test example')}"
+        return f"<{counted(self.clients, 'client')}, inputs {self.input_shape}, {counts}>"
 
     @property
     def clients(self) -> int:
@@ -262,7 +263,7 @@ def refuse_users(clients: Iterable[Any], public: Iterable[Any], where: str) -> b
     users = set(map(name_of, public))
     both = sorted(name for name in users if name.casefold() in known)
     if both:
-        found = f"rows of {len(both)} users who are clients, such as {both[0]}"
+        found = f"rows of {counted(len(both), 'client')}, such as {both[0]}"
         raise wrong(where, found, "public rows, which are no client's", hint=PUBLIC)
     return "" not in users
 

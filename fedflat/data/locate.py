@@ -10,12 +10,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedflat.core.checks import InputError, RunError, nearest, wrong
 from fedflat.core.imports import hub
 from fedflat.data.encoding import clean
 from fedflat.data.preparation import DATASETS, Source
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SPLITS = ("train", "test", "validation")
 COMMAS = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
@@ -43,6 +46,13 @@ class Split:
     def csv(self) -> bool:
         """Whether it is a table without types of its own."""
         return bool(self.files) and ending_of(self.files[0]) in (*COMMAS, *SHEETS)
+
+    def frame(self, columns: list[str]) -> pd.DataFrame:
+        """Return some columns as a pandas table. Raises InputError where there is no row."""
+        found = self.read(columns)
+        if not found.num_rows:
+            raise wrong(self.where, "0 rows, with a header alone or blank lines below it", "at least one row")
+        return found.to_pandas()
 
     def values(self, column: str) -> list[Any]:
         """Return one column as Python values."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedflat.core.checks import one_of, whole, wrong
+from fedflat.core.checks import counted, one_of, whole, wrong
 from fedflat.data.clients import (
     GIVEN,
     PUBLIC,
@@ -173,7 +173,7 @@ def _encoded(
 ) -> FederatedData:
     """Return one table whose row ``i`` belongs to client ``codes[i]``. by: the column of users, if there is one."""
     if not names:
-        raise wrong("clients", "a table without rows", "at least one client's example")
+        raise wrong("clients", "a table of 0 rows", "at least one client's row")
     # A client's rows stay in their order, and lie together.
     order = np.argsort(codes, kind="stable")
     frame, whose = frame.iloc[order], codes[order]
@@ -252,7 +252,7 @@ def _each(by: Any, rows: int) -> list[str]:
     """Return the name of every example's owner."""
     owners = list(map(name_of, by.tolist() if hasattr(by, "tolist") else by))
     if len(owners) != rows:
-        raise wrong("clients: by", f"{len(owners)} owners", f"one for each of the {rows} examples")
+        raise wrong("clients: by", counted(len(owners), "owner"), f"one for each of the {rows} examples")
     return owners
 
 

@@ -118,8 +118,7 @@ def _frame(kind: Kind, split: Split, encoding: Encoding, owner: str | None) -> p
     """Return the columns of a split that are read row by row: images are decoded apart."""
     columns = [*encoding.target, *(() if kind == "image" else encoding.inputs), *([owner] if owner else [])]
     check_columns(split.where, columns, split.features)
-    frame: pd.DataFrame = split.read(columns).to_pandas()
-    return frame
+    return split.frame(columns)
 
 
 def _table(kind: Kind, split: Split, frame: pd.DataFrame, encoding: Encoding, owner: str | None) -> Table:

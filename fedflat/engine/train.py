@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedflat.core.checks import RunError, wrong
+from fedflat.core.checks import RunError, counted, wrong
 from fedflat.core.durable import digest_of
 from fedflat.core.params import Layout, PersonalState
 from fedflat.core.process import in_background, stop_signal
@@ -54,7 +54,7 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
                 stopped = f"stopped before round {state.round}: it would exceed the budget ε = {plan.budget:g}"
                 break
             if should_stop is not None and should_stop():
-                stopped = f"stopped as asked after {state.round} rounds"
+                stopped = f"stopped as asked after {counted(state.round, 'round')}"
                 seen = peeked and not stop_signal()
                 break
             charged = charge_drawn(job, ledger, state.round)
@@ -83,11 +83,11 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
                     raise wrong("on_round", given, "True only from a function of the released record and state.model()")
                 rest = range(state.round, job.last_round)
                 charge_remaining_rounds(ledger, job.parts.plan, rest, job.parts.clip.bound(state.clip))
-                stopped = f"ended early after {state.round} rounds by what was released"
+                stopped = f"ended early after {counted(state.round, 'round')} by what was released"
                 break
         complete = state.round >= job.last_round
         if malformed := [count for record in private if (count := record.get(MALFORMED))]:
-            job.say(f"{sum(malformed)} messages in {len(malformed)} rounds were malformed and counted as zero")
+            job.say(f"{counted(sum(malformed), 'malformed message')}, counted as zero (rounds: {len(malformed)})")
         return Outcome(state, heads, history, private, list(ledger.entries), stopped, tuple(job.notes), complete, seen)
 
 

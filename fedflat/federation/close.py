@@ -18,7 +18,7 @@ from typing import Any
 
 from fedflat.assembly.stating import state_privacy
 from fedflat.core import durable
-from fedflat.core.checks import RunError, wrong
+from fedflat.core.checks import RunError, counted, wrong
 from fedflat.engine.job import Job, Outcome
 from fedflat.federation.processes import program
 from fedflat.federation.server import ENDED, Settings, _versions, job_of, run_id, stored_outcome
@@ -111,7 +111,8 @@ def main(arguments: Sequence[str]) -> int:
         epsilon = facts.get("epsilon")
         cost = "no finite ε" if epsilon is None else f"ε = {epsilon:.4g} at δ = {facts['delta']:g}"
         about = {"deleted": "key deleted", "gone": "key deleted before", "missing": "KEY NOT DELETED"}[key]
-        print(f"{out}: ended after {facts['rounds']} rounds, {facts['rounds_charged']} charged, {cost}; {about}")
+        rounds = f"{counted(facts['rounds'], 'round')}, {facts['rounds_charged']} charged"
+        print(f"{out}: ended after {rounds}, {cost}; {about}")
         if key == "missing":  # it may still lie somewhere
             hint = "close the run again as the account, and with the XDG_STATE_HOME, that the server ran under"
             place = f"no noise key {run_id(out)} in {keys.folder()}"

@@ -14,14 +14,7 @@ from fedflat.core.cohorts import Fixed, Poisson, Truncated
 from fedflat.core.rounding import MOST
 from fedflat.core.types import Sampler
 from fedflat.privacy import tuning
-from fedflat.privacy.accounting.epsilon import (
-    accounting_params,
-    calibrate,
-    default_delta,
-    guess,
-    largest,
-    split_noise,
-)
+from fedflat.privacy.accounting.epsilon import accounting_params, calibrate, default_delta, guess, largest, split_noise
 from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan
 from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.trust import GAUSSIAN, Accounted, AccountingParams, Guarantee

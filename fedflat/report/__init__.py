@@ -36,15 +36,7 @@ if TYPE_CHECKING:
         uncounted,
     )
     from fedflat.report.plates import write_figure
-    from fedflat.report.progress import (
-        ASKED,
-        Bars,
-        ExperimentProgress,
-        Progress,
-        RunEvent,
-        State,
-        waiting_text,
-    )
+    from fedflat.report.progress import ASKED, Bars, ExperimentProgress, Progress, RunEvent, State, waiting_text
     from fedflat.report.summary import DivergenceWatch, cautions, print_comparison, print_summary, summary_rows
     from fedflat.report.wording import duration, filled, percent
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedflat.core.checks import counted
 from fedflat.report import pages, plates
 from fedflat.report.figures import Figure, Series
 from fedflat.report.metrics import epsilon_text
@@ -56,7 +57,7 @@ def _lead(found: Record) -> str:
     runs = len({each["run"] for each in models})
     data = "public test data" if settings["on"] == "test" else "training data"
     examples = max(each["examples"] for each in models)
-    return f"{runs} run{'s' if runs > 1 else ''} · {examples:,} examples of {data} · direction seed {settings['seed']}"
+    return f"{counted(runs, 'run')} · {examples:,} examples of {data} · direction seed {settings['seed']}"
 
 
 # -------------------------------------------------------------------------------------------------------- numbers
@@ -152,7 +153,7 @@ def _signed(value: float) -> str:
 
 def cost_text(cost: Record) -> str:
     """Return time and memory in a sentence."""
-    threads = "1 thread" if cost["threads"] == 1 else f"{cost['threads']} threads"
+    threads = counted(cost["threads"], "thread")
     return (
         f"Took {cost['seconds']:.0f} s ({cost['cpu_seconds']:.0f} s of processor time, {threads});"
         f" the process held at most {cost['peak_memory_mib']:,.0f} MiB."

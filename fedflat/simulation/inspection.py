@@ -19,7 +19,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from fedflat.core.checks import InputError, require, wrong
+from fedflat.core.checks import InputError, counted, require, wrong
 from fedflat.core.durable import digest_of, read_tensors
 from fedflat.models.representation import FILE, KEPT
 from fedflat.privacy.ledger import read
@@ -171,7 +171,7 @@ def check_privacy(run: Records) -> Iterator[Check]:
     if run.ledger_fault:
         yield Check(LEDGER, "wrong", run.ledger_fault)
     else:
-        yield Check(LEDGER, "ok", f"{_count(len(run.entries), 'event')} in an unbroken chain")
+        yield Check(LEDGER, "ok", f"{counted(len(run.entries), 'event')} in an unbroken chain")
         if not ledger.read_bytes().endswith(b"\n") and run.entries and not run.going:
             torn = "a torn last line, of an event whose round was not released"
             yield Check(LEDGER, "unchecked" if why else "wrong", f"{torn}; --resume sets it aside" if why else torn)
@@ -265,7 +265,7 @@ def _check_seals(run: Records, folder: RunFolder, name: str) -> Check:
     if len(sealed) != lines or gaps or torn or any(len(line.split()) != 2 for line in seals.splitlines()):
         missing = f"; no sound line for round {gaps[0]}" if gaps else ""
         return Check(name, "wrong", f"{lines} lines, {len(sealed)} as they were written{missing}")
-    return Check(name, "ok", f"{_count(lines, 'line')}, as written")
+    return Check(name, "ok", f"{counted(lines, 'line')}, as written")
 
 
 def _outcome(record: str, faults: Sequence[object], about: str) -> Iterator[Check]:
@@ -273,10 +273,6 @@ def _outcome(record: str, faults: Sequence[object], about: str) -> Iterator[Chec
     yield from (Check(record, "wrong", str(fault)) for fault in faults[:5])
     if not faults:
         yield Check(record, "ok", about)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def check_checkpoints(run: Records) -> Iterator[Check]:
@@ -291,7 +287,7 @@ def check_checkpoints(run: Records) -> Iterator[Check]:
             yield Check(name, "wrong", str(error))
             continue
         fault, events = _foreign(run, facts), (facts.get("ledger") or {}).get("events", 0)
-        yield Check(name, "wrong" if fault else "ok", fault or f"this run's, made after {_count(events, 'event')}")
+        yield Check(name, "wrong" if fault else "ok", fault or f"this run's, made after {counted(events, 'event')}")
     newest, done = max(rounds, default=0), run.stated_rounds
     if (path / "private").is_dir() and newest < done:
         yield Check("checkpoints/", "wrong", f"the newest is of round {newest}, the run finished {done}")
@@ -329,7 +325,7 @@ def check_tips(run: Records) -> Iterator[Check]:
     if found and run.going:
         yield Check(TIPS, "unchecked", WRITING)
         return
-    yield from _outcome(TIPS, found, f"{_count(len(run.tips), 'round')}, each with the ledger's tip")
+    yield from _outcome(TIPS, found, f"{counted(len(run.tips), 'round')}, each with the ledger's tip")
 
 
 def check_mark(run: Records) -> Iterator[Check]:
@@ -346,7 +342,7 @@ def check_mark(run: Records) -> Iterator[Check]:
     except InputError as error:
         yield Check(name, "wrong", str(error))
         return
-    about = why or f"{_count(len(run.entries), 'event')}, as in the ledger"
+    about = why or f"{counted(len(run.entries), 'event')}, as in the ledger"
     yield Check(name, "wrong" if lost or why else "ok", about)
 
 

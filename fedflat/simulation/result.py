@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedflat.assembly.inputs import options_for
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import whole, wrong
+from fedflat.core.checks import counted, whole, wrong
 from fedflat.core.durable import contents_of
 from fedflat.core.params import put
 from fedflat.data.own import prepared
@@ -154,7 +154,7 @@ class Result:
         score, value = rows[2][:2]
         texts = [self.recipe.algorithm.name, f"{facts['rounds']} rounds", f"{score} {value.partition(';')[0]}"]
         texts += [f"{n} {facts[n].partition(':')[0]}" for n in ("proven ε", "ε of the mechanism") if n in facts]
-        texts.append(f"{len(self.warnings)} warning{'' if len(self.warnings) == 1 else 's'}")
+        texts.append(counted(len(self.warnings), "warning"))
         return f"<fedflat run: {', '.join(texts)}>"
 
     def _repr_html_(self) -> str:
@@ -196,7 +196,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Result:
     return Result(
         history=history, private_history=[] if locked(folder) else read_lines(folder / PRIVATE), recipe=recipe,
         privacy=json.loads((folder / STATEMENT).read_bytes()), folder=folder, heads=heads, stages={}, made_for=facts,
-        stopped="" if len(history) >= recipe.rounds else f"stopped after {len(history)} rounds",
+        stopped="" if len(history) >= recipe.rounds else f"stopped after {counted(len(history), 'round')}",
         made=functools.partial(_module, recipe, weights, facts, model, folder),
     )  # fmt: skip
 

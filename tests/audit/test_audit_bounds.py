@@ -7,14 +7,7 @@ import pytest
 from defects import largest_bound
 from scipy.stats import binom
 
-from fedflat.audit.bounds import (
-    Event,
-    choose_event,
-    epsilon_from_rates,
-    event_bound,
-    highest_rate,
-    lowest_rate,
-)
+from fedflat.audit.bounds import Event, choose_event, epsilon_from_rates, event_bound, highest_rate, lowest_rate
 from fedflat.core.rng import stream
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 

@@ -265,7 +265,7 @@ def test_planted_benches_differ_from_the_real_one_in_one_part():
     [
         ({"name": "dp-fedsan"}, "Did you mean dp-fedsam"),
         ({"name": "dp-fedavg", "runs": 10}, "runs: found 10"),
-        ({"name": "dp-fedavg", "confidence": 1.0}, "confidence: found 1.0"),
+        ({"name": "dp-fedavg", "confidence": 1.0}, "confidence: found 1;"),
         ({"name": "dp-fedsam", "options": {"rhoo": 1}}, "Did you mean rho"),
     ],
 )

@@ -114,13 +114,7 @@ def worlds(**details):
 def test_worlds_are_shown_beside_the_epsilons_in_eighty_columns():
     text = table([worlds(), worlds(movement=math.inf)])
     assert max(map(len, text.splitlines())) <= 80
-    for words in (
-        "1.000 C",
-        "within C",
-        "3 pairs were left out",
-        "ray: engine.backend",
-        "∞ C",
-    ):
+    for words in ("1.000 C", "within C", "3 pairs were left out", "ray: engine.backend", "∞ C"):
         assert words in text
     assert "confidence" not in text
 

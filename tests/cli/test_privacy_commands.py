@@ -72,10 +72,7 @@ def test_calibrate_refuses_what_proves_nothing(command: Any) -> None:
         (("budget", *NUMBERS, "--noise-multiplier", "-1"), "privacy.noise_multiplier"),
         (("budget", *NUMBERS, "--noise-multiplier", "1", "--sampling", "poison"), "Did you mean poisson"),
         (("budget", *NUMBERS, "--noise-multiplier", "1", "--sampling", "truncated"), "largest cohort"),
-        (
-            ("budget", "quick-start", "-o", "privacy.noise_cohort=200"),
-            "privacy.noise_cohort; allowed: a recipe",
-        ),
+        (("budget", "quick-start", "-o", "privacy.noise_cohort=200"), "noise_cohort=null --cohort 200 --clients 400."),
         (("budget", "quick-start-fedavg"), "neither clips nor adds noise"),
         (("budget", "-o", "rounds=3"), "only with a recipe"),
         (("calibrate", "--epsilon", "0", *NUMBERS), "--epsilon"),

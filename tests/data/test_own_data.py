@@ -116,7 +116,7 @@ def test_a_file_of_the_same_table_gives_the_same_examples(tmp_path: Path, ending
 
 def test_a_file_with_names_and_no_rows_is_refused(tmp_path: Path) -> None:
     table().iloc[:0].to_csv(tmp_path / "people.csv", index=False)
-    with pytest.raises(InputError, match="data: found a table without rows"):
+    with pytest.raises(InputError, match=r"people\.csv: found 0 rows, with a header alone"):
         load({"dataset": str(tmp_path / "people.csv"), "by": "user", "inputs": ["age"], "target": "visits"})
 
 
@@ -207,7 +207,7 @@ def test_a_wrong_cell_is_named_with_row_client_and_column(
     [
         (table(), {"by": None}, "clients: by: found nothing"),
         (table(), {"by": "usr"}, "Did you mean user?"),
-        (table(), {"by": ["a"]}, "found 1 owners; allowed: one for each of the 120"),
+        (table(), {"by": ["a"]}, "found 1 owner; allowed: one for each of the 120"),
         (table(), {"inputs": ["agee"]}, "Did you mean age?"),
         (table(), {"inputs": None}, "clients: inputs: found nothing"),
         (table(), {"inputs": ["age", "age"]}, "age twice"),
@@ -218,7 +218,7 @@ def test_a_wrong_cell_is_named_with_row_client_and_column(
         (table(), {"scale": {"age": (1, 0)}}, "std > 0"),
         (table(), {"scale": {"colour": (1, 1)}}, "scale.colour: found a column with categories"),
         (table(), {"max_examples": 0}, "max_examples: found 0"),
-        (table().iloc[:0], {}, "a table without rows"),
+        (table().iloc[:0], {}, "a table of 0 rows"),
         (table().assign(user=None), {}, "row 0, column user: found a missing value"),
         (table().assign(colour=pd.Categorical(table().colour)), {"categories": {}}, "categories that come with"),
         (table().assign(age=pd.Timestamp("2026-01-01")), {}, "column age: found datetime64"),
@@ -306,7 +306,7 @@ def test_rows_of_clients_are_never_public(tmp_path: Path) -> None:
     for more, says in (
         ({"test_fraction": 0.2}, "every row is a client's"),
         ({"test": str(tmp_path / "a.csv")}, "another file"),
-        ({"test": str(tmp_path / "b.csv")}, "data.test: found rows of 12 users who are clients, such as U0"),
+        ({"test": str(tmp_path / "b.csv")}, "data.test: found rows of 12 clients, such as U0"),
         ({"test": str(tmp_path / "c.csv")}, "found 1 of 13 different rows that one client has and no other"),
         ({"test_clients": ["nobody"]}, "found nobody; allowed: names of clients"),
         ({"test_clients": 12}, "found 12 of 12 clients"),
@@ -454,19 +454,25 @@ def test_a_folder_of_images_by_user(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_look_at_a_table_gives_a_recipe_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fedflat.cli.catalogue import data as look
+    from fedflat.cli import catalogue, finished
 
+    look, alone = catalogue.data, f"column plan: one user alone has gold; {catalogue.ALONE}"
     words = (("free", "no"), ("pro", "yes"))
     rows = [";".join((str(i % 9), str(20 + i), *words[i % 2])) for i in range(90)]
-    rows[4] = "4;;free;no"
+    rows[4], rows[5] = "4;;free;no", "5;25;gold;yes"
     (tmp_path / "visits.csv").write_text("\n".join(["user;age;plan;bought", *rows]), encoding="utf-8")
     look(tmp_path / "visits.csv", target="bought", separator=";", as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["rows"], found["users"], found["by"]) == (90, 9, "user") and "keep it to yourself" in found["note"]
-    assert found["faults"] == ["column age: 1 missing values; data.fill.age, or leave the column out"]
+    assert found["faults"] == ["column age: 1 missing value; data.fill.age, or leave the column out", alone]
     recipe = fedflat.Recipe.of(found["recipe"])
-    assert recipe.data.categories == {"plan": ["free", "pro"], "bought": ["no", "yes"]}
+    assert recipe.data.categories == {"plan": ["free", "gold", "pro"], "bought": ["no", "yes"]}
     assert load(recipe.data).left_out == 1
+    fedflat.run({**found["recipe"], "rounds": 1}, out=tmp_path / "run")
+    finished.predict(tmp_path / "run", tmp_path / "visits.csv")
+    assert capsys.readouterr().out.count("\n") == 91, "read with the run's own separator"
+    with pytest.raises(InputError, match="one column, 'user;age;plan;bought'"):
+        finished.predict(tmp_path / "run", tmp_path / "visits.csv", separator=",")
     found["recipe"]["data"]["test_clients"] = [3, "5"]
     assert load(fedflat.Recipe.of(found["recipe"]).data).left_out == 2
     with pytest.raises(InputError, match=r"--by: found usr; .* Did you mean user\?"):

@@ -191,7 +191,7 @@ def test_secure_without_noise_still_runs():
         ),
         (
             {"privacy": {"noise_multiplier": 2.0, "clip": {"kind": "adaptive", "initial": 1, "count_noise": 1.0}}},
-            "privacy.clip.count_noise: found 1.0; allowed: more than noise_multiplier / 2 = 1",
+            "privacy.clip.count_noise: found 1; allowed: more than noise_multiplier / 2 = 1",
         ),
     ],
 )

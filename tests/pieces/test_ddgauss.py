@@ -163,8 +163,8 @@ def test_the_rotation_is_public_and_shared():
     "changes, sentence",
     [
         ({"bits": 1, "granularity": 0.05}, "bits: found 1; allowed: a whole number ≥ 2"),
-        ({"clip": 0.0}, "clip: found 0.0"),
-        ({"beta": 1.0}, "beta: found 1.0"),
+        ({"clip": 0.0}, "clip: found 0;"),
+        ({"beta": 1.0}, "beta: found 1;"),
         ({"granularity": 1.0}, "One share has std 0.35 grid steps"),
         ({"bits": 5, "dimension": 10**6, "messages": 50}, "One share has std|at least"),
         ({"granularity": 1e-20}, "clip/granularity"),

@@ -127,8 +127,8 @@ def test_the_pitch_is_an_exact_fraction_of_the_std():
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        ((0.0, 1.0, 3), "clip: found 0.0"),
-        ((1.0, 0.0, 3), "std of the noise: found 0.0"),
+        ((0.0, 1.0, 3), "clip: found 0;"),
+        ((1.0, 0.0, 3), "std of the noise: found 0;"),
         ((1.0, float("nan"), 3), "std of the noise: found nan"),
         ((1.0, 1.0, 0), "dimension: found 0"),
         ((1.0, 1.0, 3, 31), "bits of the noise grid: found 31"),

@@ -225,8 +225,8 @@ def test_guarantees_name_adversary_relation_and_theorem():
         ({"cohort": 501}, "cohort.size: found 501"),
         ({"min_cohort": 501}, "cohort.min: found 501"),
         ({"n_max": 19}, "cohort.max: found 19; allowed: a whole number ≥ 20"),
-        ({"delta": 0.0}, "delta: found 0.0"),
-        ({"granularity": -1.0}, "granularity: found -1.0"),
+        ({"delta": 0.0}, "delta: found 0;"),
+        ({"granularity": -1.0}, "granularity: found -1;"),
     ],
 )
 def test_error_sentences(changes, sentence):
