@@ -24,7 +24,8 @@ from fedflat.federation.processes import program
 from fedflat.federation.server import ENDED, Settings, _versions, job_of, run_id, stored_outcome
 from fedflat.federation.task import Task
 from fedflat.federation.tips import restore_lines
-from fedflat.privacy.ledger import Ledger
+from fedflat.privacy.ledger import Ledger, run_of
+from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, STATEMENT, RunFolder
 from fedflat.records.signing import Operator, keep_tips
@@ -44,13 +45,14 @@ def close(task: Task, out: Path) -> tuple[dict[str, Any], str]:
     """
     if not (out / RECIPE).is_file() or _versions(out).get("task") != task.identity:
         raise wrong("RUN", str(out), "the folder of a run of this app")
-    job = job_of(task, Settings(out))
-    run = run_id(out)
+    job, run, path = job_of(task, Settings(out)), run_id(out), out / LEDGER
+    if path.exists() and (entries := read_ledger(path)) and (other := (run_of(entries) or {}).get("id")) != run:
+        raise wrong(str(path), f"the ledger of run {other}", f"that of run {run}: put it back, then close again")
     with keys.alone(out), keys.alone(out, run):
         gone = _deleted_before(out)
         _mark(out, gone)  # before the key goes: a kill in between must leave a run that is ended, not one without a key
         restore_lines(out, run)
-        with Ledger.open(out / LEDGER) as ledger:
+        with Ledger.open(path) as ledger:
             _charge_lost(ledger, run)
             _charge_open_round(ledger, job, stored_outcome(job, out))
         outcome = stored_outcome(job, out)

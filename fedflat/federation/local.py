@@ -64,6 +64,7 @@ class Federation:
         chosen = range(self.task.form.clients) if clients is None else clients
         for host, port in (self.addresses.listen, self.addresses.control):
             processes.must_be_free(str(self.project / ADDRESSES_FILE), host, port)
+        processes.check_trusted(self.project / "certificates", self.host)
         self.start_superlink()
         for client in chosen:
             self.start_node(client)

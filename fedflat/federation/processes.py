@@ -85,22 +85,39 @@ def check_private(key: Path, option: str = "") -> None:
         raise wrong(f"{option}{key}", f"mode {key.stat().st_mode & 0o777:04o}", "a private key, 0600")
 
 
-def check_authority(path: Path) -> None:
-    """Raise InputError unless a file holds an authority's certificate."""
+def check_authority(path: Path) -> ssl.SSLContext:
+    """Return TLS as a client of an authority has it; InputError unless a file holds its certificate."""
     try:
-        ssl.create_default_context(cafile=path)
+        return ssl.create_default_context(cafile=path)
     except OSError as error:  # which an SSLError is
         raise wrong(f"--root-certificates {path}", error.strerror, "the authority's certificate (ca.crt)") from error
 
 
-def check_pair(folder: Path) -> None:
-    """Raise InputError unless server.crt in a folder is a certificate, and server.key its private key, 0600."""
+def check_pair(folder: Path) -> ssl.SSLContext:
+    """Return TLS as the server has it; InputError unless server.crt in a folder is a certificate, and server.key its
+    private key, 0600."""
     certificate, key = folder / "server.crt", folder / "server.key"
     check_private(key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, key)
     except OSError as error:
         raise wrong(f"{certificate} and server.key", error.strerror, "a certificate in PEM and its key") from error
+    return context
+
+
+def check_trusted(folder: Path, host: str) -> None:
+    """Raise InputError unless whoever trusts ca.crt in a folder takes server.crt and server.key there for a host's."""
+    sent, answered = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = check_pair(folder).wrap_bio(sent, answered, server_side=True)
+    client = check_authority(folder / "ca.crt").wrap_bio(answered, sent, server_hostname=host)
+    try:
+        for end in (client, server, client):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        allowed = f"a certificate for {host}, valid today and signed by ca.crt"
+        raise wrong(f"{folder / 'server.crt'}", error.verify_message, allowed) from error
 
 
 def raise_descriptor_limit() -> int:

@@ -18,7 +18,6 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,18 +129,31 @@ def loggable(counts: Mapping[str, int]) -> dict[str, int]:
     return {name: counts[name] for name in PROTOCOL_FAULTS if counts.get(name)}
 
 
-def read_journal(path: Path) -> list[Any]:
-    """Return the lines of a file of JSON lines that is only appended to.
+def read_journal(path: Path, parse: Callable[[Any], Any], hint: str) -> list[Any]:
+    """Return the lines of a file of JSON lines that is only appended to, each as ``parse`` gives it.
 
-    A last line that a kill tore goes, on the disk too; a whole one without its end gets it.
+    A last line that a kill tore goes, on the disk too, and is said; a whole one without its end gets it.
+
+    Raises:
+        RunError: the file cannot be read, or the line that is not as it was written; ``hint`` is what to know of that.
     """
-    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    if last:
-        with suppress(ValueError):
-            json.loads(last)
-            lines.append(last)
-        durable.replace(path, b"".join(line + b"\n" for line in lines))
-    return [json.loads(line) for line in lines]
+    found: list[Any] = []
+    try:
+        *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        if last:
+            try:
+                json.loads(last)
+                lines.append(last)
+            except ValueError:
+                log.warning("%s, line %d: unfinished, as a kill leaves it; taken out", path, len(lines) + 1)
+            durable.replace(path, b"".join(line + b"\n" for line in lines))
+        for line in lines:
+            found.append(parse(json.loads(line)))
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror}); {hint}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise RunError(f"{path}, line {len(found) + 1}: not as it was written; {hint}") from error
+    return found
 
 
 @dataclass
@@ -161,12 +173,8 @@ class Culprits:
     _in_vain: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        try:
-            lines = read_journal(self.path)
-            self.strikes = Counter(int(client) for line in lines for client in line["excluded"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            hint = "mend or delete the line, and start again"
-            raise RunError(f"{self.path}: cannot be read ({error}); {hint}") from error
+        found = read_journal(self.path, lambda line: [*map(int, line["excluded"])], "mend it, and start again")
+        self.strikes = Counter(client for clients in found for client in clients)
 
     @property
     def off(self) -> set[int]:
@@ -235,13 +243,10 @@ class CheckIns:
 
     def _asked(self) -> list[tuple[int, list[int]]]:
         """Return the asks on disk."""
-        try:
-            lines = read_journal(self.path)
-            asked = [(int(line["round"]), [int(client) for client in line["clients"]]) for line in lines]
-            if any(not 0 <= client < self.sampler.clients for _, clients in asked for client in clients):
+
+        def parse(line: Any) -> tuple[int, list[int]]:
+            if any(not 0 <= client < self.sampler.clients for client in map(int, line["clients"])):
                 raise ValueError
-        except OSError as error:
-            raise RunError(f"{self.path}: cannot be read ({error.strerror}), so nobody's last turn is known") from error
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise RunError(f"{self.path}: not as it was written, so nobody's last turn is known") from error
-        return asked
+            return int(line["round"]), [*map(int, line["clients"])]
+
+        return read_journal(self.path, parse, "nobody's last turn is known")

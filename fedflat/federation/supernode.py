@@ -37,7 +37,8 @@ PAUSE, EACH_SECOND = 3.0, 25.0
 a second: each costs the SuperLink 7 ms, and those of hundreds would leave it no time for a round."""
 UPLOAD, AGAIN = 60.0, 0.5
 """Seconds that the objects of a message may be on their way to the SuperLink, and between looks for one of them."""
-UNAUTHORIZED = 401
+UNKNOWN = "the SuperLink no longer knows this SuperNode (was it started again?); start this one again"
+NOT_LET_IN = "this client's key is not in the SuperLink's roster, or a clock is wrong; ask the operator"
 CUT = ("EOF occurred", "timed out", "reset by peer")
 """Words of Python's ssl module for a handshake that another attempt may finish."""
 
@@ -67,14 +68,15 @@ def serve(given: argparse.Namespace) -> int:
     from flwr.supernode.fleet_http_connection import http_request_response
 
     limit_answers(task.limits.ask)
+    say_why(given.superlink)
     ask_again()
     pause = ask_seldom(task.form.clients)
     keys, at = (private, private.public_key()), (given.superlink, False, str(authority))
     with taking_over(config, at, keys), http_request_response(*at, keys) as connection:
         log.info("connected to %s", given.superlink)
-        _take_messages(connection, task.limits.ask, app, ours, pause)
-    # Flower closes a connection whose node the SuperLink does not know any more.
-    raise RunError(f"{given.superlink} no longer knows this SuperNode (was it started again?); start this one again")
+        lost = _take_messages(connection, task.limits.ask, app, ours, pause)
+    # Not in the block above: Flower would log what is raised there, and go on after it.
+    raise RunError(f"{given.superlink}: {' '.join(str(lost).split())}")
 
 
 @contextmanager
@@ -127,6 +129,26 @@ def ask_again() -> None:
     connection.make_simple_http_retry_invoker = patient
 
 
+def say_why(superlink: str) -> None:
+    """Let a SuperNode that gets no connection, or that the SuperLink does not know, end with a sentence.
+
+    After a 401 Flower interrupts its own process, which then says nothing; without a connection it says a page.
+    """
+    from flwr.supernode import fleet_http_connection as connection
+
+    class Signer(connection.NodeAuthHttpInterceptor):  # type: ignore[misc]
+        def intercept(self, context: Any, call_next: Any) -> Any:
+            answer = super().intercept(context, call_next)
+            if answer.status_code == 401:
+                raise RunError(NOT_LET_IN if "ActivateNode" in context.rpc_method else UNKNOWN)
+            return answer
+
+    def give_up(_: object, message: str) -> None:
+        raise RunError(f"{superlink}: {' '.join(message.replace('.', ':', 1).split())}") from None
+
+    connection.NodeAuthHttpInterceptor, connection.flwr_exit = Signer, give_up
+
+
 def ask_seldom(clients: int) -> float:
     """Let a SuperNode that is one of so many give signs of life seldom; return the seconds between its looks."""
     from flwr.supercore import heartbeat
@@ -138,12 +160,11 @@ def ask_seldom(clients: int) -> float:
     return max(PAUSE, apart)
 
 
-def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection, pause: float) -> None:
-    """Have every message answered that comes for this client, one after the other. pause: seconds between looks."""
+def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection, pause: float) -> Exception:
+    """Have every message answered that comes for this client; return what ended that. pause: seconds between looks."""
     from flwr.app import Error, Message
     from flwr.common.constant import ErrorCode
     from flwr.supercore.run import RunNotRunningException
-    from httpx import HTTPStatusError
 
     _, receive, send, get_run, get_fab, pull, push, confirm = connection
 
@@ -183,8 +204,8 @@ def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection,
             log.error("refused: a message of another size or form than was agreed (%s)", refused.reason)
         except Exception as error:  # whatever the SuperLink, or the way to it, does with one message
             # Without a node of this key at the SuperLink, no later message comes either.
-            if received is None or (isinstance(error, HTTPStatusError) and error.response.status_code == UNAUTHORIZED):
-                raise
+            if received is None or isinstance(error, RunError):
+                return error
             log.error("a message has no answer: %s: %s", type(error).__name__, error)
 
 

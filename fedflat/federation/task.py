@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from torch import Tensor
 
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import reading, wrong
+from fedflat.core.checks import reading, require, wrong
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
 from fedflat.federation.bounds import Limits
@@ -76,11 +76,10 @@ class DataSpec:
 
     def check(self, where: str, inputs: Tensor, targets: Tensor) -> None:
         """Raise InputError unless a party's examples have this form."""
-        if tuple(inputs.shape[1:]) != tuple(self.input_shape):
-            shape = f"shape {tuple(inputs.shape[1:])} per example"
-            raise wrong(f"{where}: inputs", shape, str(tuple(self.input_shape)))
-        if str(inputs.dtype) != f"torch.{self.input_dtype}":
-            raise wrong(f"{where}: inputs", str(inputs.dtype), self.input_dtype)
+        shape, wanted = tuple(inputs.shape[1:]), tuple(self.input_shape)
+        require(shape == wanted, f"{where}: inputs", f"shape {shape} per example", str(wanted))
+        kind = str(inputs.dtype).removeprefix("torch.")
+        require(kind == self.input_dtype, f"{where}: inputs", kind, self.input_dtype)
         if targets.dtype != torch.int64 or len(targets) != len(inputs):
             raise wrong(f"{where}: targets", f"{len(targets)} of {targets.dtype}", f"{len(inputs)} of torch.int64")
         if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < self.classes:
@@ -198,26 +197,20 @@ def pin_of(texts: list[bytes]) -> str:
 
 def check_deployable(recipe: Recipe, method: Algorithm, trust: str) -> None:
     """Refuse what has no sound form on real machines, with the reason."""
-    privacy = recipe.privacy
-    if privacy.protocol == "published":
-        hint = "A published procedure without a proof is for reproducing tables, not for people's data."
-        raise wrong("privacy.protocol", "published", "sound", hint=hint)
-    if privacy.randomness == "seeded":
-        raise wrong("privacy.randomness", "seeded", "secret in a deployment")
-    if recipe.task not in ("classification", "next-token") or recipe.loss is not None:
-        found = recipe.task if recipe.loss is None else f"{recipe.task} with a loss of one's own"
-        raise wrong("task", found, "classification or next-token", hint="Simulate it: fedflat run.")
-    if recipe.evaluation.private:
-        raise wrong("evaluation.private", True, "false in a deployment", hint="Simulate it: fedflat run.")
-    if privacy.noise_cohort is not None:
-        hint = "A deployment has the clients it has."
-        raise wrong("privacy.noise_cohort", privacy.noise_cohort, "nothing", hint=hint)
-    if method.kind == "votes":
-        allowed = "a method whose message is an update"
-        raise wrong("algorithm.name", method.name, allowed, hint="Simulate it: fedflat run.")
-    if trust == "distributed" and method.kind != "ddgauss":
-        hint = "Only whole-number messages can be added under masks."
-        raise wrong("algorithm.name", f"{method.name} with trust: distributed", "ddgauss, or trust: central", hint=hint)
+    privacy, simulate = recipe.privacy, "Simulate it: fedflat run."
+    hint = "A published procedure without a proof is for reproducing tables, not for people's data."
+    require(privacy.protocol != "published", "privacy.protocol", "published", "sound", hint=hint)
+    require(privacy.randomness != "seeded", "privacy.randomness", "seeded", "secret in a deployment")
+    found = recipe.task if recipe.loss is None else f"{recipe.task} with a loss of one's own"
+    require(found in ("classification", "next-token"), "task", found, "classification or next-token", hint=simulate)
+    require(not recipe.evaluation.private, "evaluation.private", True, "false in a deployment", hint=simulate)
+    hint = "A deployment has the clients it has."
+    require(privacy.noise_cohort is None, "privacy.noise_cohort", privacy.noise_cohort, "nothing", hint=hint)
+    allowed = "a method whose message is an update"
+    require(method.kind != "votes", "algorithm.name", method.name, allowed, hint=simulate)
+    found, hint = f"{method.name} with trust: distributed", "Only whole-number messages can be added under masks."
+    summed = trust != "distributed" or method.kind == "ddgauss"
+    require(summed, "algorithm.name", found, "ddgauss, or trust: central", hint=hint)
 
 
 def replace_key(app: Path, client: str, key: Path) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from fedflat.core.checks import InputError, RunError, gather, require, wrong
+from fedflat.core.checks import InputError, RunError, gather, reading, require, wrong
 from fedflat.report import metrics, pages, wording
 from fedflat.report.html import figures_of
 from fedflat.report.metrics import Run, column, section
@@ -50,14 +50,10 @@ class Live:
     """Where a deployment's operator has files of his own, of which ``private`` shows the refused replies."""
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
 
-    def runs(self) -> list[Run]:
-        """Return the runs as their records are now; none before the first has begun."""
-        try:
-            found = metrics.read_runs([self.folder])
-        except (InputError, OSError):
-            # The run has not begun, or is writing a record just now.
-            return []
-        return found if self.private else [replace(run, private=_paces(run), audits=[]) for run in found]
+    def runs(self) -> tuple[list[Run], list[InputError]]:
+        """Return the runs as their records are now, none before the first has begun, and what is damaged."""
+        found, faults = read_each(self.folder)
+        return found if self.private else [replace(run, private=_paces(run), audits=[]) for run in found], faults
 
     def stamp(self) -> str:
         """Return what changes whenever a record of the runs does."""
@@ -69,8 +65,9 @@ class Live:
 
     def body(self) -> Markup:
         """Return the part of the page that changes: a table of the runs, their charts and their warnings."""
-        runs = self.runs()
+        runs, faults = self.runs()
         warned = [f"{run.name}: {text}" for run in runs for text in cautions(run.privacy, run.metrics, run.private)]
+        warned += map(str, faults)
         figures = [figure for figure in figures_of(runs) if self.private or not figure.private] if runs else []
         spent = "ε of the mechanism" if any(map(metrics.seeded, runs)) else "ε spent"
         heads = ["Run", "Method", "Rounds", "Accuracy %", "Loss", spent, "Time left"]
@@ -226,19 +223,26 @@ class Server:
         self._thread.join(timeout=5)
 
 
+def read_each(folder: Path) -> tuple[list[Run], list[InputError]]:
+    """Return the runs under ``folder``, and what is wrong with damaged ones."""
+    found, faults = list[Run](), list[InputError]()
+    # A folder may go while it is searched: that of a candidate that lost.
+    with gather(faults), reading(folder, "a folder that cannot be searched", "a folder with runs in it"):
+        for path in metrics.run_folders(folder):
+            with gather(faults), reading(path, "records that cannot be read", "those that the run wrote"):
+                found.append(metrics.read_run(path))
+    return found, faults
+
+
 def listed(folder: Path) -> tuple[list[dict[str, Any]], list[InputError]]:
     """Return a record for each run under ``folder``, the newest first, and what is wrong with damaged ones.
 
     Raises InputError: no such folder, or no run in it.
     """
-    found, faults = list[dict[str, Any]](), list[InputError]()
-    paths = metrics.run_folders(folder)
+    found, faults = read_each(folder)
     state = "without runs" if folder.is_dir() else "no such folder"
-    require(bool(paths), "runs", f"{folder}, {state}", "a folder with runs in it")
-    for path in paths:
-        with gather(faults):
-            found.append(_record(metrics.read_run(path)))
-    return sorted(found, key=lambda each: float(each["age"])), faults
+    require(bool(found or faults), "runs", f"{folder}, {state}", "a folder with runs in it")
+    return sorted(map(_record, found), key=lambda each: float(each["age"])), faults
 
 
 def _record(run: Run) -> dict[str, Any]:

@@ -6,6 +6,7 @@ to find on a disk. Everything that fails against what ``fedflat deploy`` makes w
 
 import base64
 import json
+import shutil
 import socket
 import ssl
 import subprocess
@@ -260,7 +261,7 @@ def test_a_wrong_address_or_lock_is_refused_before_the_start(
 
 
 def test_a_port_that_is_taken_is_one_line_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed, port = tmp_path / "fed", free_port()
     write_project(small(), fed, port=port)
@@ -274,6 +275,12 @@ def test_a_port_that_is_taken_is_one_line_before_anything_starts(
         found = capsys.readouterr().err
         assert f"found 127.0.0.1:{taken}, which another program uses; allowed: a free port." in found
         assert found.count("\n") == 1
+    for host, days in (("127.0.0.1", -1e-3), ("fed.example.org", 90)):  # one has expired, the other is another host's
+        shutil.rmtree(fed / "certificates")
+        monkeypatch.setattr(lock, "DAYS", days)
+        lock.write_authority_and_server(fed / "certificates", [host])
+        assert local.main([str(fed)]) == 2
+        assert "server.crt: found" in capsys.readouterr().err
     assert not list(fed.rglob("*.log"))
     with pytest.raises(InputError, match="up to 65535"):
         must_be_free("--port", "127.0.0.1", 65536)
@@ -371,6 +378,23 @@ def test_a_handshake_that_was_cut_is_tried_again(patient: bool, monkeypatch: pyt
     assert len(left) == (0 if patient else 2)
 
 
+def test_a_node_that_the_superlink_does_not_know_ends_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower interrupts the process after a 401, and shows a page where there is no connection."""
+    from flwr.supernode import fleet_http_connection as connection
+
+    answers = mock.Mock(**{"return_value.intercept.return_value.status_code": 401})
+    monkeypatch.setattr(connection, "NodeAuthHttpInterceptor", type("Signer", (), {"intercept": answers().intercept}))
+    monkeypatch.setattr(connection, "flwr_exit", None)
+    supernode.say_why("host:1")
+    for method, said in {"/ActivateNode": "not in the SuperLink's roster", "/PullMessages": "no longer knows"}.items():
+        with pytest.raises(RunError, match=said) as found:
+            connection.NodeAuthHttpInterceptor().intercept(mock.Mock(rpc_method=method), None)  # type: ignore[call-arg]
+        receive = mock.Mock(side_effect=found.value)
+        assert supernode._take_messages((0, receive, *[0] * 6), Limit(1, 1), Path(), mock.Mock(), 0) is found.value
+    with pytest.raises(RunError, match=r"^host:1: no: way there$"):
+        connection.flwr_exit(1, "no. way\nthere")
+
+
 @pytest.mark.parametrize("patient", [True, False], ids=["ours", "twin: asked once"])
 def test_a_message_whose_objects_are_on_their_way_is_waited_for(
     patient: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -429,14 +453,10 @@ def test_a_bundle_is_compared_file_by_file_and_never_unpacked(tmp_path: Path) ->
 def ask(door: Any, path: str, kind: str = "http", headers: dict[str, str] | None = None) -> list[Any]:
     import asyncio
 
-    sent: list[Any] = []
-
-    async def send(event: Any) -> None:
-        sent.append(event)
-
+    send = mock.AsyncMock()
     raw = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
     asyncio.run(door({"type": kind, "path": path, "headers": raw, "client": ("127.0.0.1", 1)}, None, send))
-    return sent
+    return [call.args[0] for call in send.call_args_list]
 
 
 def headers_of(key: Any) -> dict[str, str]:
@@ -456,10 +476,7 @@ def test_the_network_s_door_passes_the_nodes_interface_alone() -> None:
     from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
     reached: list[str] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        reached.append(scope["path"])
-
+    app = mock.AsyncMock(side_effect=lambda scope, *_: reached.append(scope["path"]))
     ours, stranger = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     known = public_key_to_bytes(ours.public_key())
     gate, blamed = doors.Gate("listen", "127.0.0.1", 0), list[bytes]()
@@ -539,7 +556,8 @@ assert processes.raise_descriptor_limit() == 1024
 async def app(scope, receive, send):
     if scope["type"] == "http":
         await doors._refuse(204, scope, receive, send)
-own, gates = Path(sys.argv[1]), [doors.Gate(name, "127.0.0.1", int(sys.argv[2]) + i) for i, name in enumerate("cl")]
+own, port, late = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+gates = [doors.Gate(name, "127.0.0.1", port + i, seconds=late) for i, name in enumerate(("control", "listen"))]
 superlink._run(*((doors.this_machine_only(app, lambda *_: True, gate), gate, own) for gate in gates))
 """
 
@@ -549,7 +567,7 @@ def test_idle_connections_leave_the_operators_door_open(tmp_path: Path) -> None:
     processes.raise_descriptor_limit()
     write_authority_and_server(tmp_path / "own", ["127.0.0.1"])
     port, until = free_port(), time.monotonic() + PATIENCE
-    server = subprocess.Popen([sys.executable, "-c", SERVER_OF_TWO, str(tmp_path / "own"), str(port)])
+    server = subprocess.Popen([sys.executable, "-c", SERVER_OF_TWO, str(tmp_path / "own"), str(port), "15"])
     idle = []
     try:
         while time.monotonic() < until and not listening(port + 1):
@@ -567,9 +585,7 @@ def test_idle_connections_leave_the_operators_door_open(tmp_path: Path) -> None:
 def test_nothing_is_read_on_this_machine_without_a_credential() -> None:
     """Tasks' tokens, and neither the SuperNodes' paths nor any other."""
     reached: list[str] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        reached.append(scope.get("path", scope["type"]))
+    app = mock.AsyncMock(side_effect=lambda scope, *_: reached.append(scope["path"]))
 
     def allowed(path: str, headers: Mapping[str, str]) -> bool:
         return path.startswith(doors.RUNTIME) and headers.get("flwr-task-token") == "task"

@@ -25,7 +25,7 @@ from stand_in import client_at, deployed, grid_of, honest, settings, small
 from fedflat.core.checks import InputError, RunError
 from fedflat.federation.client import Client
 from fedflat.federation.project import PACKAGE
-from fedflat.federation.server import serve
+from fedflat.federation.server import run_id, serve
 from fedflat.federation.task import Task
 from fedflat.federation.transport import Flower
 from fedflat.privacy import ledger as ledger_module
@@ -279,6 +279,9 @@ def test_a_complete_run_needs_no_key_and_no_clients(federation: tuple[Path, Task
     assert (folder / "run" / "privacy.json").read_bytes() == statement and not list(keys.folder().iterdir())
     assert close(task, folder / "run") == (facts, "gone")
     recipe, opening = folder / "run" / "recipe.yaml", (folder / "run" / "private" / "run.json").read_bytes()
+    recipe.write_bytes(recipe.read_bytes().replace(run_id(folder / "run").encode(), b"b" * 32))
+    with pytest.raises(InputError, match=f"ledger.jsonl: found the ledger of run .*; allowed: that of run {'b' * 32}"):
+        close(task, folder / "run")
     for text, said in {b"\xff": "cannot be read", b"a: [": "recipe.yaml line 1", b"": "an empty file"}.items():
         recipe.write_bytes(text)
         for work in (lambda: close(task, folder / "run"), lambda: serve(None, task, settings(folder))):

@@ -592,7 +592,7 @@ def test_a_client_that_was_excluded_three_times_is_asked_no_more_also_after_a_re
     path.write_text(whole + '{"round": 3, "excl')  # a kill while it was written: nobody was put off for it
     assert Culprits(path).off == {LIAR} and path.read_text() == whole
     path.write_text('{"round": 3, "excl\n' + whole)
-    with pytest.raises(RunError, match="cannot be read"):
+    with pytest.raises(RunError, match="line 1: not as it was written"):
         Culprits(path)
 
 

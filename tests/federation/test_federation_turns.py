@@ -175,12 +175,12 @@ def test_asks_are_durable_and_void_ones_do_not_count(tmp_path: Path, caplog: pyt
     assert check_ins(path, {0, 1}).cohort(state(2)).tolist() == taken[2]
     assert check_ins(path, {0, 1, 2}).cohort(state(3)).tolist() == taken[0]
     path.write_text(path.read_text().replace('"clients": [', '"clients": [99, '))
-    with pytest.raises(RunError, match="not as it was written"):
+    with pytest.raises(RunError, match="asks, line 1: not as it was written"):
         check_ins(path, set())
-    path.write_bytes(b'{"round": 0, "clients": ["\xff"]}\n')
-    with pytest.raises(RunError, match="not as it was written"):
+    path.write_bytes(b'{"round": 0, "clients": [0]}\n{"round": 1, "clients": ["\xff"]}\n')
+    with pytest.raises(RunError, match="asks, line 2: not as it was written"):
         check_ins(path, set())
-    assert len(caplog.messages) == 1
+    assert caplog.messages[1:] == [f"{path}, line 4: unfinished, as a kill leaves it; taken out"]
     with pytest.raises(RunError, match="cannot be read"):
         check_ins(tmp_path, set())
     with pytest.raises(RunError, match="cannot be written"):

@@ -27,6 +27,7 @@ pytest.importorskip("flwr.superlink")
 from flwr.supercore.run import RunStatus
 from ports import free_port
 from stand_in import client_at, deployed, grid_of, settings, small
+from test_federation_doors import SERVER_OF_TWO
 
 from fedflat.core.checks import InputError, RunError
 from fedflat.federation import server, superlink, supernode
@@ -185,14 +186,10 @@ def test_flower_s_telemetry_is_off_from_the_start() -> None:
 
 def test_a_superlink_notes_its_nodes_runs_and_memory_for_its_operator(tmp_path: Path) -> None:
     nodes: dict[Any, list[int]] = {("online",): [1, 2, 3], None: [1, 2, 3, 4]}
-    runs = [
-        SimpleNamespace(run_id=i, status=RunStatus(*s))
-        for i, s in enumerate([("running", "", ""), ("finished", "x", "no\n luck")])
-    ]
-    state = SimpleNamespace(
-        get_node_info=lambda statuses: nodes[statuses and tuple(statuses)], get_run_info=lambda: runs
-    )
-    status = superlink.status_of(state)
+    standing = enumerate([("running", "", ""), ("finished", "x", "no\n luck")])
+    runs = [SimpleNamespace(run_id=number, status=RunStatus(*found)) for number, found in standing]
+    online = lambda statuses: nodes[statuses and tuple(statuses)]  # noqa: E731
+    status = superlink.status_of(SimpleNamespace(get_node_info=online, get_run_info=lambda: runs))
     assert status == {"SuperNodes online": "3 of 4", "run 0": "running", "run 1": "finished:x", "run 1: why": "no luck"}
     path = tmp_path / STATUS
     superlink._write_status(path, status)
@@ -209,19 +206,6 @@ def test_a_fault_that_is_explained_is_a_line_of_flower_s_log(caplog: pytest.LogC
         logger.error("%s raised an exception", "ServerApp", exc_info=fault)
     assert "error: the disk is full" in caplog.text and "ServerApp raised" in caplog.text
     assert [record.exc_info is None for record in caplog.records] == [True, True, False]
-
-
-SUPERLINK = """
-import sys
-from pathlib import Path
-from fedflat.federation import doors, superlink
-async def app(scope, receive, send):
-    if scope["type"] == "http":
-        await doors._refuse(204, scope, receive, send)
-own, port = Path(sys.argv[1]), int(sys.argv[2])
-gates = [doors.Gate(name, "127.0.0.1", port + i, seconds=600.0) for i, name in enumerate(("control", "listen"))]
-superlink._run(*((app, gate, own) for gate in gates))
-"""
 
 
 @pytest.mark.slow
@@ -242,7 +226,7 @@ def test_a_certificate_is_renewed_while_rounds_run(tmp_path: Path) -> None:
         return str(client.sock.getpeercert()["serialNumber"])
 
     authority("create")
-    server = subprocess.Popen([sys.executable, "-c", SUPERLINK, str(own), str(port)])
+    server = subprocess.Popen([sys.executable, "-c", SERVER_OF_TWO, str(own), str(port), "600"])
     try:
         first = None
         while first is None:
@@ -258,7 +242,7 @@ def test_a_certificate_is_renewed_while_rounds_run(tmp_path: Path) -> None:
         (own / "server.key").write_text("none")
         time.sleep(2)
         assert serial(connected()) == after != before
-        first.request("GET", "/")
+        first.request("GET", "/v1/control/list-runs")
         assert first.getresponse().status == 204
     finally:
         server.terminate()

@@ -58,7 +58,7 @@ def test_an_operator_sees_how_the_superlink_does_in_private_alone(tmp_path: Path
     assert ['id="status"' in page for page in pages] == ["3 of 4" in page for page in pages] == [False, True]
     (tmp_path / "fed" / "server" / "status.json").write_text("[1]\n")  # damaged: said, beside all the rest
     page = Live(tmp_path / "fed", True, tmp_path).page()
-    assert "8 of 20" in page and "status.json, line 1: found [1]" in page
+    assert "8 of 20" in page and "status.json, line 1: found a damaged line" in page
 
 
 def test_an_operator_sees_refused_replies_in_private_alone(tmp_path: Path) -> None:
@@ -76,6 +76,13 @@ def test_before_the_first_round_and_while_a_record_is_written(tmp_path: Path) ->
     with (folder / "metrics.jsonl").open("a") as records:
         records.write('{"round": 3, "test_acc')
     assert "3 of 20" in Live(tmp_path).page()
+    for name in ("metrics.jsonl", "private/private.jsonl"):  # damaged: said, here and by fedflat runs
+        (folder / name).write_text('{"round": 0}\n"SECRET"\n')
+        page, (sound, faults) = Live(tmp_path).page(), listed(tmp_path)
+        said = f"{folder.name}/{name}, line 2: found a damaged line"
+        assert said in page and "No round" not in page and "SECRET" not in page
+        assert not sound and said in str(faults[0])
+        (folder / name).unlink()
 
 
 def test_the_stream_tells_of_a_new_round(tmp_path: Path) -> None:
