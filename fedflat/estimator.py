@@ -179,9 +179,7 @@ class PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         self.classes_ = np.unique(labels if self.classes is None else np.asarray(self.classes))
         if len(self.classes_) < 2:
             key = "y" if self.classes is None else "classes"
-            raise ValueError(
-                f"{key}: found 1 class; allowed: two classes or more (classes= names those that do not occur)."
-            )
+            raise wrong(key, "1 class", "two classes or more (classes= names those that do not occur)")
         unknown = np.setdiff1d(labels, self.classes_)
         if len(unknown):
             raise wrong("y", str(unknown[0]), f"the classes {', '.join(map(str, self.classes_))}")

@@ -292,7 +292,7 @@ def data(
     if as_json:
         cli.print_json({**found, "recipe": recipe, "note": PRIVATE})
         return
-    whose = counted(found["users"] or 0, "user")
+    whose = "no users" if found["users"] is None else counted(found["users"], "user")
     about = [PRIVATE, f"{file}: {counted(found['rows'], 'row')}, {whose}{_spread(found['rows_a_user'])}"]
     for name, one in looked.items():
         role = "target" if name == target else one["becomes"]
@@ -362,6 +362,8 @@ def _numbers(present: pd.Series) -> dict[str, Any]:
     # Two digits: more would say more about the rows.
     scale = [float(f"{mean:.2g}"), float(f"{std:.2g}") or 1.0]
     found = {"number": True, "scale": scale, "whole": bool((numbers % 1 == 0).all())}
+    if found["whole"] and FEW < len(set(numbers)) == len(present) > 0.9 * (numbers.max() - numbers.min()):
+        return {"becomes": "nothing: it numbers the rows"}
     if infinite:
         found["fault"] = f"{counted(infinite, 'infinite value')}; leave their rows or the column out"
     # Inputs far from 1 make training diverge at the usual rates.
@@ -430,13 +432,13 @@ def _recipe(file: Path, found: dict[str, Any], written: dict[str, str | None]) -
     looked, target, users = found["columns"], found["target"], found["users"] or 0
     if users < 3 or target is None:
         return None
-    others = {name: one for name, one in looked.items() if name not in (target, "")}
+    others = {name: one for name, one in looked.items() if name not in (target, "") and one["values"] > 1}
     alone = [name for name, one in others.items() if one.get("free") or one["type"] == "image"][:1]
     usable = [name for name, one in others.items() if one.get("number") or "categories" in one or one["type"] == "list"]
-    inputs = usable or alone
-    if not inputs or not (looked[target].get("number") or "categories" in looked[target]):
+    inputs, goal = usable or alone, looked[target]
+    if not inputs or goal["values"] < 2 or not (goal.get("number") or "categories" in goal):
         return None
-    goal, used = looked[target], {name: looked[name] for name in [*inputs, target]}
+    used = {name: looked[name] for name in [*inputs, target]}
     regression = bool(goal.get("number")) and (goal["values"] > FEW or not goal.get("whole", True))
     lists = {name: one["categories"] for name, one in used.items() if "categories" in one}
     scaled = {name: one["scale"] for name, one in used.items() if "scale" in one and (name != target or regression)}

@@ -254,14 +254,15 @@ def refuse_private_test(data: FederatedData) -> None:
 
 
 def refuse_users(clients: Iterable[Any], public: Iterable[Any], where: str) -> bool:
-    """Refuse public test data of people who are clients, by their names in lower case; return whether all are named.
+    """Refuse public test data of people who are clients, by their names in lower case without leading zeros (a
+    table of numbers has lost them); return whether all are named.
 
     Raises:
         InputError: somebody is in both.
     """
-    known = {name_of(name).casefold() for name in clients}
+    known = {name_of(name).casefold().lstrip("0") for name in clients}
     users = set(map(name_of, public))
-    both = sorted(name for name in users if name.casefold() in known)
+    both = sorted(name for name in users if name.casefold().lstrip("0") in known)
     if both:
         found = f"rows of {counted(len(both), 'client')}, such as {both[0]}"
         raise wrong(where, found, "public rows, which are no client's", hint=PUBLIC)

@@ -121,9 +121,7 @@ def _files_of(path: Path, shown: str, written: Written, key: str, owned: bool = 
         return {"train": _pictures(path.parent, (path,), key, owned) if pictured else _open((path,), written, key)}
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved(path, key)
-    found = {split: _files(path, split) for split in SPLITS}
-    splits = {split: _open(files, written, key) for split, files in found.items() if files}
-    if splits:
+    if splits := {split: _open(files, written, key) for split in SPLITS if (files := _files(path, split))}:
         return splits
     if pictures := sorted(p for p in path.rglob("*") if p.suffix.lower() in PICTURES):
         return {"train": _pictures(path, tuple(pictures), key, owned)}

@@ -247,7 +247,6 @@ def _natural_column(split: Split, source: Source | None, options: DataSection) -
 def _only(split: Split, where: str, what: str, found: list[str]) -> str:
     if len(found) != 1:
         state = f"{len(found)} candidates ({', '.join(found)})" if found else "none"
-        listed = ", ".join(split.features)
         said = f"{what} is needed and {state} found in {split.where}"
-        raise InputError(f"{where}: {said}; set {where} to one of: {listed}.")
+        raise InputError(f"{where}: {said}; set {where} to one of: {', '.join(split.features)}.")
     return found[0]

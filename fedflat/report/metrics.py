@@ -437,11 +437,15 @@ def first_lost(released: Sequence[Record]) -> Record | None:
     return next((record for record in evaluated if number(record["test_loss"]) is None), None)
 
 
+def tested_classes(record: Record) -> list[float]:
+    """Return the accuracy of each class that the public test data have."""
+    return [found for value in record.get("class_accuracy") or [] if (found := number(value)) is not None]
+
+
 def guess(released: Sequence[Record]) -> Guess | None:
     """Return the last evaluated model, if it gives one class to everything or is no better than a class at random."""
     last = next((r for r in reversed(released) if number(r.get("test_accuracy")) is not None), None)
-    by_class = [] if last is None else [number(value) for value in last.get("class_accuracy") or []]
-    known = [value for value in by_class if value is not None]
+    known = [] if last is None else tested_classes(last)
     if last is None or len(known) < 2:
         return None
     found = Guess(float(last["test_accuracy"]), len(known), sorted(known) == [0.0] * (len(known) - 1) + [1.0])

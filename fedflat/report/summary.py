@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from fedflat.report import metrics, tables, wording
-from fedflat.report.metrics import FATES, Record, Run, column, first_lost, guess, number, own_metrics
+from fedflat.report.metrics import FATES, Record, Run, column, first_lost, guess, number, own_metrics, tested_classes
 from fedflat.report.progress import ASKED, WIDTH, console_now
 
 PRIVATE = "(private to the simulation, not covered by the guarantee)"
@@ -81,7 +81,8 @@ def _loss(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
 def _chance(released: Sequence[Record]) -> list[str]:
     found = guess(released)
     if found is None:
-        return []
+        alone = released and len(tested_classes(released[-1])) == 1
+        return ["The test data are of one class alone: their accuracy says nothing of the others."] if alone else []
     accuracy = wording.percent(found.accuracy)
     if found.one_class:
         return [f"The model gives every test example the same class (accuracy {accuracy} %)."]
@@ -138,7 +139,7 @@ def learnt(released: Sequence[Record]) -> bool:
     """Return whether the last evaluated model is clearly better than guessing, or without classes than the first."""
     tested = [record for record in released if number(record.get("test_accuracy")) is not None]
     if tested and first_lost(released) is None:
-        classes = [value for value in tested[-1].get("class_accuracy") or [] if number(value) is not None]
+        classes = tested_classes(tested[-1])
         accuracy, start = float(tested[-1]["test_accuracy"]), float(tested[0]["test_accuracy"])
         least = 1 / len(classes) if len(classes) > 1 else start
         return guess(released) is None and accuracy >= least + LEARNT * (1 - least)

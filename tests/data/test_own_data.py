@@ -297,7 +297,7 @@ def test_rows_of_clients_are_never_public(tmp_path: Path) -> None:
     frame = table()
     frame.to_csv(tmp_path / "a.csv", index=False)
     others = frame[:12].assign(age=frame.age[:12] + 1, user=None)
-    frame.assign(user=" " + frame.user.str.upper()).to_csv(tmp_path / "b.csv", index=False)
+    frame.assign(user=" 0" + frame.user.str.upper()).to_csv(tmp_path / "b.csv", index=False)
     pd.concat([others, frame[30:31]]).drop(columns="user").to_csv(tmp_path / "c.csv", index=False)
     others.assign(user="new").to_csv(tmp_path / "d.csv", index=False)
     others.drop(columns="user").to_csv(tmp_path / "e.csv", index=False)
@@ -306,7 +306,7 @@ def test_rows_of_clients_are_never_public(tmp_path: Path) -> None:
     for more, says in (
         ({"test_fraction": 0.2}, "every row is a client's"),
         ({"test": str(tmp_path / "a.csv")}, "another file"),
-        ({"test": str(tmp_path / "b.csv")}, "data.test: found rows of 12 clients, such as U0"),
+        ({"test": str(tmp_path / "b.csv")}, "data.test: found rows of 12 clients, such as 0U0"),
         ({"test": str(tmp_path / "c.csv")}, "found 1 of 13 different rows that one client has and no other"),
         ({"test_clients": ["nobody"]}, "found nobody; allowed: names of clients"),
         ({"test_clients": 12}, "found 12 of 12 clients"),

@@ -52,12 +52,15 @@ def test_the_gap_is_taken_in_the_round_that_is_shown(tmp_path: Path) -> None:
         ({"class_accuracy": [0.1, 0.2, None], "test_accuracy": 0.15}, None, "chance"),
         ({"class_accuracy": [0.0, 1.0, 0.0], "test_accuracy": 0.6}, None, "chance"),
         ({"class_accuracy": [0.5, 0.9, 0.1], "test_accuracy": 0.5}, None, ""),
+        ({"class_accuracy": [None, 0.5], "test_accuracy": 0.5}, None, ""),
         ({"class_accuracy": [0.0, 1.0], "test_accuracy": 0.5}, [{"round": 0, "personal_accuracy": 0.9}], ""),
     ],
 )
 def test_how_runs_come_to_nothing(tmp_path: Path, last: dict[str, Any], hidden: list[Any] | None, found: str) -> None:
     run = run_of(tmp_path / "a", [0.8, 0.5], hidden, **last)
     assert metrics.fate(run) == found
+    said = str(summary.cautions({}, run.metrics, []))
+    assert ("of one class alone" in said) == (last.get("class_accuracy") == [None, 0.5])
     best = metrics.best_accuracy(run)
     assert best == (metrics.final_accuracy(run) if found else 0.8)
     assert metrics.summary(run)["best_accuracy"] == best
