@@ -26,6 +26,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from fedflat.core.checks import counted, in_range, wrong
+from fedflat.data.encoding import owners_of
 from fedflat.simulation.run import run
 
 
@@ -261,9 +262,7 @@ def _by_user(users: Any, rows: int) -> tuple[list[Any], frozenset[Any] | None]:
     named = np.asarray(users)
     if named.shape != (rows,):
         raise wrong("users", f"shape {named.shape}", f"one name for each of the {rows} rows")
-    codes, names = pd.factorize(named)
-    if (codes < 0).any():
-        raise wrong(f"users[{int(np.argmax(codes < 0))}]", "no name", "a name for each row")
+    codes, names = pd.factorize(np.array(owners_of(named.tolist(), "users")))
     return [np.flatnonzero(codes == code) for code in range(len(names))], frozenset(names.tolist())
 
 

@@ -108,7 +108,7 @@ def test_a_cross_validation_in_a_pipeline_counts_every_fit() -> None:
         ({"ranges": [(0, 1)] * 7}, None, "one such pair for each of the 8 columns"),
         ({"classes": [0, 2]}, None, "y: found 1; allowed: the classes 0, 2"),
         ({}, np.arange(3), "users: found shape"),
-        ({}, np.array([None, *range(1199)], dtype=object), r"users\[0\]: found no name"),
+        ({}, np.array([" ", *range(1199)], dtype=object), "row 0, users: found a missing value"),
         ({"algorithm": "dp-fedsma"}, None, "Did you mean dp-fedsam"),
         ({"epsilon": -1}, None, "epsilon"),
         ({"cohort": 200}, None, "cohort: found 200"),

@@ -195,7 +195,7 @@ def leave_out(data: FederatedData, which: float | Sequence[str | int], where: st
         names = [name_of(name) for name in which]
         for name in names:
             if name not in numbers:
-                raise wrong(where, name, "names of clients", hint=nearest(name, numbers))
+                raise wrong(where, name, "names of clients", hint=nearest(name.lstrip("0"), numbers))
         chosen = {numbers[name] for name in names}
     else:
         count = float(in_range(where, which, 0.0, open_low=True))

@@ -242,11 +242,11 @@ def words_of(where: str, length: int | None, vocabulary: int | None, tokenizer: 
     return Words(most, whole(f"{where}vocabulary", size, 3, decoding.MOST_WORDS), tokenizer)
 
 
-def owners_of(frame: pd.DataFrame, by: str) -> list[str]:
-    """Return the client of each row by name. Raises InputError for a row that belongs to nobody."""
-    names = list(map(name_of, frame[by].tolist()))
+def owners_of(users: Iterable[Any], where: str) -> list[str]:
+    """Return the client of each row by name. where: what says so. Raises InputError for a row that is nobody's."""
+    names = list(map(name_of, users))
     if "" in names:
-        raise wrong(f"row {names.index('')}, column {by}", MISSING, "the client that the row belongs to")
+        raise wrong(f"row {names.index('')}, {where}", MISSING, "the client that the row belongs to")
     return names
 
 
@@ -328,7 +328,7 @@ def _codes(column: pd.Series, name: str, listed: tuple[Any, ...], place: Place) 
 def _category_hint(value: Any, listed: tuple[Any, ...]) -> str:
     """Return what to do about a value that is not listed."""
     if value == "":
-        return "In training a value may stand for it (fill), or '' be listed among the categories."
+        return "Of an input a value may stand for it (fill); leave rows without a target out, or list '' as a category."
     if any(isinstance(entry, bool) for entry in listed) and str(value).lower() in ("yes", "on", "no", "off"):
         meant = "true" if value.lower() in ("yes", "on") else "false"
         return f"YAML reads {value} as {meant} where it is not quoted: write '{value}'."

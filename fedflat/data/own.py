@@ -148,7 +148,7 @@ def _table(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedData:
     if by is None:
         raise wrong("clients: by", "nothing", f"the column that names the client: {', '.join(frame.columns)}")
     if isinstance(by, str):
-        owners = owners_of(frame, one_of("clients: by", by, frame.columns))
+        owners = owners_of(frame[one_of("clients: by", by, frame.columns)].tolist(), f"column {by}")
     else:
         owners = _each(by, len(frame))
     names, codes = np.unique(np.array(owners), return_inverse=True)
@@ -250,7 +250,7 @@ def _stacked(where: str, values: Sequence[Any]) -> torch.Tensor:
 
 def _each(by: Any, rows: int) -> list[str]:
     """Return the name of every example's owner."""
-    owners = list(map(name_of, by.tolist() if hasattr(by, "tolist") else by))
+    owners = owners_of(by.tolist() if hasattr(by, "tolist") else by, "clients: by")
     if len(owners) != rows:
         raise wrong("clients: by", counted(len(owners), "owner"), f"one for each of the {rows} examples")
     return owners

@@ -123,7 +123,7 @@ def _frame(kind: Kind, split: Split, encoding: Encoding, owner: str | None) -> p
 
 def _table(kind: Kind, split: Split, frame: pd.DataFrame, encoding: Encoding, owner: str | None) -> Table:
     """Return the tensors of one split, as training rows if it has an owner column."""
-    owners = owners_of(frame, owner) if owner else None
+    owners = owners_of(frame[owner].tolist(), f"column {owner}") if owner else None
 
     def place(row: int) -> str:
         return f"row {row} of {split.where}" if owners is None else f"row {row}, client {owners[row]}"
