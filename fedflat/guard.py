@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedflat.core.checks import RunError, in_range, whole, wrong
+from fedflat.core.checks import RunError, in_range, require, whole, wrong
 from fedflat.core.params import Layout
 from fedflat.core.rng import KEY_BYTES, digest, fresh_key
 from fedflat.core.types import Algorithm, Local, Mechanism, RoundState
@@ -210,8 +210,7 @@ class Guard:
             raise wrong("vectors", "none", "at least one, or Guard(…, dimension=d)")
         wanted = len(rows[0]) if self._dimension is None else self._dimension
         for client, row in zip(sorted(vectors), rows):
-            if len(row) != wanted:
-                raise wrong(f"vectors[{client}]", f"{len(row)} entries", f"{wanted}, as in every vector")
+            require(len(row) == wanted, f"vectors[{client}]", f"{len(row)} entries", f"{wanted}, as in every vector")
         self._dimension = wanted
         return rows
 
@@ -253,8 +252,7 @@ def _made(numbers: dict[str, Any], sampling: str) -> Plan:
 
 def _served(plan: Plan, numbers: Mapping[str, Any]) -> Plan:
     """Return a plan given instead of numbers, if it is of the Gaussian sum under a trusted server."""
-    if any(value is not None for value in numbers.values()):
-        raise wrong("plan", "a plan and numbers", "one of both")
+    require(all(value is None for value in numbers.values()), "plan", "a plan and numbers", "one of both")
     if not isinstance(plan, Plan):
         raise wrong("plan", type(plan).__name__, "a plan of fedflat.privacy.plan, or the numbers by their names")
     other = plan.mechanism is not None or plan.noise_cohort is not None or plan.count_std is not None

@@ -20,7 +20,7 @@ from typer import Argument, Option
 
 from fedflat import cli
 from fedflat.core import process
-from fedflat.core.checks import counted, one_of, wrong
+from fedflat.core.checks import counted, one_of, require, wrong
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,8 +113,7 @@ def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, p
     from fedflat.simulation.inspection import refuse_damage
 
     for run in runs:
-        if not run.is_dir():
-            raise wrong("report", str(run), "the folder of a run")
+        require(run.is_dir(), "report", str(run), "the folder of a run")
     verdicts = [_verified(run) for run in runs] if verify else []
     if not all(verdicts):
         raise typer.Exit(1)
@@ -198,8 +197,7 @@ def watch(
     from fedflat.records import keys
     from fedflat.report.live import Live, Server
 
-    if not folder.is_dir():
-        raise wrong("watch", str(folder), "the folder of a run, an experiment or a federation")
+    require(folder.is_dir(), "watch", str(folder), "the folder of a run, an experiment or a federation")
     with (
         Server(Live(folder, private, keys.folder().parent / "operator"), port) as server,
         process.on_request("the page"),

@@ -234,8 +234,7 @@ def keys(
     from fedflat.records import signing
     from fedflat.records.signing import Operator
 
-    if action not in ("new", "show"):
-        raise wrong("keys", action, "new or show")
+    require(action in ("new", "show"), "keys", action, "new or show")
     file = signing.place() if path is None else path
     if action == "show" and not file.exists():
         raise wrong("keys", f"no key in {file}", "fedflat keys new makes one")

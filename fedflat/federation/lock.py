@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
 
-from fedflat.core.checks import reading, wrong
+from fedflat.core.checks import reading, require, wrong
 from fedflat.federation.processes import program
 
 LOCK = "operator.sha256"
@@ -65,8 +65,7 @@ def read_lock(path: Path) -> bytes:
         found, mode = bytes.fromhex(path.read_text(encoding="ascii").strip()), path.stat().st_mode
     if len(found) != hashlib.sha256().digest_size:
         raise wrong(str(path), f"{len(found)} bytes", "the hash of the operator's token")
-    if mode & 0o077:
-        raise wrong(str(path), f"mode {mode & 0o777:04o}", "0600, for the SuperLink's account alone")
+    require(not mode & 0o077, str(path), f"mode {mode & 0o777:04o}", "0600, for the SuperLink's account alone")
     return found
 
 
@@ -134,8 +133,7 @@ class Addresses:
         if not is_loopback(control[0]):
             allowed = f"an address of this machine alone, as 127.0.0.1:{control[1]}"
             raise wrong(f"{path}: control", str(found["control"]), allowed)
-        if listen[1] == control[1]:
-            raise wrong(f"{path}: control", f"port {control[1]}, as in listen", "another port")
+        require(listen[1] != control[1], f"{path}: control", f"port {control[1]}, as in listen", "another port")
         return cls(listen, control)
 
 

@@ -22,7 +22,7 @@ from contextlib import suppress
 from importlib import metadata, resources
 from pathlib import Path
 
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.core.imports import missing
 
 log = logging.getLogger("fedflat.processes")
@@ -66,8 +66,7 @@ def private() -> None:
 
 def must_be_free(where: str, host: str, port: int) -> None:
     """Raise InputError, before Flower starts, if another program listens on this port or there is no such port."""
-    if port > 65535:
-        raise wrong(where, f"{host}:{port}", "a port up to 65535")
+    require(port <= 65535, where, f"{host}:{port}", "a port up to 65535")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Flower's own: a closed one may be left over
         try:
@@ -79,8 +78,7 @@ def must_be_free(where: str, host: str, port: int) -> None:
 
 def check_private(key: Path, option: str = "") -> None:
     """Raise InputError unless a private key is there, and its owner's only."""
-    if not key.is_file():
-        raise wrong(f"{option}{key}", "no such file", "a private key, 0600")
+    require(key.is_file(), f"{option}{key}", "no such file", "a private key, 0600")
     if key.stat().st_mode & 0o077:
         raise wrong(f"{option}{key}", f"mode {key.stat().st_mode & 0o777:04o}", "a private key, 0600")
 

@@ -18,7 +18,7 @@ from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.records import settled
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, wrong
+from fedflat.core.checks import InputError, require, wrong
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job
@@ -67,8 +67,7 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
     Raises:
         InputError: the recipe cannot be deployed, or ``out`` holds something already.
     """
-    if out.exists() and any(out.iterdir()):
-        raise wrong("--out", f"{out}, which is not empty", "a new folder")
+    require(not (out.exists() and any(out.iterdir())), "--out", f"{out}, which is not empty", "a new folder")
     lock.address_of("--host", f"{host}:{port}")
     recipe, note = _taking_turns(_for_nodes(recipe, nodes), "sampling" not in recipe.cohort.model_fields_set)
     method = algorithm_of(recipe)

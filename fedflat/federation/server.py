@@ -22,7 +22,7 @@ from typing import Any
 from fedflat.assembly.stating import Terms, state_privacy
 from fedflat.config import reading
 from fedflat.core import durable
-from fedflat.core.checks import RunError, whole, wrong
+from fedflat.core.checks import RunError, require, whole, wrong
 from fedflat.core.cohorts import MinSeparation
 from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
@@ -222,8 +222,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     if _versions(out).get("task") != task.identity:
         allowed = "a new folder, or the one this task was started in"
         raise wrong("out", f"{out}, the folder of another deployment", allowed)
-    if (out / ENDED).exists():
-        raise wrong("out", f"{out}, a run that its operator ended for good", "a new folder")
+    require(not (out / ENDED).exists(), "out", f"{out}, a run that its operator ended for good", "a new folder")
     job.opening = Opening.read(out)
     refuse_older("out", out, job.opening.terms)
     if job.opening.differing(job.identity):

@@ -188,8 +188,7 @@ def check_unsealed(path: Path) -> None:
 def check_new(path: Path) -> None:
     """Raise InputError where ``path`` holds a run already, or is no folder."""
     try:
-        if path.exists() and not path.is_dir():
-            raise wrong("--out", f"{path}, which is no folder", "a new folder")
+        require(path.is_dir() or not path.exists(), "--out", f"{path}, which is no folder", "a new folder")
         if any((path / name).exists() for name in (METRICS, LEDGER, RECIPE)):
             raise _taken(path)
     except OSError as error:
@@ -229,8 +228,7 @@ def check_kinds(folder: Path) -> None:
         if path.exists() and not readable(path):
             raise wrong(str(path), "what this account may not read", "a record that it may read")
     for path in (folder / "private", folder / "checkpoints"):
-        if path.exists() and not path.is_dir():
-            raise wrong(str(path), "no folder", "the folder that was written")
+        require(path.is_dir() or not path.exists(), str(path), "no folder", "the folder that was written")
 
 
 def readable(path: Path) -> bool:

@@ -97,8 +97,7 @@ def load(run: str) -> bytes | None:
         return None
     except OSError as error:
         raise InputError(f"{path}: the noise key cannot be read ({error.strerror}); allowed: your own file.") from error
-    if mode & 0o077:
-        raise wrong(str(path), f"mode {mode:04o}", "0600, or no file: the run then goes on with a fresh key")
+    require(not mode & 0o077, str(path), f"mode {mode:04o}", "0600, or no file: the run then goes on with a fresh key")
     if len(key) != KEY_BYTES:
         forget(run)
         return None

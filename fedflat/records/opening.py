@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fedflat.core import durable
-from fedflat.core.checks import reading, wrong
+from fedflat.core.checks import reading, require, wrong
 from fedflat.core.rng import digest
 from fedflat.records.folder import OPENING
 
@@ -127,8 +127,7 @@ class Opening:
         """
         path = folder / OPENING
         with reading(path, "a damaged record", "the file that was written at the start"):
-            if not path.exists():
-                raise wrong(str(path), "no such file", "the one this run was opened with")
+            require(path.exists(), str(path), "no such file", "the one this run was opened with")
             body = json.loads(path.read_bytes())
             if body.pop("checksum") != _checksum(body):
                 raise ValueError("its checksum does not match")

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from markupsafe import Markup, escape
 
-from fedflat.core.checks import InputError, readable, wrong
+from fedflat.core.checks import InputError, readable, require, wrong
 from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.statement import FALSE_POSITIVES, SEEDED, refuse_seeded, true_positives
 from fedflat.privacy.together import Published, total
@@ -65,8 +65,7 @@ def card(run: Run, others: Sequence[Run] = ()) -> Card:
 
     Raises InputError: the run has no statement, or one of the runs has one that its ledger goes beyond.
     """
-    if not run.privacy:
-        raise wrong("card", f"{run.path} without privacy.json", "a run with a statement")
+    require(bool(run.privacy), "card", f"{run.path} without privacy.json", "a run with a statement")
     refuse_seeded("card", run.privacy)
     every = _with_ledgers([run, *others])
     entries = every[0].entries

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedflat.core.checks import InputError, nearest, wrong
+from fedflat.core.checks import InputError, nearest, require, wrong
 from fedflat.core.durable import read_about
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import is_seeded, rounds_charged
@@ -184,8 +184,7 @@ def read_runs(folders: Iterable[Path | str]) -> list[Run]:
     runs: list[Run] = []
     for folder in map(Path, folders):
         runs.extend(read_run(path) for path in run_folders(folder) or [folder])
-    if not runs:
-        raise wrong("report", "no run", "one or more run folders")
+    require(bool(runs), "report", "no run", "one or more run folders")
     return runs
 
 

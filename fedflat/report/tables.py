@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedflat.core.checks import wrong
+from fedflat.core.checks import require
 from fedflat.report import metrics
 from fedflat.report.groups import (
     Difference,
@@ -87,8 +87,7 @@ def comparison_table(groups: Sequence[Group]) -> Comparison:
     Raises:
         InputError: no group.
     """
-    if not groups:
-        raise wrong("comparison", "no run", "one or more runs")
+    require(bool(groups), "comparison", "no run", "one or more runs")
     rows = tuple(_row(group, part[0]) for part in strata(groups) for group in part)
     return Comparison(rows, metrics.costs([run for group in groups for run in group.runs]), headline(groups))
 

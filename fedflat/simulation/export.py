@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.core.imports import missing
 from fedflat.models.representation import FILE
 from fedflat.privacy.ledger import read
@@ -81,8 +81,7 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
 def _check_ended(where: str, source: Path, allowed: str) -> None:
     """Raise InputError where a folder lacks a ledger or a statement."""
     for name in (LEDGER, STATEMENT):
-        if not (source / name).is_file():
-            raise wrong(where, f"{source} without {name}", allowed)
+        require((source / name).is_file(), where, f"{source} without {name}", allowed)
 
 
 def _check_new(where: str, target: Path) -> None:

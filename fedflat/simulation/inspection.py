@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedflat.core.checks import InputError, counted, require, wrong
@@ -360,6 +361,9 @@ def check_sums(run: Records) -> Iterator[Check]:
         # A name that is none of the folder's files may lead out of it.
         good = name in run.files and _sha256(path / name) == known != ""
         yield _same(name or SUMS, good, "as it was exported")
+    written = "" if run.recipe is None else yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)
+    if (path / RECIPE).read_bytes() != written.encode():
+        yield Check(RECIPE, "wrong", "has a comment, or another form than an export writes")
     if files.whole_lines(path / METRICS) is None:
         yield Check(METRICS, "wrong", IRREGULAR)
     if any(key in row for row in run.metrics for key in files.TIMES):

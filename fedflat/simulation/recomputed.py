@@ -325,6 +325,10 @@ def metrics_faults(run: Records) -> Iterator[str]:
     every = _every(plan, run.metrics)
     for place, row in enumerate(reversed(run.metrics)):
         number = row["round"]
+        odd = {name for name in row.keys() - ROUND if not name.startswith(("test_", "class_accuracy"))}
+        odd |= {name for name, value in row.items() if '"' in json.dumps(value)}
+        if run.ours and odd:
+            yield f"round {number}: {', '.join(sorted(odd))}, which no line of this run has"
         before, now, more = _standing(plan, run, number)
         expected: dict[str, Any] = {"epsilon": None}
         if place % every == 0 or more or not before:
@@ -336,6 +340,10 @@ def metrics_faults(run: Records) -> Iterator[str]:
             expected["clip"] = before[-1].get("clip")
             row = {"clip": row.get("clip"), **row, **plan.account.record(plan)}  # a procedure may name another clip
         yield from _contrary(f"round {number}", row, expected)
+
+
+ROUND = {"round", "epsilon", "claimed_epsilon", "clip", "aborted", "private_accuracy", "private_accuracy_sd"}
+"""A round's figures beside those on test data, whose names begin with test_ or class_."""
 
 
 def ledger_faults(run: Records) -> Iterator[str]:

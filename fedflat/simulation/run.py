@@ -18,7 +18,7 @@ from fedflat.assembly.stating import Terms, state_privacy
 from fedflat.config.reading import names
 from fedflat.config.recipe import Recipe, RecipeLike, refuse_beside
 from fedflat.core import durable
-from fedflat.core.checks import wrong
+from fedflat.core.checks import require, wrong
 from fedflat.core.loss import CustomLoss
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
@@ -103,12 +103,9 @@ def run(
 def _check_call(out: str | Path | None, resume: bool, progress: bool | None, **calls: object) -> None:
     """Raise InputError for what is wrong in a call of ``run``, before anything is loaded."""
     for name, given in calls.items():
-        if given is not None and not callable(given):
-            raise wrong(name, given, "a function, or None")
-    if out == "":
-        raise wrong("out", "nothing", "a folder, or None")
-    if out is None and resume:
-        raise wrong("resume", "no folder", "out=FOLDER of the run to go on with")
+        require(given is None or callable(given), name, given, "a function, or None")
+    require(out != "", "out", "nothing", "a folder, or None")
+    require(not (out is None and resume), "resume", "no folder", "out=FOLDER of the run to go on with")
     if out is not None and not resume:
         check_new(Path(out))
     if progress is not None and not isinstance(progress, bool):
@@ -197,8 +194,7 @@ def _reopen(path: Path, recipe: Recipe, job: Job) -> None:
     Raises:
         InputError: it is no run's, or that of another run; what differs is named.
     """
-    if not (path / RECIPE).is_file():
-        raise wrong("--resume", str(path), "the folder of a run (it has a recipe.yaml)")
+    require((path / RECIPE).is_file(), "--resume", str(path), "the folder of a run (it has a recipe.yaml)")
     check_kinds(path)
     keys.check_outside(path)
     job.opening = Opening.read(path)

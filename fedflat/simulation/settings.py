@@ -24,7 +24,7 @@ from fedflat.assembly.plans import algorithm_of
 from fedflat.config.reading import parse_value
 from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
-from fedflat.core.checks import InputError, nearest, wrong
+from fedflat.core.checks import InputError, nearest, require, wrong
 from fedflat.privacy.ledger import LedgerError, read
 from fedflat.privacy.plan import Plan
 from fedflat.records.folder import RECIPE, check_name
@@ -78,12 +78,9 @@ def axis(override: str) -> list[str]:
     values = split_top(value)
     if len(values) == 1:
         return [override]
-    if "" in values:
-        raise wrong(f"-o {key}", value, "values between all commas")
-    if len(set(values)) < len(values):
-        raise wrong(f"-o {key}", value, "each value once")
-    if key.strip() == "seed":
-        raise wrong("-o seed", value, "one number to start from; --seeds N gives the number of runs")
+    require("" not in values, f"-o {key}", value, "values between all commas")
+    require(len(set(values)) == len(values), f"-o {key}", value, "each value once")
+    require(key.strip() != "seed", "-o seed", value, "one number to start from; --seeds N gives the number of runs")
     return [f"{key}={part}" for part in values]
 
 
@@ -92,8 +89,7 @@ def expand(recipes: Sequence[RecipeLike], overrides: Sequence[str], seeds: int) 
 
     Raises InputError for anything wrong in any of them, or for the same setting twice.
     """
-    if not recipes:
-        raise wrong("compare", "no recipe", "one or more recipes")
+    require(bool(recipes), "compare", "no recipe", "one or more recipes")
     choices = [axis(text) for text in overrides]
     settings: list[Setting] = []
     for source, chosen in itertools.product(recipes, itertools.product(*choices)):
@@ -286,8 +282,7 @@ def axes(varied: Sequence[str], *, private: bool) -> tuple[Axis, ...]:
 
 def _axis(text: str, single: Sequence[str]) -> Axis:
     key, equals, value = (part.strip() for part in text.partition("="))
-    if not equals or not key or not value:
-        raise wrong("--vary", text, HOW)
+    require(bool(equals and key and value), "--vary", text, HOW)
     section, dot, _ = key.partition(".")
     varies = key in ("algorithm", "model") or (dot and section in VARIES)
     if key not in single and not key.startswith("privacy.clip.") and not varies:

@@ -25,7 +25,7 @@ from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.assembly.tasks import objective_of
 from fedflat.config.recipe import Recipe
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.core.rng import digest, fresh_key, noise_key, stream
 from fedflat.data.sources import load_validation
 from fedflat.privacy import tuning
@@ -100,8 +100,7 @@ def ask(recipe: Recipe, varied: Sequence[str], selection: Selection, clients: in
     every = space.axes(varied, private=True)
     if recipe.privacy.budget is not None:
         raise wrong("privacy.budget", recipe.privacy.budget, "nothing: the selection's ε is the budget")
-    if recipe.privacy.selection is not None:
-        raise wrong("privacy.selection", "one", "a recipe that is not a trial's")
+    require(recipe.privacy.selection is None, "privacy.selection", "one", "a recipe that is not a trial's")
     if recipe.cohort.sampling not in tuning.SAMPLINGS:
         allowed = f"{', '.join(tuning.SAMPLINGS)}, whose Rényi divergence has a bound"
         raise wrong("cohort.sampling", recipe.cohort.sampling, allowed)

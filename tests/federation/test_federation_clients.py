@@ -316,9 +316,7 @@ DAMAGE = (b"", b"{", b"\0" * 100, b"[1]", b'"x"', b"[" * 5000, b"\xff\xfe")
 @pytest.mark.parametrize(
     "name", ["node.json", "session.json", "rounds.jsonl", "personal.jsonl", "RUN.tip", "operator.pub"]
 )
-def test_a_damaged_file_of_a_client_is_one_line_or_nothing(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_clients_damaged_file_is_a_line_or_none(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever lies in its state folder, a client answers or says in one line why not; it never ends in a traceback."""
     from fedflat.federation.server import serve
 

@@ -214,9 +214,7 @@ def test_a_node_runs_nothing_that_comes_with_a_run(place: Path) -> None:
     assert [path.parent.name for path in files_with(place / "fed", STOLEN.tobytes()[:400])] != []
 
 
-def test_a_wrong_address_or_lock_is_refused_before_the_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_address_or_lock_is_refused_before_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fed = tmp_path / "fed"
     write_project(small(), fed, port=8443)
     addresses, secret = fed / "server" / "superlink.toml", fed / "server" / lock.LOCK

@@ -242,9 +242,7 @@ DISTRUSTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("trust", DISTRUSTED)
-def test_a_run_ended_under_a_distrusted_server_is_charged_the_round_that_may_be_open(
-    trust: str, tmp_path: Path
-) -> None:
+def test_a_run_ended_under_a_distrusted_server_is_charged_a_round_that_may_be_open(trust: str, tmp_path: Path) -> None:
     """Killed with the round's updates (or their sum) in its memory and no line for them: the close writes it, once."""
     from fedflat.federation.close import close
 

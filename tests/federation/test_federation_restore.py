@@ -48,9 +48,7 @@ def test_a_restored_backup_is_charged_for_what_was_released_since(
         assert not (final_shared(run) == before).all()
 
 
-def test_rounds_that_a_restored_run_never_reaches_again_are_charged_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_that_a_restored_run_never_reaches_are_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backup after round 0 of 6 is put back after the end, and the run is ended for good one round later: what was
     released counts, each time, and nothing else. The twin, which charges every round up front, states more."""
     from fedflat.engine import resume, train

@@ -244,9 +244,7 @@ def test_a_liar_is_named_and_the_others_sum_comes_out(what: str, federation: Fed
 
 @pytest.mark.parametrize("victims", [[0], [0, 2, 3], [0, 2, 3, 4]])
 @pytest.mark.parametrize("kind", ["false share", "zero share", "closed box", "low order"])
-def test_a_false_dealer_is_named_by_its_receivers_complaints(
-    kind: str, victims: list[int], federation: Federation
-) -> None:
+def test_a_false_dealer_is_named_by_receivers_complaints(kind: str, victims: list[int], federation: Federation) -> None:
     federation.grid.handlers[LIAR] = false_dealer(federation.clients[LIAR], kind, victims)
     assert is_sum_of(federation.round(), [0, 2, 3, 4])
     assert federation.named() == {LIAR: "false deal"}
@@ -533,9 +531,7 @@ def told_of_different_keys(federation: Federation) -> tuple[Any, bytes]:
     return reply, wire.read_map(given[0]["boxes"])[2]
 
 
-def test_nobody_complains_about_what_was_dealt_for_other_keys(
-    federation: Federation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_complains_about_a_deal_for_other_keys(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     """With deals that are not bound to everybody's keys an honest receiver would, and a share of 0's be shown."""
     said, _ = told_of_different_keys(federation)
     assert "did not sign" in said
