@@ -70,8 +70,7 @@ def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> FederatedData
         parts, held = hold_back(given.parts, recipe.data.client_test_fraction, recipe.seed)
         return replace(given, parts=parts, held_back=held)
     require(test is None, "test", "a test set without clients", "clients=[(inputs, targets), …] as well, or neither")
-    if recipe.data.dataset == GIVEN:
-        raise wrong("data.dataset", f"{GIVEN}: the run's folder does not hold the data", NOT_HELD)
+    require(recipe.data.dataset != GIVEN, "data.dataset", f"{GIVEN}: the run's folder does not hold the data", NOT_HELD)
     if is_proxy(recipe.data.dataset):
         return federation(recipe.data, recipe.seed)
     from fedflat.data.sources import load

@@ -32,8 +32,7 @@ _read: dict[str, tuple[str, str]] = {}
 def imported(where: str, path: str) -> Callable[..., Any]:
     """Return the callable at ``path``; ``where`` names the recipe key in error sentences. Raises InputError."""
     module_name, _, attribute = path.rpartition(":")
-    if not module_name:
-        raise wrong(where, path, "path/to/file.py:callable, or package.module:callable")
+    require(bool(module_name), where, path, "path/to/file.py:callable, or package.module:callable")
     module = _file(where, Path(module_name)) if module_name.endswith(".py") else _package(where, module_name)
     found = getattr(module, attribute, None)
     if not callable(found):

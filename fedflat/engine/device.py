@@ -85,8 +85,7 @@ def _named(name: str) -> torch.device:
         built = "this PyTorch is built without CUDA" if torch.version.cuda is None else "PyTorch finds no GPU"
         raise wrong("engine.device", f"{name}, but {built}", "cpu or auto")
     device, count = torch.device(name), torch.cuda.device_count()
-    if (device.index or 0) >= count:
-        raise wrong("engine.device", name, f"cuda:0 to cuda:{count - 1}")
+    require((device.index or 0) < count, "engine.device", name, f"cuda:0 to cuda:{count - 1}")
     return torch.device("cuda", device.index or 0)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from fedflat.core.checks import in_range, whole, wrong
+from fedflat.core.checks import in_range, require, whole
 
 # The orders of Shi et al. 2023a: 1.1 … 10.9 by 0.1, then 11 … 255.
 ORDERS: tuple[float, ...] = (*(round(1 + k / 10, 1) for k in range(1, 100)), *map(float, range(11, 256)))
@@ -241,8 +241,7 @@ def generalization_bound(
     """
     eps, total = in_range("step.epsilon", step.epsilon, 0, open_low=True), rounds * step.epsilon
     prime = math.sqrt(2 * rounds * math.log(1 / delta_tilde)) * eps + total * math.tanh(eps / 2)
-    if prime >= total:
-        raise wrong("rounds", rounds, f"more rounds: ε' = {prime:.3g} must be under T·ε̃ = {total:.3g}")
+    require(prime < total, "rounds", rounds, f"more rounds: ε' = {prime:.3g} must be under T·ε̃ = {total:.3g}")
     # The first summand of δ' in logarithms: its factors overflow long before their product does.
     log_first = -(prime + total) / 2 + rounds * (math.log(2 * total / (total - prime)) - np.logaddexp(0, eps))
     log_first -= (prime + total) / (2 * eps) * math.log((total + prime) / (total - prime))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedflat.backends.in_process import Sequential
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
+from fedflat.core.checks import InputError, in_range, one_of, require, whole, wrong
 from fedflat.core.params import Layout, PersonalState
 from fedflat.core.rng import stream
 from fedflat.core.types import RoundState
@@ -76,8 +76,7 @@ class Settings:
         for name in ("examples", "curvature_examples", "draws", "eigenvalues", "trace_draws"):
             if (count := getattr(self, name)) is not None:
                 whole(f"--{name.replace('_', '-')}", count, 1)
-        if not self.noise:
-            raise wrong("--noise", "nothing", "one or more sizes, for example 0.1,0.2")
+        require(bool(self.noise), "--noise", "nothing", "one or more sizes, for example 0.1,0.2")
         for size in self.noise:
             in_range("--noise", size, 0, open_low=True)
 
@@ -144,8 +143,7 @@ def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, PersonalState]
     from fedflat.assembly.jobs import prepare
     from fedflat.assembly.tasks import refuse_other_tasks
 
-    if not run.recipe:
-        raise wrong(f"run folder {run.path}", "no recipe.yaml in it", "a folder written by fedflat run")
+    require(bool(run.recipe), f"run folder {run.path}", "no recipe.yaml in it", "a folder written by fedflat run")
     found = checkpoint.newest(run.path / "checkpoints")
     if found is None:
         raise wrong(f"run folder {run.path}", "no readable checkpoint in it", "a run that has finished a round")
@@ -193,8 +191,7 @@ def _data(job: Job, client: int | None, settings: Settings) -> tuple[Tensor, Ten
         inputs, targets = data.test_inputs, data.test_targets
     else:
         rows = np.concatenate(data.parts) if client is None else data.parts[client]
-        if len(rows) == 0:
-            raise wrong("--clients", client, "with --on train, clients that have data")
+        require(len(rows) > 0, "--clients", client, "with --on train, clients that have data")
         inputs, targets = data.inputs[torch.from_numpy(rows)], data.targets[torch.from_numpy(rows)]
     return _some(inputs, targets, settings.examples, settings.seed)
 

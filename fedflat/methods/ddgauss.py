@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedflat.core.checks import in_range, whole, wrong
+from fedflat.core.checks import in_range, require, whole, wrong
 from fedflat.core.discrete import (
     MIN_SHARE_STD,
     SecureBits,
@@ -85,8 +85,7 @@ class DistributedDiscreteGaussian(ShareNumbers):
         Clips to C again and maps a non-finite update to zero, so the limit holds whatever is passed in.
         """
         flat = update.detach().cpu().to(torch.float64).numpy()
-        if flat.shape != (self.dimension,):
-            raise wrong("shape of the update", list(flat.shape), f"[{self.dimension}]")
+        require(flat.shape == (self.dimension,), "shape of the update", list(flat.shape), f"[{self.dimension}]")
         if not np.isfinite(flat).all():
             return np.zeros(self.padded, dtype=np.int64)
         largest = float(np.abs(flat).max(initial=0.0))

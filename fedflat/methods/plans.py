@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedflat.core.checks import wrong
+from fedflat.core.checks import require, wrong
 from fedflat.core.discrete import default_granularity
 from fedflat.core.rounding import ROUNDING
 from fedflat.privacy.accounting.discrete import DDGaussAccount
@@ -173,6 +173,5 @@ class DDGaussPlan(Accounted):
         return plan.min_cohort
 
     def _rate(self, plan: Plan) -> float:
-        if plan.sampler.name != "poisson":
-            raise wrong("cohort.sampling", plan.sampler.name, "poisson for ddgauss")
+        require(plan.sampler.name == "poisson", "cohort.sampling", plan.sampler.name, "poisson for ddgauss")
         return float(plan.sampler.size) / plan.sampler.clients

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import wrong
+from fedflat.core.checks import require, wrong
 from fedflat.core.params import Layout
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, ClientView, Clip, Local, Mechanism, Transform
@@ -167,8 +167,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
     """Return the plan of the paper's procedure; refuses what no paper's released procedure has."""
     privacy, cohort = recipe.privacy, recipe.cohort
     paper = paper_of(recipe.algorithm.name, privacy.published)
-    if method.kind != "update":
-        raise wrong("privacy.protocol", f"published for {method.name}", "sound")
+    require(method.kind == "update", "privacy.protocol", f"published for {method.name}", "sound")
     for where, found in (
         ("privacy.trust", privacy.trust if privacy.trust in ("distributed", "local") else None),
         ("privacy.secure_rng", privacy.secure_rng or None),
@@ -180,8 +179,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
         ("cohort.separation", cohort.separation),
         ("privacy.noise.kind", None if privacy.noise.kind == "independent" else privacy.noise.kind),
     ):
-        if found is not None:
-            raise wrong(where, found, "its default with privacy.protocol: published")
+        require(found is None, where, found, "its default with privacy.protocol: published")
     if cohort.sampling not in ("poisson", "fixed") or (paper == "004" and cohort.sampling != "poisson"):
         allowed = "poisson" if paper == "004" else "fixed (drawn from the round number)"
         raise wrong("cohort.sampling", cohort.sampling, f"{allowed} in the procedure of {CITED[paper]}")

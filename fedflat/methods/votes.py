@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import ServerSection
-from fedflat.core.checks import RunError, wrong
+from fedflat.core.checks import RunError, require, wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import seeded_torch, stream
@@ -303,8 +303,7 @@ def split(
     given: whether the clients were given in Python. own: whether their examples are their own, given or from files, so
     that none may be made public; ``public`` then is ``test`` by default.
     """
-    if data.targets.dim() > 1:
-        raise wrong("data.dataset", data.name, "examples with one label each for ae-dpfl")
+    require(data.targets.dim() <= 1, "data.dataset", data.name, "examples with one label each for ae-dpfl")
     source = method.options["public"] or (TEST if own else HELD_OUT)
     queries = account_of(recipe, method).queries
     name = None if given else recipe.data.dataset

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.core.checks import in_range, one_of, require, whole, wrong
 from fedflat.models import representation
 from fedflat.models.networks import BODIES, INTERPOLATIONS, Loaded, NetworkMaps, Prepare, loaded
 from fedflat.models.pretrained import NATURAL, trainable
@@ -56,8 +56,7 @@ class NetworkOptions:
         one_of("model.projection", self.projection, PROJECTIONS)
         in_range("model.whitening", self.whitening, 0, 1)
         one_of("model.interpolation", self.interpolation or INTERPOLATIONS[0], INTERPOLATIONS)
-        if not isinstance(self.mirror, bool):
-            raise wrong("model.mirror", self.mirror, "true or false")
+        require(isinstance(self.mirror, bool), "model.mirror", self.mirror, "true or false")
 
     @property
     def named_layers(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import nearest, one_of, wrong
+from fedflat.core.checks import nearest, one_of, require, wrong
 from fedflat.core.durable import digest_of
 from fedflat.core.imports import calling, hub, imported, missing
 from fedflat.models.patches import pooling
@@ -140,8 +140,7 @@ def _file(name: str) -> Loaded:
 
 def _folder(name: str) -> Loaded:
     path = Path(name)
-    if not path.is_dir():
-        raise wrong("model.body", name, ", ".join(BODIES), hint=nearest(name, [*LITE, "patches", "scattering"]))
+    require(path.is_dir(), "model.body", name, ", ".join(BODIES), hint=nearest(name, [*LITE, "patches", "scattering"]))
     files = sorted(path.glob("*.safetensors"))
     if not files:
         pickled = next((file.name for kind in ("bin", "pt", "pth") for file in sorted(path.glob(f"*.{kind}"))), None)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import InputError, one_of, whole, wrong
+from fedflat.core.checks import InputError, one_of, require, whole, wrong
 from fedflat.core.imports import hub, missing
 from fedflat.models.representation import Headed
 from fedflat.models.text import text_length
@@ -172,8 +172,7 @@ def quiet(transformers: Any) -> Iterator[None]:
 
 
 def _folder(path: str) -> str:
-    if not Path(path).is_dir():
-        raise wrong("model.path", path, "an existing folder written by save_pretrained")
+    require(Path(path).is_dir(), "model.path", path, "an existing folder written by save_pretrained")
     return str(path)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.checks import in_range, one_of, whole, wrong
+from fedflat.core.checks import in_range, one_of, require, whole, wrong
 from fedflat.core.durable import cache_folder, digest_of, keep, read_tensors
 from fedflat.core.process import report_progress, using_threads
 from fedflat.models.contrastive import ContrastiveOptions, Network
@@ -80,8 +80,7 @@ class ProjectionOptions:
         whole("model.body.dimension", self.dimension, 1)
         whole("model.body.images", self.images, 100)
         in_range("model.body.whitening", self.whitening, 0, 1)
-        if not isinstance(self.flip, bool):
-            raise wrong("model.body.flip", self.flip, "true or false")
+        require(isinstance(self.flip, bool), "model.body.flip", self.flip, "true or false")
 
 
 class Projection(nn.Module):
@@ -209,8 +208,7 @@ class BodyOptions:
 
 def named(where: str, given: Any) -> dict[str, Any]:
     """Return a kind by its name, or with options, as a dictionary of its own. Raises InputError."""
-    if not isinstance(given, (str, Mapping)):
-        raise wrong(where, given, "a name, or a name with options: {kind: …, …}")
+    require(isinstance(given, (str, Mapping)), where, given, "a name, or a name with options: {kind: …, …}")
     return {"kind": given} if isinstance(given, str) else dict(given)
 
 

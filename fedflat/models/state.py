@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
-from fedflat.core.checks import InputError, whole, wrong
+from fedflat.core.checks import InputError, require, whole, wrong
 from fedflat.core.held import difference, equal, global_generators, snapshot
 from fedflat.core.process import using_threads
 from fedflat.core.rng import seeded_torch
@@ -109,8 +109,7 @@ def _refuse_lazy(module: nn.Module) -> None:
 def _refuse_parameters(module: nn.Module) -> None:
     _refuse_lazy(module)
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    if not trainable:
-        raise wrong("model", "no trainable parameter", "a module with at least one that requires a gradient")
+    require(bool(trainable), "model", "no trainable parameter", "a module with at least one that requires a gradient")
     for name, parameter in trainable:
         if not parameter.is_floating_point():
             raise wrong(f"model: {name}", f"trainable parameter of type {parameter.dtype}", "floating-point types")
@@ -172,8 +171,7 @@ def _trained_between(probe: nn.Module, first: Tensor, *between: Tensor) -> tuple
         outcomes += [found] if batch is first else []
         draws |= before[0] != after[0]
         for name, a, b in zip(("NumPy's", "Python's"), before[1:], after[1:]):
-            if a != b:
-                raise wrong("model", f"a pass that draws from {name} global generator", "torch's own generator")
+            require(a == b, "model", f"a pass that draws from {name} global generator", "torch's own generator")
     expected, *others = outcomes
     return all(len(o) == len(expected) and all(map(equal, o, expected)) for o in others), draws
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 from fedflat.algorithms import ALGORITHMS
 from fedflat.config.reading import override
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import nearest, one_of, wrong
+from fedflat.core.checks import nearest, one_of, require, wrong
 from fedflat.methods.published import reproduced_paper
 
 FOLDER = Path(__file__).parent
@@ -175,8 +175,7 @@ def asked_for(paper: str, given: str, name: str, every: Iterable[str], more: str
     have = [each.split(" ", 1) for each in every]
     number = reproduced_paper(paper, (p for p, _ in have))
     own = [each for p, each in have if p == number]
-    if name not in own:
-        raise wrong(f"reproduce {number}", given, ", ".join(own) + more, hint=nearest(name, own))
+    require(name in own, f"reproduce {number}", given, ", ".join(own) + more, hint=nearest(name, own))
     return number, name
 
 
