@@ -11,7 +11,7 @@ import yaml
 from numpy.typing import NDArray
 from scipy.stats import beta
 
-from fedflat.records.folder import plain
+from fedflat.core.durable import plain
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.integer[Any]]

@@ -263,7 +263,7 @@ def bounds(
     setting = _setting(parsed, steps, dimension, {**measured, **given})
     found = statements(setting)
     if as_json:
-        from fedflat.report import plain
+        from fedflat.core.durable import plain
 
         cli.print_json(plain({"setting": asdict(setting), "statements": [asdict(each) for each in found]}))
     else:

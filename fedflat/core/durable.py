@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def plain(value: Any) -> Any:
+    """``value`` in JSON's types: non-finite floats to ``None``; arrays and tensors to lists; other objects to text."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    # NumPy scalars and arrays, and torch tensors.
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def append(path: Path, content: bytes, mode: int = 0o600) -> None:

@@ -25,9 +25,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from fedflat.core.checks import one_of, wrong
+from fedflat.core.durable import plain
 from fedflat.core.imports import missing
 from fedflat.federation.lock import address_of, is_loopback
-from fedflat.records.folder import plain
 
 FORMATS = ("text", "json")
 

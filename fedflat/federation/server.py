@@ -42,7 +42,7 @@ from fedflat.methods.ddgauss import SharedDiscreteNoise
 from fedflat.pieces.clipping import MethodScale, whole_vector
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint, keys
-from fedflat.records.folder import LEDGER, RECIPE, RunFolder, plain
+from fedflat.records.folder import LEDGER, RECIPE, RunFolder
 from fedflat.records.opening import Opening, refuse_older
 from fedflat.simulation.planning import drowned
 from fedflat.simulation.run import write_ending
@@ -282,4 +282,4 @@ def _announce(released: dict[str, Any], state: object) -> None:
     number = released["round"]
     figures = {name: released.get(name) for name in ("epsilon", "test_accuracy")}
     more = {"round": number, "finished": number + 1, "aborted": bool(released.get("aborted"))}
-    log.info("round %d: %s", number, json.dumps(plain(figures)), extra=log_fields("round", **more, **figures))
+    log.info("round %d: %s", number, json.dumps(durable.plain(figures)), extra=log_fields("round", **more, **figures))

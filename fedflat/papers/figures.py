@@ -9,13 +9,14 @@ from typing import Any, Self
 
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError, wrong
+from fedflat.core.durable import plain
 from fedflat.papers.outcome import UNSEEN, Row
 from fedflat.papers.rows import accounted, lacking, measured, planned, trained
 from fedflat.papers.scales import SCALES, differences, scaled
 from fedflat.papers.tables import Cell, Table, asked_for, load, named
 from fedflat.report.figures import Figure, Series, figures_of_groups, figures_of_run
 from fedflat.report.groups import Group, flatten, spread
-from fedflat.report.metrics import FATES, Run, fate, plain
+from fedflat.report.metrics import FATES, Run, fate
 from fedflat.report.progress import RunEvent
 
 FILE = Path(__file__).parent / "figures.yaml"

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 
 from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, require, wrong
-from fedflat.core.durable import flush
+from fedflat.core.durable import flush, plain
 
 METRICS, PRIVATE, LEDGER = "metrics.jsonl", "private/private.jsonl", "ledger.jsonl"
 RECIPE, STATEMENT = "recipe.yaml", "privacy.json"
@@ -27,19 +26,6 @@ SEALED = "SHA256SUMS"
 OPENING, LOCK = "private/run.json", "ledger.lock"
 PRIVATE_NOTE = "private to the simulation: not covered by the privacy guarantee, never written by a deployment"
 _LOST = "lost"
-
-
-def plain(value: Any) -> Any:
-    """Return a JSON value: NaN and infinities become null, tuples lists, numpy and torch scalars numbers."""
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if hasattr(value, "item") and not isinstance(value, (str, bytes)):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 @dataclass(frozen=True)

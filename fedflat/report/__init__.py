@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         epsilon_text,
         final_accuracy,
         own_metrics,
-        plain,
         proven_epsilon,
         read_run,
         read_runs,
@@ -43,24 +42,16 @@ if TYPE_CHECKING:
 __all__ = [
     "ASKED", "Bars", "DivergenceWatch", "ExperimentProgress", "Group", "Progress", "Run", "RunEvent", "State",
     "cautions", "duration", "epsilon_text", "figures_of_groups", "filled", "final_accuracy",
-    "own_metrics", "percent", "plain", "print_comparison", "print_summary", "proven_epsilon", "public", "read_run",
+    "own_metrics", "percent", "print_comparison", "print_summary", "proven_epsilon", "public", "read_run",
     "read_runs", "render", "summary_rows", "uncounted", "waiting_text", "write_figure", "write_report",
 ]  # fmt: skip
-_MODULES = {
-    "figures": "figures_of_groups",
-    "groups": "Group",
-    "html": "public render write_report",
-    "metrics": "Run epsilon_text final_accuracy own_metrics plain proven_epsilon read_run read_runs uncounted",
-    "plates": "write_figure",
-    "progress": "ASKED Bars ExperimentProgress Progress RunEvent State waiting_text",
-    "summary": "DivergenceWatch cautions print_comparison print_summary summary_rows",
-    "wording": "duration filled percent",
-}
+_MODULES = ("metrics", "wording", "progress", "groups", "figures", "summary", "html", "plates")
+"""Where these names are, what loads fast before what loads slowly."""
 
 
 def __getattr__(name: str) -> Any:
     # The command line imports this room for every command: --help and --version wait for no page, table or torch.
-    for module, names in _MODULES.items():
-        if name in names.split():
-            return getattr(import_module(f"{__name__}.{module}"), name)
+    for module in _MODULES if name in __all__ else ():
+        if hasattr(found := import_module(f"{__name__}.{module}"), name):
+            return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -212,7 +212,7 @@ def figures_of_run(run: Run) -> list[Figure]:
             _line(run, label or figure.title, name, place)
             for place, (label, name) in enumerate(said.get("of", {}).items())
         ]
-        found.append(SPECIAL.get(key, _as_declared)(run, figure, lines))
+        found.append(SPECIAL[key](run, figure, lines) if key in SPECIAL else with_series(figure, lines))
         if key == "loss":
             for k in own:
                 asked = PRIVATE_ACCURACY if k == "private_accuracy" else {}
@@ -228,14 +228,6 @@ def _title(key: str) -> str:
     return key.replace("_", " ").capitalize()
 
 
-def _as_declared(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
-    return with_series(figure, lines)
-
-
-def _accuracy(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
-    return with_series(figure, lines, lines=chance_line([run]))
-
-
 def chance_line(runs: Sequence[Run]) -> tuple[tuple[str, float], ...]:
     """Return the mark of guessing among the classes; nothing where the runs differ in their classes or have none."""
     counts = {len(last_classes(run)) for run in runs}
@@ -248,10 +240,6 @@ def _privacy(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None
     budget = number(privacy.get("epsilon") or privacy.get("budget"))
     note = f"{metrics.epsilon_name(run)} of everything released so far."
     return with_series(figure, lines, note=note, lines=(("budget", budget),) if budget is not None else ())
-
-
-def _clip(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
-    return with_series(figure, [line for line in lines if len(set(line.y)) > 1])
 
 
 def quantiles(record: Mapping[str, Any], key: str) -> dict[str, float]:
@@ -300,10 +288,6 @@ def _norms(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
     return with_series(figure, [*lines, *extra], lines=across, note="Mean over the cohort, with the clip.")
 
 
-def _spread(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
-    return with_series(figure, _bands(run, "client_accuracy_quantiles"))
-
-
 def last_classes(run: Run) -> list[float | None]:
     """Return the accuracy by class at the last evaluation that recorded it; empty if none did."""
     for record in reversed(run.metrics):
@@ -324,11 +308,6 @@ def class_names(run: Run) -> list[str]:
     return [{False: "no", True: "yes"}.get(name, str(name)) for name in listed] if isinstance(listed, list) else []
 
 
-def _classes_of_run(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
-    label = metrics.section(run.recipe, "algorithm").get("name", "") or run.name
-    return class_bars(figure, [Group(label, (run,))])
-
-
 def class_bars(figure: Figure, groups: Sequence[Group]) -> Figure | None:
     """Return the accuracy by class at the last evaluation: one series per group, the mean over its seeds."""
     series = []
@@ -345,12 +324,12 @@ def class_bars(figure: Figure, groups: Sequence[Group]) -> Figure | None:
 
 
 SPECIAL: dict[str, Callable[[Run, Figure, Sequence[Series]], Figure | None]] = {
-    "accuracy": _accuracy,
+    "accuracy": lambda run, figure, lines: with_series(figure, lines, lines=chance_line([run])),
     "epsilon": _privacy,
-    "clip": _clip,
-    "classes": _classes_of_run,
+    "clip": lambda run, figure, lines: with_series(figure, [line for line in lines if len(set(line.y)) > 1]),
+    "classes": lambda run, figure, lines: class_bars(figure, [Group(run.algorithm, (run,))]),
     "norms": _norms,
-    "spread": _spread,
+    "spread": lambda run, figure, lines: with_series(figure, _bands(run, "client_accuracy_quantiles")),
 }
 """The figures of a run that show more than the records that they declare."""
 

@@ -169,11 +169,11 @@ def figures(found: Record) -> list[Figure]:
 
 
 def _curves(groups: Sequence[Record], place: int) -> list[Figure]:
+    kinds = {"line": "along a direction", "noise": "under weight noise"}
     return [
-        _figure(groups, "line", "loss", f"line-loss-{place}", "Loss along a direction"),
-        _figure(groups, "line", "accuracy", f"line-accuracy-{place}", "Accuracy along a direction"),
-        _figure(groups, "noise", "loss", f"noise-loss-{place}", "Loss under weight noise"),
-        _figure(groups, "noise", "accuracy", f"noise-accuracy-{place}", "Accuracy under weight noise"),
+        _figure(groups, kind, key, f"{kind}-{key}-{place}", f"{key.capitalize()} {where}")
+        for kind, where in kinds.items()
+        for key in ("loss", "accuracy")
     ]
 
 
@@ -196,9 +196,8 @@ def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str
     title_x = "distance, % of the filters' norm" if kind == "line" else "noise, % of the weights"
     note = "First direction, through the model." if kind == "line" else "Mean over draws."
     note += " Bands: one sd over seeds." if several else ""
-    unit = "%" if key == "accuracy" else ""
-    percent = key == "accuracy"
-    private = bool(groups[0]["private"])
+    percent, private = key == "accuracy", bool(groups[0]["private"])
+    unit = "%" if percent else ""
     return Figure(name, title, tuple(series), unit, note, private, percent=percent, x_title=title_x)
 
 

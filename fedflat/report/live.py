@@ -137,65 +137,48 @@ def _left(run: Run, planned: float | None) -> str:
 
 
 def app_of(live: Live) -> Starlette:
-    """Return the server: the page, its changing part, and a stream that says when that has changed.
+    """Return the server: the page, its changing part, and a stream that says when that has changed."""
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.routing import Route
 
-    Raises RunError where starlette is not installed.
-    """
-    try:
-        from starlette.applications import Starlette
-        from starlette.requests import Request
-        from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
-        from starlette.routing import Route
-    except ImportError:
-        raise RunError("watch needs a small server: pip install 'fedflat[watch]'") from None
+    async def stream(request: Request) -> AsyncIterator[str]:
+        before = ""
+        while not await request.is_disconnected():
+            now = await asyncio.to_thread(live.stamp)
+            yield f"data: {now}\n\n" if now != before else ": nothing new\n\n"
+            before = now
+            await asyncio.sleep(PAUSE)
 
-    def allowed(request: Request) -> bool:
+    async def answer(request: Request) -> Response:
         given = request.query_params.get("token", "")
         # The time that the comparison takes must not tell the token.
-        return hmac.compare_digest(given.encode(), live.token.encode())
+        if not hmac.compare_digest(given.encode(), live.token.encode()):
+            return PlainTextResponse("403: the address has no token, or another one.\n", 403, HEADERS)
+        if request.url.path == "/events":
+            return StreamingResponse(stream(request), media_type="text/event-stream", headers=HEADERS)
+        make = live.body if request.url.path == "/body" else live.page
+        return HTMLResponse(await asyncio.to_thread(make), headers=HEADERS)
 
-    def answer(make: Any) -> Any:
-        async def handle(request: Request) -> Response:
-            if not allowed(request):
-                return PlainTextResponse("403: the address has no token, or another one.\n", 403, HEADERS)
-            found: Response = await make(request)
-            return found
-
-        return handle
-
-    async def page(request: Request) -> Response:
-        return HTMLResponse(await asyncio.to_thread(live.page), headers=HEADERS)
-
-    async def body(request: Request) -> Response:
-        return HTMLResponse(await asyncio.to_thread(live.body), headers=HEADERS)
-
-    async def events(request: Request) -> Response:
-        async def stream() -> AsyncIterator[str]:
-            before = ""
-            while not await request.is_disconnected():
-                now = await asyncio.to_thread(live.stamp)
-                yield f"data: {now}\n\n" if now != before else ": nothing new\n\n"
-                before = now
-                await asyncio.sleep(PAUSE)
-
-        return StreamingResponse(stream(), media_type="text/event-stream", headers=HEADERS)
-
-    routes = [Route("/", answer(page)), Route("/body", answer(body)), Route("/events", answer(events))]
-    return Starlette(routes=routes)
+    return Starlette(routes=[Route(path, answer) for path in ("/", "/body", "/events")])
 
 
 class Server:
     """The page of ``live``, served on 127.0.0.1 by a thread between ``with`` and its end.
 
     port: 0 for a free one. address: the page's, with its token.
+    Raises RunError where starlette and uvicorn are not installed.
     """
 
     def __init__(self, live: Live, port: int = 0) -> None:
         import socket
 
-        self.live, app = live, app_of(live)
+        self.live = live
         try:
             import uvicorn
+
+            app = app_of(live)
         except ImportError:
             raise RunError("watch needs a small server: pip install 'fedflat[watch]'") from None
         self._socket = socket.socket()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, nearest, require, wrong
-from fedflat.core.durable import read_about
+from fedflat.core.durable import plain, read_about
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import is_seeded, rounds_charged
 from fedflat.privacy.together import Published, Total, total
@@ -88,22 +88,6 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) else None
-
-
-def plain(value: Any) -> Any:
-    """``value`` in JSON's types: non-finite floats to ``None``; arrays and tensors to lists; other objects to text."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in value]
-    # NumPy scalars and arrays, and torch tensors.
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    return str(value)
 
 
 def _parsed(line: bytes | str) -> Record | None:

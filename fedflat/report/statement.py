@@ -208,11 +208,7 @@ def notes(audits: Sequence[Record]) -> list[dict[str, Any]]:
     found = []
     for audit in audits:
         kind = str(audit.get("kind"))
-        facts = [
-            WORDS["audits"].get(kind, ""),
-            f"canary: {audit.get('canary')}",
-            f"statistic: {audit.get('statistic')}",
-        ]
+        facts = [WORDS["audits"].get(kind, ""), *(f"{key}: {audit.get(key)}" for key in ("canary", "statistic"))]
         broken = "" if "movement" in _details(audit) else "Contract 2b broken: "
         lines = [broken + text for text in _texts(audit, "violations")] + remarks(audit) + _texts(audit, "assumptions")
         told = "; ".join(fact for fact in facts if fact and not fact.endswith(": None"))

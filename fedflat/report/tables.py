@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedflat.core.checks import require
+from fedflat.core.durable import plain
 from fedflat.report import metrics
 from fedflat.report.groups import (
     Difference,
@@ -154,7 +155,7 @@ class Column:
 
 def columns(table: Comparison) -> list[Column]:
     """The columns this comparison needs: personal accuracy, claimed ε and differences only where there are any."""
-    rows = table.rows
+    rows, timed = table.rows, any(row.seconds for row in table.rows)
     claimed = any(row.claimed_epsilon is not None for row in rows)
     personal, proven = any(row.personal for row in rows), "ε of the mechanism" if table.seeded else "ε proven"
     found: list[tuple[bool, Column]] = [
@@ -165,16 +166,9 @@ def columns(table: Comparison) -> list[Column]:
         (personal, Column("personal", "personal %", lambda row: percent_spread(row.personal))),
         (True, Column("proven_epsilon", proven, lambda row: epsilon_text(row.proven_epsilon))),
         (claimed, Column("claimed_epsilon", "ε claimed", lambda row: epsilon_text(row.claimed_epsilon, missing="–"))),
-        (
-            any(row.seconds for row in rows),
-            Column("seconds", "time", lambda row: duration(row.seconds.mean if row.seconds else None)),
-        ),
+        (timed, Column("seconds", "time", lambda row: duration(row.seconds.mean if row.seconds else None))),
     ]
     return [column for wanted, column in found if wanted]
-
-
-def _mean(value: Spread | None) -> float | None:
-    return None if value is None else value.mean
 
 
 def _final_text(row: Row) -> str:
@@ -213,14 +207,10 @@ def to_rich(table: Comparison) -> Table:
     for row, after in zip(rows, [*rows[1:], None]):
         last = after is not None and not after.against and any(row.against for row in rows)
         # As Text, a name in [brackets] is not taken for markup.
-        made.add_row(*(Text(_narrow(column, row)) for column in shown), end_section=last)
+        texts = {column.key: column.text(row) for column in shown}
+        texts |= {"seconds": clock(row.seconds.mean if row.seconds else None)}  # narrower than in the other tables
+        made.add_row(*(Text(texts[column.key]) for column in shown), end_section=last)
     return made
-
-
-def _narrow(column: Column, row: Row) -> str:
-    if column.key == "seconds":
-        return clock(_mean(row.seconds))
-    return column.text(row)
 
 
 def to_terminal(table: Comparison, width: int = 80) -> str:
@@ -248,7 +238,7 @@ def record_of(table: Comparison) -> dict[str, Any]:
     All values are plain; what is absent or infinite is None.
     """
     together = [metrics.cost_record(cost) for cost in table.together]
-    found: dict[str, Any] = metrics.plain({"rows": [asdict(row) for row in table.rows], "together": together})
+    found: dict[str, Any] = plain({"rows": [asdict(row) for row in table.rows], "together": together})
     return found | {"notes": notes(table)}
 
 
