@@ -18,7 +18,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fedflat.backends.in_process import Sequential, as_sent
 from fedflat.core.checks import RunError, one_line, wrong
 from fedflat.core.held import own_code
-from fedflat.core.imports import load_files, user_files
+from fedflat.core.imports import Made, load_files, user_files
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Broadcast
 from fedflat.data.clients import FederatedData
@@ -169,16 +169,6 @@ def versions() -> str:
     behind it to other machines, would change their messages."""
     found = [f"{name} {sys.modules[name].__version__}" for name in ("fedflat", "torch", "numpy")]
     return ", ".join([*found, torch.backends.cpu.get_cpu_capability(), f"processor {processor()}"])
-
-
-class Made:
-    """Travels as a call: what arrives is what ``make(*given)`` gives there."""
-
-    def __init__(self, make: Callable[..., Any], *given: Any) -> None:
-        self.call = make, given
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self.call
 
 
 def packed(inner: Sequential) -> Made:

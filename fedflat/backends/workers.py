@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedflat.backends.in_process import Sequential, as_sent
 from fedflat.core.checks import RunError
-from fedflat.core.imports import load_files, user_files
+from fedflat.core.imports import Made, load_files, user_files
 from fedflat.core.params import PersonalState
 from fedflat.core.process import how_it_ended, leave_to_parent, own_stderr, text_of, write_errors_to
 from fedflat.core.types import Algorithm, Broadcast
@@ -88,7 +88,7 @@ class _Pool:
         self.errors = [own_stderr() for _ in range(count)]
         given = (shared_inner, self.tasks, self.answers, self.slots, self.shared)
         with _worker_environment(), _without_main():
-            first = [_First(os.getpid(), file, user_files()) for file in self.errors]
+            first = [Made(_begin, os.getpid(), file, user_files()) for file in self.errors]
             self.processes = [context.Process(target=_work, args=(each, *given), daemon=True) for each in first]
             for process in self.processes:
                 process.start()
@@ -161,17 +161,8 @@ class _Pool:
         self.processes, self.errors = [], []
 
 
-class _First:
-    """Arrive in a worker before everything else: its errors are kept from there on, a user's files known."""
-
-    def __init__(self, *given: Any) -> None:
-        self.given = given
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _begin, self.given
-
-
 def _begin(parent: int, errors: int, files: list[tuple[str, str]]) -> None:
+    """Arrive in a worker before everything else: its errors are kept from there on, a user's files known."""
     write_errors_to(parent, errors)
     load_files(files)
 

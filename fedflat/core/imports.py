@@ -125,6 +125,16 @@ def load_files(files: list[tuple[str, str]]) -> None:
         _made(place, text)
 
 
+class Made:
+    """Travels to another process as a call: what arrives is what ``make(*given)`` gives there."""
+
+    def __init__(self, make: Callable[..., Any], *given: Any) -> None:
+        self.call = make, given
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
 def install(extra: str = "") -> str:
     """Return the command that installs fedflat, or an extra, from the checkout if this is one.
 

@@ -20,11 +20,19 @@ from fedflat.core.checks import RunError
 KEY_BYTES = 32
 
 
+def _encoded(*parts: bytes) -> bytes:
+    """Return the parts in one, each behind its length, so that no two lists of parts give the same."""
+    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+
+def _name(key: int | bytes, purpose: str, index: Iterable[int]) -> bytes:
+    head = key if isinstance(key, bytes) else f"seed:{int(key)}".encode()
+    return _encoded(head, purpose.encode(), *(b"%d" % int(i) for i in index))
+
+
 def digest(key: int | bytes, purpose: str, *index: int) -> bytes:
     """32 bytes that depend on every argument and on nothing else (SHA-256 of an unambiguous encoding)."""
-    head = key if isinstance(key, bytes) else f"seed:{int(key)}".encode()
-    parts = [head, purpose.encode(), *(str(int(i)).encode() for i in index)]
-    return hashlib.sha256(b"".join(len(p).to_bytes(4, "big") + p for p in parts)).digest()
+    return hashlib.sha256(_name(key, purpose, index)).digest()
 
 
 def stream(key: int | bytes, purpose: str, *index: int) -> np.random.Generator:
@@ -57,10 +65,7 @@ class Streams:
     """
 
     def __init__(self, key: int | bytes, purpose: str, *first: int) -> None:
-        head = key if isinstance(key, bytes) else f"seed:{int(key)}".encode()
-        self._start = hashlib.sha256()
-        for part in (head, purpose.encode(), *(str(int(i)).encode() for i in first)):
-            self._start.update(len(part).to_bytes(4, "big") + part)
+        self._start = hashlib.sha256(_name(key, purpose, first))
         self._philox = np.random.Philox(key=0)
         self._generator = np.random.Generator(self._philox)
         self._fresh: Any = self._philox.state
@@ -79,9 +84,7 @@ class Streams:
 
     def _name(self, last: tuple[int, ...]) -> bytes:
         name = self._start.copy()
-        for i in last:
-            part = b"%d" % i
-            name.update(len(part).to_bytes(4, "big") + part)
+        name.update(_encoded(*(b"%d" % i for i in last)))
         return name.digest()
 
 
@@ -92,9 +95,7 @@ def noise_key(root: int | bytes, *facts: str, attempt: int = 1) -> bytes:
     method. So two runs share noise only if they are the same run, and then they release the same; a further attempt
     at rounds that may have been released already has noise of its own.
     """
-    start = digest(root, "noise key", attempt)
-    parts = (start, *map(str.encode, facts))
-    return hashlib.sha256(b"".join(len(part).to_bytes(4, "big") + part for part in parts)).digest()
+    return hashlib.sha256(_encoded(digest(root, "noise key", attempt), *map(str.encode, facts))).digest()
 
 
 def fresh_key() -> bytes:
@@ -114,15 +115,12 @@ class PortableDraws(TorchDispatchMode):
         self._generator = stream(key, purpose, *index)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        drawn = self._generator
-        if func is torch.ops.aten.uniform_.default:
-            target, low, high = (*args, 0.0, 1.0)[:3] if len(args) != 2 else (*args, 1.0)
-            values = low + (high - low) * drawn.random(tuple(target.shape))
-        elif func is torch.ops.aten.normal_.default:
-            target, mean, std = (*args, 0.0, 1.0)[:3] if len(args) != 2 else (*args, 1.0)
-            values = mean + std * drawn.standard_normal(tuple(target.shape))
-        else:
+        uniform, drawn = func is torch.ops.aten.uniform_.default, self._generator
+        if not uniform and func is not torch.ops.aten.normal_.default:
             return func(*args, **(kwargs or {}))
+        target, start, more = (*args, 0.0, 1.0)[:3] if len(args) != 2 else (*args, 1.0)
+        values = drawn.random(tuple(target.shape)) if uniform else drawn.standard_normal(tuple(target.shape))
+        values = start + (more - start if uniform else more) * values
         return target.copy_(torch.as_tensor(values).to(target.dtype))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import InputError, wrong
+from fedflat.core.checks import InputError, reading
 from fedflat.core.durable import contents_of, flush, read_about
 from fedflat.core.params import PersonalState
 from fedflat.core.types import RoundState
@@ -154,7 +154,8 @@ def load(path: Path, *, hidden: bool = True) -> tuple[RoundState, PersonalState,
         secret, apart = _read(other)
         if apart["of"] != facts["sha256"]:
             raise InputError(f"{other}: found the private half of another checkpoint; allowed: that of {path.name}.")
-    state = _state(tensors | secret, facts)
+    slots = {name.removeprefix("slot."): t for name, t in (tensors | secret).items() if name.startswith("slot.")}
+    state = RoundState(int(facts["round"]), tensors["shared"], float.fromhex(facts["clip"]), slots)
     heads = PersonalState(tensors["heads.first"])
     heads.unpack(secret)
     return state, heads, facts
@@ -174,20 +175,11 @@ def made_for_digest(made_for: Any) -> str:
     return hashlib.sha256(json.dumps(made_for, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _state(tensors: Mapping[str, Tensor], facts: Facts) -> RoundState:
-    slots = {name.removeprefix("slot."): t for name, t in tensors.items() if name.startswith("slot.")}
-    return RoundState(int(facts["round"]), tensors["shared"], float.fromhex(facts["clip"]), slots)
-
-
 def _read(path: Path) -> tuple[dict[str, Tensor], Facts]:
-    try:
+    with reading(path, "a checkpoint that cannot be read", "one written by fedflat"):
         tensors, about = contents_of(path)
         facts = json.loads(about["state"])
-        seal = facts["sha256"]
-        sound = seal == _seal(tensors, {name: value for name, value in facts.items() if name != "sha256"})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        found = f"a checkpoint that cannot be read ({error})"
-        raise wrong(str(path), found, "one written by fedflat") from error
+        sound = facts["sha256"] == _seal(tensors, {name: value for name, value in facts.items() if name != "sha256"})
     if not sound or facts["round"] != round_of(path):
         found = "a checkpoint whose checksum does not match" if not sound else f"the one of round {facts['round']}"
         raise InputError(f"{path}: found {found}; allowed: the file that was written.")

@@ -90,18 +90,24 @@ def load(run: str) -> bytes | None:
         InputError: others may read the file, so its noise is no secret.
     """
     path = path_of(run)
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        key = path.read_bytes()
-    except FileNotFoundError:
+    if (key := _read(path, "the noise key")) is None:
         return None
-    except OSError as error:
-        raise InputError(f"{path}: the noise key cannot be read ({error.strerror}); allowed: your own file.") from error
+    mode = stat.S_IMODE(path.stat().st_mode)
     require(not mode & 0o077, str(path), f"mode {mode:04o}", "0600, or no file: the run then goes on with a fresh key")
     if len(key) != KEY_BYTES:
         forget(run)
         return None
     return key
+
+
+def _read(path: Path, what: str) -> bytes | None:
+    """Return what is in a file; None where there is none. Raises InputError where this account may not read it."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"{path}: {what} cannot be read ({error.strerror}); allowed: your own file.") from error
 
 
 def forget(run: str) -> bool:
@@ -113,6 +119,7 @@ def forget(run: str) -> bool:
     return True
 
 
+MARK = "the mark of the noise key"
 _CHECKPOINT = re.compile(rb"(\d+) ([0-9a-f]{64})")
 """A line of a mark's checkpoints: finished rounds, checksum."""
 
@@ -149,13 +156,7 @@ class Mark:
         return found if all(parts) else [*found, ""]
 
     def _lines(self) -> list[bytes]:
-        try:
-            return self._begun.read_bytes().splitlines()
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            found = f"{self._begun}: the mark of the noise key cannot be read ({error.strerror})"
-            raise InputError(f"{found}; allowed: your own file.") from error
+        return (_read(self._begun, MARK) or b"").splitlines()
 
     def forget(self) -> None:
         """Delete it: of a run whose folder is deleted too."""
@@ -165,16 +166,12 @@ class Mark:
 
     def entries(self) -> list[Entry] | None:
         """Return the events marked; None if there is no mark, or it was damaged (then it is set aside)."""
+        lines = _read(self.path, MARK)
         try:
-            return scan(self.path, self.path.read_bytes()).entries
-        except FileNotFoundError:
-            return None
+            return None if lines is None else scan(self.path, lines).entries
         except LedgerError:
             os.replace(self.path, self.path.with_name(self.path.name + ".damaged"))
             return None
-        except OSError as error:
-            found = f"{self.path}: the mark of the noise key cannot be read ({error.strerror})"
-            raise InputError(f"{found}; allowed: your own file.") from error
 
     def append(self, line: bytes) -> None:
         """Add a ledger line, durably. Raises OSError, for which the ledger refuses the release."""
@@ -201,8 +198,7 @@ def _writing(path: Path, then: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        found = f"the mark of the noise key cannot be written ({error.strerror})"
-        raise RunError(f"{path}: {found}; {then}") from error
+        raise RunError(f"{path}: {MARK} cannot be written ({error.strerror}); {then}") from error
 
 
 def compare(run: str, entries: Sequence[Entry]) -> tuple[list[Entry], str]:
@@ -213,11 +209,8 @@ def compare(run: str, entries: Sequence[Entry]) -> tuple[list[Entry], str]:
     marked = Mark(run).entries()
     if marked is None:
         return [], "the mark beside the noise key is gone or damaged" if entries else ""
-    same = 0
-    for ours, theirs in zip(entries, marked):
-        if ours["checksum"] != theirs["checksum"]:
-            break
-        same += 1
+    other = (place for place, (a, b) in enumerate(zip(entries, marked)) if a["checksum"] != b["checksum"])
+    same = next(other, min(len(entries), len(marked)))
     if len(marked) > same:
         # A folder that lacks events which the mark has was put back; those events stay charged.
         return marked[same:], "the folder is behind the mark beside the noise key (was a backup restored?)"
