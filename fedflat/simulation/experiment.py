@@ -229,7 +229,7 @@ class _WorkerCrew:
         self.todo = []
         self.ended: dict[str, str] = {}
         self.failed: dict[str, str] = {}
-        self.stopped: list[str] = []
+        self.stopped: dict[str, str] = {}
         self.seen: dict[str, report.RunEvent] = {}
         self.gone = ""
         for task in self.every:
@@ -321,22 +321,14 @@ class _WorkerCrew:
                 self.tell(self.seen[name])
 
     def _take(self, task: Task, future: Future[str]) -> None:
-        """Note how a task ended."""
+        """Note and tell how a task ended."""
+        state: report.State = "failed"
         try:
-            why = future.result()
-        except BrokenProcessPool:
-            self._end(task, "failed", self.gone)
-        except RunError as error:
-            self._end(task, "failed", str(error))
-        else:
-            self._end(task, "stopped" if report.ASKED in why else "done", why)
-
-    def _end(self, task: Task, state: report.State, why: str) -> None:
-        """Note and tell that a run is over. why: it failed, or ended before its last round."""
-        if state == "stopped":
-            self.stopped.append(task.name)
-        else:
-            (self.failed if state == "failed" else self.ended)[task.name] = why
+            why = future.result()  # "", or why it ended before its last round
+            state = "stopped" if report.ASKED in why else "done"
+        except (BrokenProcessPool, RunError) as error:
+            why = self.gone if isinstance(error, BrokenProcessPool) else str(error)
+        {"stopped": self.stopped, "failed": self.failed, "done": self.ended}[state][task.name] = why
         last = self.seen.get(task.name) or report.RunEvent(task.name, "waiting", 0, task.recipe.rounds)
         turn = last.rounds if state == "done" else last.round
         self.seen[task.name] = replace(last, state=state, round=turn, note=why if state == "failed" else "")
@@ -385,9 +377,6 @@ def _write_tables(folder: Path, groups: list[report.Group], table: tables.Compar
 
 def _epsilon_note(group: report.Group) -> list[str]:
     """Return a sentence where the seeds of a setting do not share one ε (the table shows the largest)."""
-    found = [metrics.proven_epsilon(run) for run in group.runs]
-    if len(set(found)) <= 1:
-        return []
-    ordered = sorted(found, key=lambda value: math.inf if value is None else value)
-    low, high = ordered[0], ordered[-1]
-    return [f"{group.label}: ε differs between seeds, {metrics.epsilon_text(low)} to {metrics.epsilon_text(high)}."]
+    found = {metrics.proven_epsilon(run) for run in group.runs}
+    texts = [*map(metrics.epsilon_text, sorted(found, key=lambda each: math.inf if each is None else each))]
+    return [f"{group.label}: ε differs between seeds, {texts[0]} to {texts[-1]}."] if len(found) > 1 else []

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.core.imports import missing
+from fedflat.core.types import RoundState
 from fedflat.models.representation import FILE
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import refuse_seeded
@@ -60,7 +60,9 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
     if uncounted(found, read(source / LEDGER)):
         raise wrong("export", f"{source}, whose ledger has rounds that {STATEMENT} does not count", "a run at its end")
     refuse_seeded("export", found.privacy)
-    weights, facts = _weights(source)
+    newest = checkpoint.newest(source / "checkpoints", hidden=False)
+    if newest is None:
+        raise wrong("export", f"{source} without a sound checkpoint", "a run with released weights")
     public, left = _public(found)
     _check_new("export", target)
     made = programs()  # before the folder: a model that torch.export cannot follow leaves nothing behind
@@ -68,7 +70,7 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise wrong("export", f"{target}, which cannot be created ({error.strerror})", "a new folder") from error
-    _write(target, source, public, weights, facts)
+    _write(target, source, public, *newest)
     for name, content in made.items():
         (target / name).write_bytes(content)
     kept = {path.name for path in target.iterdir()}
@@ -90,15 +92,6 @@ def _check_new(where: str, target: Path) -> None:
         raise wrong(where, f"{target}, which already exists", "a new folder")
 
 
-def _weights(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the last released weights by parameter name."""
-    newest = checkpoint.newest(source / "checkpoints", hidden=False)
-    if newest is None:
-        raise wrong("export", f"{source} without a sound checkpoint", "a run with released weights")
-    state, _, facts = newest
-    return checkpoint.released(state, facts), {"round": state.round, "made_for": facts.get("made_for") or {}}
-
-
 def _public(run: Run) -> tuple[Run, dict[str, str]]:
     """Return the run without what its guarantee does not cover, and what was taken out."""
     left = {f"{METRICS}: {key}": "how long a round takes follows from who took part" for key in TIMES}
@@ -110,17 +103,19 @@ def _public(run: Run) -> tuple[Run, dict[str, str]]:
     return dataclasses.replace(run, name=named, recipe=recipe, metrics=metrics, private=[], audits=[]), left
 
 
-def _write(target: Path, source: Path, run: Run, weights: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
+def _write(target: Path, source: Path, run: Run, state: RoundState, _: object, facts: Mapping[str, Any]) -> None:
     import yaml
     from safetensors.torch import save
 
     from fedflat.report import render
 
-    about = {**SAYS, "round": str(facts["round"]), "made_for": json.dumps(facts["made_for"])}
-    (target / MODEL).write_bytes(save(weights, metadata=about))  # save_file leaves it to its owner alone
+    made_for = facts.get("made_for") or {}
+    about = {**SAYS, "round": str(state.round), "made_for": json.dumps(made_for)}
+    # save_file leaves it to its owner alone
+    (target / MODEL).write_bytes(save(checkpoint.released(state, facts), metadata=about))
     for name in (LEDGER, STATEMENT, *(name for name in (FILE, TIPS, SIGNATURE) if (source / name).is_file())):
         shutil.copyfile(source / name, target / name)
-    if preparation := facts["made_for"].get("preparation"):
+    if preparation := made_for.get("preparation"):
         text = json.dumps(preparation, ensure_ascii=False, indent=2, default=str)
         (target / PREPARATION).write_text(text + "\n", encoding="utf-8")
     text = yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)
@@ -135,10 +130,8 @@ def _unwritten(source: Path, kept: set[str]) -> dict[str, str]:
         "private": "not covered by the guarantee", "checkpoints": "its weights are in model.safetensors",
         "ledger.lock": "needed only while the run goes on", "metrics.seals": "of the run's own lines",
     }  # fmt: skip
-    names = sorted({path.relative_to(source).parts[0] for path in source.rglob("*") if path.is_file()})
-    return {
-        name: reasons.get(name, "not covered by the guarantee, or not needed") for name in names if name not in kept
-    }
+    names = {path.relative_to(source).parts[0] for path in source.rglob("*") if path.is_file()}
+    return {name: reasons.get(name, "not covered by the guarantee, or not needed") for name in sorted(names - kept)}
 
 
 def _sha256(path: Path) -> str:
@@ -157,8 +150,9 @@ def programs(result: Any, *, program: bool, onnx: bool) -> dict[str, bytes]:
             cannot be followed by ``torch.export``, or has no ONNX form.
     """
     found: dict[str, bytes] = {}
-    if onnx:
-        check_onnx()
+    for name in ("onnx", "onnxscript") if onnx else ():  # which torch's exporter needs
+        if importlib.util.find_spec(name) is None:
+            raise missing("--onnx", name, "onnx")
     if program or onnx:
         traced = _traced(result, "--program" if program else "--onnx")
     if program:
@@ -180,13 +174,6 @@ def _onnx(program: torch.export.ExportedProgram) -> bytes:
     if found is None:
         raise RunError("--onnx: this model has no ONNX form.")
     return bytes(found.model_proto.SerializeToString())
-
-
-def check_onnx() -> None:
-    """Refuse, before anything is written, where what torch's exporter needs is not installed."""
-    for name in ("onnx", "onnxscript"):
-        if importlib.util.find_spec(name) is None:
-            raise missing("--onnx", name, "onnx")
 
 
 def _traced(result: Any, option: str) -> torch.export.ExportedProgram:

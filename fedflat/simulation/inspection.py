@@ -49,7 +49,7 @@ def inspect_run(folder: str | Path, key: Path | None = None, witness: Path | Non
     require(witness is None or witness.is_file(), "--witness", f"{witness}, no such file", "a tip that a client kept")
     public = None if key is None else signing.read_public(key)
     if (path / CHARGE).is_file():
-        return [*check_selection(path), *_of_the_winner(path / WINNER)]
+        return [*check_selection(path)]
     if not any((path / name).is_file() for name in (RECIPE, LEDGER, STATEMENT)):
         found = "a folder without recipe.yaml, ledger.jsonl and privacy.json" if path.is_dir() else "no folder"
         raise wrong("verify", f"{path}, {found}", "the folder of a run, or an exported one")
@@ -69,12 +69,10 @@ def check_selection(path: Path) -> Iterator[Check]:
     yield from _outcome(CHARGE, found, about)
     hidden = "how many there were and which scored best is secret, and the losers deleted"
     yield Check("the trials", "unchecked", hidden)
-
-
-def _of_the_winner(path: Path) -> list[Check]:
-    if not path.is_dir():
-        return [Check(WINNER, "unchecked", "there is none (yet)")]
-    return [check._replace(record=f"{WINNER}/{check.record}") for check in inspect_run(path)]
+    if not (path / WINNER).is_dir():
+        yield Check(WINNER, "unchecked", "there is none (yet)")
+        return
+    yield from (check._replace(record=f"{WINNER}/{check.record}") for check in inspect_run(path / WINNER))
 
 
 def refuse_damage(folder: Path) -> None:

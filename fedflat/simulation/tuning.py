@@ -210,10 +210,6 @@ def trial_recipe(asked: Asked, trial: Mapping[str, Any]) -> Recipe:
     return space.applied(named, {}, privacy=privacy)
 
 
-def _folder(place: Path, recipe: Recipe) -> Path:
-    return tasks(place / TRIALS, expand([recipe], [], 1))[0].folder
-
-
 def _work(
     place: Path, asked: Asked, drawn: dict[str, Any], public: tuple[Tensor, Tensor], processes: int | None,
     update: Update | None,
@@ -224,8 +220,8 @@ def _work(
     found = compare(recipes, (), 1, place / TRIALS, processes, update)
     if not found.complete:
         return Selected(place, asked, left=found.left, failed=found.failed)
-    for trial, recipe in zip(drawn["trials"], recipes):
-        trial["score"] = score(_folder(place, recipe), recipe, *public)
+    for trial, run in zip(drawn["trials"], tasks(place / TRIALS, expand(recipes, (), 1))):
+        trial["score"] = score(run.folder, run.recipe, *public)
     drawn["winner"] = max(drawn["trials"], key=lambda trial: (trial["score"], trial["name"]))["name"]
     _keep(place, drawn)
     return None
