@@ -253,8 +253,7 @@ def server_of(recipe: Recipe, method: Algorithm) -> ServerSection:
         return server.filled()
     require(method.kind == "update", "algorithm.optimizer", f"one of its own with kind {method.kind}", "kind update")
     hint = "Its server optimizer reckons with the noise of the sound round."
-    sound = not shares.applies(recipe, method)
-    require(sound, "privacy.protocol", "published", f"sound for {method.name}", hint=hint)
+    require(not shares.applies(recipe, method), "privacy.protocol", "published", f"sound for {method.name}", hint=hint)
     for key in ("optimizer", "momentum", "beta1", "beta2", "tau"):
         found, default = getattr(server, key), ServerSection.model_fields[key].default
         hint = "The method brings its own server optimizer, made for its noise."

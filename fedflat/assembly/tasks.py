@@ -269,8 +269,7 @@ def top5(outputs: Tensor, targets: Tensor) -> float:
 
 def perplexity(outputs: Tensor, targets: Tensor) -> float:
     """exp of the mean cross-entropy over every token that counts."""
-    loss = F.cross_entropy(outputs.flatten(0, 1).double(), targets.flatten(), ignore_index=IGNORE)
-    return float(torch.exp(loss))
+    return float(torch.exp(F.cross_entropy(outputs.flatten(0, 1).double(), targets.flatten(), ignore_index=IGNORE)))
 
 
 def _errors(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -313,8 +312,7 @@ def named(where: str, names: tuple[str, ...], task: str) -> dict[str, Callable[[
     fitting = ", ".join(name for name, (_, tasks) in MEASURES.items() if task in tasks)
     for name in names:
         _, tasks = MEASURES[one_of(where, name, MEASURES)]
-        found = f"{name}, which is for {' and '.join(tasks)}"
-        require(task in tasks, where, found, f"for task {task}: {fitting}")
+        require(task in tasks, where, f"{name}, which is for {' and '.join(tasks)}", f"for task {task}: {fitting}")
     return {name: MEASURES[name][0] for name in names}
 
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,8 +101,7 @@ def linear_message(
     ``train_client``.
     """
     slope = torch.cat([-update / (local.lr * local.steps), torch.zeros(*update.shape[:-1], personal.numel())], -1)
-    start = torch.cat([broadcast.shared, personal])
-    weights = start.expand(slope.shape).clone()
+    weights = torch.cat([broadcast.shared, personal]).expand(slope.shape).clone()
     problem = LinearProblem(layout)
     own = ClientContext({state.name: torch.zeros_like(update) for state in algorithm.client_state})
     return train_client(algorithm, problem, broadcast, local, LinearData(slope), weights, own).message
@@ -355,13 +354,11 @@ class _EachStep:
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
         """Only asked before round 0."""
-        initial: dict[str, Tensor] = self.step.initial(shared)
-        return initial
+        return cast(dict[str, Tensor], self.step.initial(shared))
 
     def __call__(self, mean: Tensor, view: ServerView) -> Stepped:
         def one(mean: Tensor, slots: Slots) -> Stepped:
-            found: Stepped = self.step(mean, replace(view, slots=slots))
-            return found
+            return cast(Stepped, self.step(mean, replace(view, slots=slots)))
 
         return _each(one, self.copies, mean, view.slots)
 
@@ -369,8 +366,7 @@ class _EachStep:
 def _each(function: Callable[..., Stepped], copies: int, *given: Any) -> Stepped:
     """Return what ``function`` makes of each copy, when ``copies`` of every tensor lie side by side."""
     rows = tree_map(lambda tensor: tensor.reshape(copies, -1), given)
-    found: Stepped = tree_map(lambda tensor: tensor.reshape(-1), torch.func.vmap(function)(*rows))
-    return found
+    return cast(Stepped, tree_map(lambda tensor: tensor.reshape(-1), torch.func.vmap(function)(*rows)))
 
 
 def vote_releases(bench: Bench, present: bool, runs: int) -> Floats:

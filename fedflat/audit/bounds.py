@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import yaml
@@ -20,14 +20,12 @@ Counts = NDArray[np.integer[Any]]
 def lowest_rate(successes: Floats | Counts | int, trials: int, failure: float) -> Floats:
     """Return a lower Clopper–Pearson limit of the success probability; it is wrong with probability ≤ ``failure``."""
     # Without a success the law has no lower limit, which scipy says with NaN.
-    limit: Floats = np.nan_to_num(beta.ppf(failure, successes, trials - successes + 1), nan=0.0)
-    return limit
+    return cast(Floats, np.nan_to_num(beta.ppf(failure, successes, trials - successes + 1), nan=0.0))
 
 
 def highest_rate(successes: Floats | Counts | int, trials: int, failure: float) -> Floats:
     """Clopper–Pearson: an upper limit of the success probability that is wrong with probability ≤ ``failure``."""
-    limit: Floats = np.nan_to_num(beta.ppf(1 - failure, successes + 1, trials - successes), nan=1.0)
-    return limit
+    return cast(Floats, np.nan_to_num(beta.ppf(1 - failure, successes + 1, trials - successes), nan=1.0))
 
 
 def epsilon_from_rates(likely: Floats, unlikely: Floats, delta: float) -> Floats:

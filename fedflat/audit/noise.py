@@ -158,8 +158,7 @@ def _mask(job: Job, round: int) -> Tensor:
 def _plan(parts: RoundParts, lines: Sequence[dict[str, Any]]) -> tuple[Floats, Floats]:
     """Return the planned std of each round's sum, and the planned correlation of two rounds."""
     source, count = parts.mechanism, len(lines)
-    bound = float(lines[0]["clip"])
-    std = source.total_std(bound, CLIENTS)
+    std = source.total_std(float(lines[0]["clip"]), CLIENTS)
     base = [line["std"] if std is None else std for line in lines]
     if not hasattr(source, "factor"):
         return np.array(base), np.eye(count)
@@ -192,8 +191,7 @@ def _size_faults(found: Measured) -> list[str]:
 
 def _law_faults(found: Measured) -> list[str]:
     """Return whether the noise is Gaussian: Kolmogorov and Smirnov's test on a slice."""
-    flat = found.noise[..., :SLICE].ravel()[:SLICE]
-    test = stats.kstest(flat, "norm")
+    test = stats.kstest(found.noise[..., :SLICE].ravel()[:SLICE], "norm")
     # A grid, or 3 % of freedom in the std, is not a fault of the law.
     return ["the noise is not Gaussian"] if test.pvalue < FAILURE and test.statistic > 0.03 else []
 

@@ -406,8 +406,7 @@ class Worlds:
         job.key = KEY
         if stage.change is not None and planted:
             stage.change(job)
-        recorded = recorder.in_front_of(job.parts)
-        job.parts = _Continued(**vars(recorded), state=state)
+        job.parts = _Continued(**vars(recorder.in_front_of(job.parts)), state=state)
         try:
             with using_threads(1):
                 return train(job), job.parts

@@ -272,6 +272,5 @@ def sum_of(backend: Backend, parts: RoundParts, first: torch.Tensor, clients: np
 def shortened(parts: RoundParts) -> RoundParts:
     """Return the same parts with few local steps."""
     few = replace(parts.local, steps=min(parts.local.steps, CHECKED_STEPS), epochs=None)
-    phases = parts.algorithm.phases
-    short = tuple(p if p.steps is None else replace(p, steps=min(p.steps, few.steps)) for p in phases)
+    short = tuple(p if p.steps is None else replace(p, steps=min(p.steps, few.steps)) for p in parts.algorithm.phases)
     return replace(parts, local=few, algorithm=replace(parts.algorithm, phases=short))

@@ -148,8 +148,7 @@ def _lengths(module: nn.Module, inputs: Tensor) -> Tensor:
     padding = getattr(module, "padding", None)
     if inputs.dim() != 2 or padding is None:
         return torch.full((len(inputs),), inputs.shape[1] if inputs.dim() == 2 else 0)
-    places = torch.arange(1, inputs.shape[1] + 1)
-    return torch.where(inputs != padding, places, 0).amax(1)
+    return torch.where(inputs != padding, torch.arange(1, inputs.shape[1] + 1), 0).amax(1)
 
 
 LIBRARIES = ("torch.", "transformers.", "timm.", "efficientnet_lite_pytorch.")

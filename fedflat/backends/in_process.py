@@ -105,8 +105,7 @@ class Sequential:
         states: the client's own, by name, ``(d,)``.
         """
         rows, device = self.data.parts[client], self.problem.device
-        order = Order(self.seed, broadcast.round, self.local.batch_size)
-        local_data = ClientBatches(self.data, client, order, rows)
+        local_data = ClientBatches(self.data, client, Order(self.seed, broadcast.round, self.local.batch_size), rows)
         local, there, told = self.local.of(len(rows)), weights.to(device), sent(broadcast, device).for_one_client()
         try:
             with seeded_torch(self.seed, "dropout", broadcast.round, client):

@@ -82,8 +82,7 @@ class RayTasks:
             self._run = [versions(), ray.put(packed(self.inner))]
         except Exception as error:  # any class may refuse in its own way
             found = f"ray with a model or method that cannot be sent to another process ({one_line(error)})"
-            allowed = "one that can be pickled, or engine.backend=sequential"
-            raise wrong("engine.backend", found, allowed) from error
+            raise wrong("engine.backend", found, "one that can be pickled, or engine.backend=sequential") from error
         problem, apart = self.inner.problem, {}
         if user_files() or any(map(own_code, (problem.module, problem.objective, self.inner.algorithm))):
             # A user's code may leave in a process what nobody watches: the next run gets processes of its own.

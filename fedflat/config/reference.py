@@ -85,8 +85,7 @@ def _algorithm_keys() -> Iterator[Key]:
 def _kind(info: FieldInfo) -> str:
     union = typing.get_origin(info.annotation) in (typing.Union, types.UnionType)
     parts = typing.get_args(info.annotation) if union else (info.annotation,)
-    named = [_part(part, info.metadata) for part in parts if part is not type(None)]
-    return " or ".join(dict.fromkeys(named))
+    return " or ".join(dict.fromkeys([_part(part, info.metadata) for part in parts if part is not type(None)]))
 
 
 def _part(annotation: Any, metadata: list[Any]) -> str:

@@ -13,7 +13,7 @@ secret coin. What such a rule is worth is in ``core.factors`` and docs/participa
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,15 +151,13 @@ class CyclicPoisson(Separated):
 
 def separated(last: Ids, cohort: Ids, round: int, separation: int) -> Ids:
     """Those of a cohort who do not come too early; ``last`` as in :meth:`MinSeparation.next_of`."""
-    kept: Ids = cohort[round - last[cohort] >= separation]
-    return kept
+    return cohort[round - last[cohort] >= separation]
 
 
 def _subset(generator: np.random.Generator, clients: int, count: int) -> Ids:
     """Return a uniform subset of ``count`` ids, sorted. Unshuffled ``choice`` is exact and O(count) (Floyd's
     method)."""
-    chosen = generator.choice(clients, size=count, replace=False, shuffle=False)
-    return np.sort(chosen.astype(np.int64, copy=False))
+    return np.sort(generator.choice(clients, size=count, replace=False, shuffle=False).astype(np.int64, copy=False))
 
 
 def _poisson_event(q: float, multiplier: float) -> Any:
@@ -212,8 +210,7 @@ class Truncated(Sampler):
 
     def select(self, generator: np.random.Generator) -> Ids:
         """Return one cohort of at most ``maximum`` ids: a random subset of a random subset is a random subset."""
-        drawn = int(generator.binomial(self.clients, self.q))
-        return _subset(generator, self.clients, min(drawn, self.maximum))
+        return _subset(generator, self.clients, min(int(generator.binomial(self.clients, self.q)), self.maximum))
 
     def event(self, multiplier: float) -> Any:
         """dp-accounting's event; the plain Poisson one where the maximum can never bind."""
@@ -319,8 +316,7 @@ def make_sampler(
     if issubclass(law, Separated):
         in_range("cohort.size", size, 0, whole("clients", clients, 1), open_low=True)
         more = {"separation": int(clients / size) if separation is None else separation}
-    found: Sampler = law(clients, size, **more)
-    return found
+    return cast(Sampler, law(clients, size, **more))
 
 
 LAWS: dict[str, Any] = {law.name: law for law in (Poisson, Truncated, Fixed, Full, MinSeparation, CyclicPoisson)}

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -269,8 +269,7 @@ def _laplace(scale: int, count: int, source: Source) -> Integers:
     size = low + scale * _successes(low.size, 1, source)
     sign = _signs(size.size, source)
     # Both signs of zero would count zero twice.
-    kept: Integers = (size * sign)[~((size == 0) & (sign < 0))]
-    return kept
+    return cast(Integers, (size * sign)[~((size == 0) & (sign < 0))])
 
 
 def _gaussian_batch(sigma2: Fraction, count: int, source: Source) -> Integers:
@@ -285,8 +284,7 @@ def _gaussian_batch(sigma2: Fraction, count: int, source: Source) -> Integers:
         exact = (int(size[i]) - sigma2 / scale) ** 2 / (2 * sigma2)
         return exact, exact
 
-    kept: Integers = y[bernoulli_exp(gamma, enclose, source)]
-    return kept
+    return y[bernoulli_exp(gamma, enclose, source)]
 
 
 def _fill(size: int, batch: Callable[[int], Integers]) -> Integers:

@@ -180,8 +180,7 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{index}]", value) for index, value in enumerate(thing)] + _attributes(thing)
     if isinstance(thing, set | frozenset):
         # Two processes go through a set in different orders.
-        ordered = sorted(thing, key=repr)
-        return [(f"{{{_label(v, index)}}}", v) for index, v in enumerate(ordered)] + _attributes(thing)
+        return [(f"{{{_label(v, index)}}}", v) for index, v in enumerate(sorted(thing, key=repr))] + _attributes(thing)
     if isinstance(thing, functools.partial):
         return [("()", thing.func), (".args", thing.args), (".keywords", thing.keywords), *_attributes(thing)]
     if isinstance(thing, type):

@@ -51,8 +51,7 @@ class Layout:
         for length in self.lengths:
             slices.append(slice(ends, ends + length))
             ends += length
-        chosen = {"all": slices, "shared": slices[: self.shared], "personal": slices[self.shared :]}[part]
-        return tuple(chosen)
+        return tuple({"all": slices, "shared": slices[: self.shared], "personal": slices[self.shared :]}[part])
 
     def views(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Name and reshaped view of each tensor in ``vector`` of shape ``(…, D)``."""

@@ -37,8 +37,7 @@ def digest(key: int | bytes, purpose: str, *index: int) -> bytes:
 
 def stream(key: int | bytes, purpose: str, *index: int) -> np.random.Generator:
     """Return a NumPy generator (Philox, 128-bit key) for one named purpose, usually ``(round, client)``."""
-    name = digest(key, purpose, *index)
-    words = np.frombuffer(name, dtype=np.uint64)
+    words = np.frombuffer(digest(key, purpose, *index), dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=words[:2], counter=np.append(words[2:], [0, 0]).astype(np.uint64)))
 
 
@@ -72,8 +71,7 @@ class Streams:
 
     def each(self, many: Iterable[tuple[int, ...]]) -> Iterator[np.random.Generator]:
         """Yield the generators of many streams, one after the other; each is good until the next is asked for."""
-        names = b"".join(map(self._name, many))
-        words = np.frombuffer(names, dtype=np.uint64).reshape(-1, 4)
+        words = np.frombuffer(b"".join(map(self._name, many)), dtype=np.uint64).reshape(-1, 4)
         # np.append in ``stream`` goes through float64; every recorded run depends on what comes out.
         keys, starts = words[:, :2], words[:, 2:].astype(np.float64).astype(np.uint64)
         state = self._fresh["state"]

@@ -53,8 +53,7 @@ class ClientBatches:
     def batches(self, phase: int, steps: int) -> Iterator[Batch]:
         """K minibatches; short ones are short (no padding)."""
         plan = self.order.indices(self.client, len(self.rows), phase, steps)
-        whole = self.order.batch_size >= len(self.rows)
-        batch = self._take(self.rows) if whole else None
+        batch = self._take(self.rows) if self.order.batch_size >= len(self.rows) else None
         for row in plan:
             yield batch if batch is not None else self._take(self.rows[row[row >= 0]])
 

@@ -123,8 +123,7 @@ def client_accuracies(
     for client in clients:
         rows = torch.from_numpy(data.held_back[client]).to(data.inputs.device)
         # A copy of its own: what a module writes into its weights must not reach the next client.
-        own = weights_of(client).clone()
-        found.append(scores(problem, own, data.inputs[rows], data.targets[rows]).mean()[which])
+        found.append(scores(problem, weights_of(client).clone(), data.inputs[rows], data.targets[rows]).mean()[which])
     return np.array(found)
 
 
@@ -166,8 +165,7 @@ def best_so_far(state: RoundState, public: Record) -> RoundState:
     before = state.slots.get(BEST)
     if value is None or math.isnan(value) or (before is not None and value <= float(before)):
         return state
-    score = torch.tensor(value, dtype=torch.float64)
-    return replace(state, slots={**state.slots, AVERAGE: state.shared, BEST: score})
+    return replace(state, slots={**state.slots, AVERAGE: state.shared, BEST: torch.tensor(value, dtype=torch.float64)})
 
 
 def evaluate_round(job: Job, state: RoundState, heads: PersonalState) -> tuple[Record, Record]:
@@ -217,8 +215,7 @@ def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: P
         return weights
     alone, device = Algorithm("fine-tuning", phases=(tune,)), job.problem.device
     broadcast = Broadcast(state.round, state.released, math.inf, parts.local.rate(max(state.round - 1, 0)))
-    order = Order(job.seed, state.round, parts.local.batch_size)
-    local_data = ClientBatches(job.data, client, order, rows)
+    local_data = ClientBatches(job.data, client, Order(job.seed, state.round, parts.local.batch_size), rows)
     with seeded_torch(job.seed, "dropout of fine-tuning", state.round, client):
         weights = weights.to(device)
         own = ClientContext(generator=stream(job.seed, "pieces of fine-tuning", state.round, client))

@@ -359,11 +359,9 @@ class LowRankProblem(StackProblem):
         loss, right, delta = head(states[-1], batch)
         deltas = [delta]
         for index in range(len(self.layers) - 1, 0, -1):
-            behind = layers[index].backward(delta)
-            delta = through(self.layers[index - 1].activation, behind, states[index])
+            delta = through(self.layers[index - 1].activation, layers[index].backward(delta), states[index])
             deltas.append(delta)
-        found = trace.record(slots, deltas[::-1])
-        vector = Factored(trace, [], {found: 1.0})
+        vector = Factored(trace, [], {trace.record(slots, deltas[::-1]): 1.0})
         return Gradient(cast(Tensor, vector), loss, right)
 
 
@@ -404,5 +402,4 @@ class _At:
         return x
 
     def _back(self, delta: Tensor, vector: Tensor) -> Tensor:
-        found = torch.mm(delta.flatten(0, 1), self.layer.matrix(vector))
-        return found.view(*delta.shape[:2], self.layer.inputs)
+        return torch.mm(delta.flatten(0, 1), self.layer.matrix(vector)).view(*delta.shape[:2], self.layer.inputs)

@@ -96,8 +96,7 @@ class Accumulator:
             # A place without a client may hold anything; with the weight 0 it adds nothing.
             counted = [max(0, size) if self.weighted else int(size != EMPTY) for size in sizes]
             weights = torch.tensor(counted, dtype=torch.float64, device=self.total.device)
-            found = add_clipped(self.total, messages, scale, bound, weights)
-            norms, factors = (each[rows] for each in found)
+            norms, factors = (each[rows] for each in add_clipped(self.total, messages, scale, bound, weights))
         else:
             dense = messages.dense() if isinstance(messages, Factored) else messages
             norms, factors = (each[rows] for each in self.clip.factors(dense, self.threshold, self.tensors))

@@ -175,8 +175,7 @@ def finish_round(
     slots = dict(state.slots)
     phase = parts.algorithm.shared_phase
     steps, rate = steps_of(phase, parts.local), rate_of(phase, parts.local, broadcast)
-    tensors = parts.layout.tensors("shared")
-    view = ServerView(round, steps, rate, tensors, slots, plan.divisor, plan.sampler.clients)
+    view = ServerView(round, steps, rate, parts.layout.tensors("shared"), slots, plan.divisor, plan.sampler.clients)
     for step in parts.algorithm.server:
         mean, changed = step(mean, dataclasses.replace(view, slots=slots))
         slots.update(changed)

@@ -57,8 +57,7 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
                 stopped = f"stopped as asked after {counted(state.round, 'round')}"
                 seen = peeked and not stop_signal()
                 break
-            charged = charge_drawn(job, ledger, state.round)
-            turn = _Round(job, state, charged)
+            turn = _Round(job, state, charge_drawn(job, ledger, state.round))
             for cohort, broadcast in turn.cohorts():
                 turn.evaluate(cohort, heads)
                 # The back end maps, the round reduces: here, so that a step's gradient is one frame less away.

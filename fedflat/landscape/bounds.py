@@ -123,8 +123,7 @@ def renyi_epsilon(*, q: float, rounds: int, noise_multiplier: float, delta: floa
     accountant prints a little more (10.83 instead of 10.79 for Shi et al. 2023a on CIFAR-10).
     """
     # Any order gives a valid ε, so the smallest counts.
-    values = [(epsilon_at(a, q=q, rounds=rounds, noise_multiplier=noise_multiplier, delta=delta), a) for a in ORDERS]
-    return min(values)
+    return min([(epsilon_at(a, q=q, rounds=rounds, noise_multiplier=noise_multiplier, delta=delta), a) for a in ORDERS])
 
 
 def order_limit_001(q: float, noise_multiplier: float, order: float) -> float:

@@ -68,8 +68,7 @@ def steps_of(points: int, span: float) -> np.ndarray:
 
 def line(objective: Objective, weights: Tensor, direction: Tensor, steps: np.ndarray) -> Grid:
     """Return the loss and accuracy along one direction ``(D,)``, in float32."""
-    points = Points(weights, direction[None], torch.from_numpy(steps)[:, None])
-    found = objective.values(points)
+    found = objective.values(Points(weights, direction[None], torch.from_numpy(steps)[:, None]))
     return Grid(steps, found[:, 0], found[:, 1])
 
 

@@ -200,8 +200,7 @@ def formula(sampler: Sampler, multiplier: float, delta: float, rounds: int, acco
     """
     if multiplier == 0 or rounds == 0:
         return math.inf if rounds else 0.0
-    event = Poisson(sampler.clients, float(sampler.size)).event(multiplier)
-    return compose_epsilon(event, rounds, delta, accountant)
+    return compose_epsilon(Poisson(sampler.clients, float(sampler.size)).event(multiplier), rounds, delta, accountant)
 
 
 def reproduced_paper(paper: str, have: Iterable[str]) -> str:

@@ -246,8 +246,7 @@ def winners(votes: Tensor) -> Tensor:
 def labelled(inputs: Tensor, targets: Tensor, classes: int) -> FederatedData:
     """Return the inputs ``(n, …)`` and targets ``(n,)`` as the data of one party."""
     rows: Sequence[np.ndarray] = (np.arange(len(targets), dtype=np.int64),)
-    empty = (np.empty(0, dtype=np.int64),)
-    return FederatedData(inputs, targets, tuple(rows), empty, None, None, classes, "student")
+    return FederatedData(inputs, targets, tuple(rows), (np.empty(0, dtype=np.int64),), None, None, classes, "student")
 
 
 def take(shared: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -306,8 +305,7 @@ def split(
     require(data.targets.dim() <= 1, "data.dataset", data.name, "examples with one label each for ae-dpfl")
     source = method.options["public"] or (TEST if own else HELD_OUT)
     queries = account_of(recipe, method).queries
-    name = None if given else recipe.data.dataset
-    return public_examples(data, str(source), queries, recipe.seed, name, own=own)
+    return public_examples(data, str(source), queries, recipe.seed, None if given else recipe.data.dataset, own=own)
 
 
 def with_votes(job: Job, queries: Tensor) -> Job:
@@ -321,8 +319,7 @@ def with_votes(job: Job, queries: Tensor) -> Job:
     epochs = int(parts.algorithm.options["student_epochs"])
     student = Student(job.problem, parts.local, queries, first, classes, epochs, job.seed)
     added = GaussianNoise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor))
-    std = functools.partial(added.total_std, threshold)
-    noise = VoteNoise(plan.draws, labels * classes, std, plan.releases)
+    noise = VoteNoise(plan.draws, labels * classes, functools.partial(added.total_std, threshold), plan.releases)
     method, clip = replace(parts.algorithm, server=(student,)), VoteClip(labels)
     voting = replace(parts, algorithm=method, clip=clip, mechanism=noise, optimizer=lambda view: take)
     voters = Voters(job.problem, parts.local, data, job.seed, first, queries, labels, classes)

@@ -17,7 +17,7 @@ import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -178,14 +178,12 @@ def normalised(patches: Tensor) -> Tensor:
 
 def pooling(rows: int, columns: int, cells: int) -> Tensor:
     """Return the means over a grid of ``cells`` × ``cells`` nearly equal cells: ``(rows·columns, cells²)``."""
-    pool = torch.einsum("ra,cb->rcab", _cells(rows, cells), _cells(columns, cells))
-    return pool.reshape(rows * columns, cells**2)
+    return torch.einsum("ra,cb->rcab", _cells(rows, cells), _cells(columns, cells)).reshape(rows * columns, cells**2)
 
 
 def _cells(places: int, cells: int) -> Tensor:
     """Return the means over ``cells`` stretches of ``places``, nearly equal ones: ``(places, cells)``."""
-    cell = torch.arange(places) * cells // places
-    member = F.one_hot(cell, cells).float()
+    member = F.one_hot(torch.arange(places) * cells // places, cells).float()
     return member / member.sum(0)
 
 
@@ -257,14 +255,12 @@ class Scattering(nn.Module):
     def _means(self, known: Tensor, level: int) -> Tensor:
         """Return the means of what has the spectrum ``known`` (c, paths, …) at a level: (c, paths, positions)."""
         smooth = _thinned(known * getattr(self, f"mean{level}"), 2 ** (self.scales - level))
-        found: Tensor = torch.fft.ifft2(smooth).real[..., 1:-1, 1:-1].flatten(-2)
-        return found
+        return cast(Tensor, torch.fft.ifft2(smooth).real[..., 1:-1, 1:-1].flatten(-2))
 
 
 def _modulus(known: Tensor, waves: Tensor, step: int) -> Tensor:
     """Return the spectrum of |x ∗ ψ| for every wavelet, at every ``step``-th pixel."""
-    found: Tensor = torch.fft.fft2(torch.fft.ifft2(_thinned(known * waves, step)).abs())
-    return found
+    return cast(Tensor, torch.fft.fft2(torch.fft.ifft2(_thinned(known * waves, step)).abs()))
 
 
 def _thinned(spectrum: Tensor, step: int) -> Tensor:
@@ -276,5 +272,4 @@ def _thinned(spectrum: Tensor, step: int) -> Tensor:
 
 def _filters(levels: Sequence[Any], thinned: int) -> Tensor:
     """Return the filters in Fourier space (n, rows, columns), after which every 2^thinned-th pixel is kept."""
-    found: Tensor = torch.stack([torch.from_numpy(level) for level in levels]).float() / 4**thinned
-    return found
+    return cast(Tensor, torch.stack([torch.from_numpy(level) for level in levels]).float() / 4**thinned)

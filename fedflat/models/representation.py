@@ -239,8 +239,7 @@ class PublicBody(nn.Module):
         return int(getattr(self.projection, "width", 0)) or len(self.projection.weight)
 
     def forward(self, images: Tensor) -> Tensor:
-        found: Tensor = self.projection(*(self.maps(view) for view in self.views(images)))
-        return found
+        return cast(Tensor, self.projection(*(self.maps(view) for view in self.views(images))))
 
     def views(self, images: Tensor) -> list[Tensor]:
         """Return the images, and their mirror images where features are of both."""
@@ -377,8 +376,7 @@ def representation(
     64}``. ``path``: a file with the body, the ``body.safetensors`` of a run; ``sha256``: the digest that it must have.
     Raises InputError.
     """
-    shape = image_shape(NAME, input_shape)
-    made = body_of(BodyOptions.of(body), shape, path, sha256)
+    made = body_of(BodyOptions.of(body), image_shape(NAME, input_shape), path, sha256)
     return Representation(made, head_of(head, made.width, classes), sha256)
 
 

@@ -87,8 +87,7 @@ class CharacterModel(nn.Module):
         whole("model.hidden", hidden, 1)
         whole("model.layers", layers, 1, 8)
         self.embedding = nn.Embedding(vocabulary, embedding)
-        inputs = [embedding] + [hidden] * (layers - 1)
-        self.layers = nn.Sequential(*(cell(n, hidden) for n in inputs))
+        self.layers = nn.Sequential(*(cell(n, hidden) for n in [embedding] + [hidden] * (layers - 1)))
         self.head = nn.Linear(hidden, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -137,8 +136,7 @@ class CharacterScores(nn.Module):
 
 def char_linear(input_shape: Sequence[int], classes: int, *, context: int = 3) -> nn.Module:
     """Multinomial logistic regression on the last ``context`` characters; ``classes`` is the vocabulary."""
-    length = text_length("char-linear", input_shape)
-    return CharacterScores(classes, whole("model.context", context, 1, length))
+    return CharacterScores(classes, whole("model.context", context, 1, text_length("char-linear", input_shape)))
 
 
 class BagOfWords(nn.Module):

@@ -150,8 +150,7 @@ def cnn_3(input_shape: Sequence[int], classes: int, *, padding: int = 0) -> nn.M
 
     The stated 667,402 parameters at 3 × 32 × 32 with 10 classes mean convolutions without padding.
     """
-    layers = [(64, True), (128, True), (256, True)]
-    return Convolutions("cnn-3", input_shape, layers, [256, 128, classes], 3, padding)
+    return Convolutions("cnn-3", input_shape, [(64, True), (128, True), (256, True)], [256, 128, classes], 3, padding)
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -84,8 +84,7 @@ def recipe_for(source: str) -> tuple[str, str] | None:
 
 def load() -> dict[str, Any]:
     """Return ``rows``, ``ceilings`` (per cent, by data set) and ``about``."""
-    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    return cast(dict[str, Any], json.loads(FILE.read_text(encoding="utf-8")))
 
 
 def ordered(rows: Iterable[Row]) -> list[Row]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError, wrong
@@ -151,8 +151,7 @@ def find_figure(paper: str, name: str) -> PaperFigure:
 def _entries() -> dict[str, dict[str, Any]]:
     import yaml
 
-    found: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return found
+    return cast(dict[str, dict[str, Any]], yaml.safe_load(FILE.read_text(encoding="utf-8")))
 
 
 def _lines(table: Table, entry: Mapping[str, Any]) -> Iterable[Line]:
@@ -369,8 +368,7 @@ def _landscape(panel: Panel, ran: Ran, say: Callable[[str], None] | None) -> Map
 
     settings = flatness.Settings(points=21, examples=500, clients=tuple(panel.clients))
     measured = flatness.measure([run.path for _, runs in ran for run in runs], settings, stage)
-    found: Mapping[str, Any] = plain(measured)
-    return found
+    return cast(Mapping[str, Any], plain(measured))
 
 
 DRAWS: dict[str, Callable[[Panel, Ran], list[Figure]]] = {

@@ -190,8 +190,7 @@ def load(stem: str) -> Table:
 
     found: dict[str, Any] = yaml.safe_load((FOLDER / f"{stem}.yaml").read_text(encoding="utf-8"))
     notes = tuple(each for note in found.get("notes", ()) for each in _notes(note))
-    keys = ("paper", "table", "title", "about", "measure", "seeds", "claimed")
-    rest = {key: found[key] for key in keys}
+    rest = {key: found[key] for key in ("paper", "table", "title", "about", "measure", "seeds", "claimed")}
     return Table(**rest, notes=notes, cells=tuple(_cells(stem, found)), first=next(iter(found["methods"])))
 
 

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 
@@ -93,8 +93,7 @@ class Figure:
 
 def thin(count: int, most: int = MAX_POINTS) -> list[int]:
     """Return the places of about ``most`` of ``count`` points: evenly spaced, the last one always among them."""
-    step = max(1, math.ceil(count / most))
-    places = list(range(0, count, step))
+    places = list(range(0, count, max(1, math.ceil(count / most))))
     if places and places[-1] != count - 1:
         places.append(count - 1)
     return places
@@ -102,8 +101,7 @@ def thin(count: int, most: int = MAX_POINTS) -> list[int]:
 
 @functools.cache
 def _declared() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = yaml.safe_load(asset("figures.yaml"))
-    return found
+    return cast(dict[str, dict[str, Any]], yaml.safe_load(asset("figures.yaml")))
 
 
 def declared(page: str, key: str) -> Figure:

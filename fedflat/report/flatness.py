@@ -147,8 +147,7 @@ def _differences(found: Record) -> Table | None:
 
 
 def _signed(value: float) -> str:
-    text = number_text(abs(value))
-    return ("−" if value < 0 else "+") + text
+    return ("−" if value < 0 else "+") + number_text(abs(value))
 
 
 def cost_text(cost: Record) -> str:

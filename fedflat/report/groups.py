@@ -173,8 +173,7 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 def paired_difference(first: Group, other: Group, measure: Callable[[Run], float | None]) -> Difference | None:
     """``other − first`` of ``measure`` over the seeds that both ran; ``None`` where they share no measured seed."""
     theirs = _by_seed(other, measure)
-    gaps = [theirs[seed] - value for seed, value in _by_seed(first, measure).items() if seed in theirs]
-    found = spread(gaps)
+    found = spread([theirs[seed] - value for seed, value in _by_seed(first, measure).items() if seed in theirs])
     if found is None:
         return None
     half = found.half

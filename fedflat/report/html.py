@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fedflat.privacy.statement import SEEDED
 from fedflat.report import metrics, pages, statement, tables, wording
@@ -102,8 +102,7 @@ def _words(run: Run) -> dict[str, Any]:
         "greatest": statement.greatest(run),
         "reasons": metrics.reasons(run),
     }
-    found: dict[str, Any] = wording.texts("page.yaml", sections | values)
-    return found
+    return cast(dict[str, Any], wording.texts("page.yaml", sections | values))
 
 
 # ---------------------------------------------------------------------------------------------------- single run

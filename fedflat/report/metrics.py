@@ -52,8 +52,7 @@ class Run:
     @property
     def algorithm(self) -> str:
         """The method's name, or the run's where the recipe has none."""
-        found = section(self.recipe, "algorithm").get("name") or self.recipe.get("algorithm") or self.name
-        return str(found)
+        return str(section(self.recipe, "algorithm").get("name") or self.recipe.get("algorithm") or self.name)
 
     @property
     def seed(self) -> int | None:
@@ -258,8 +257,7 @@ def personal_accuracy(run: Run) -> float | None:
 
 def proven_epsilon(run: Run) -> float | None:
     """Return the ε that is proven for what ran; ``None`` means that none is (infinite)."""
-    key = "proven_epsilon" if "proven_epsilon" in run.privacy else "epsilon"
-    return number(run.privacy.get(key))
+    return number(run.privacy.get("proven_epsilon" if "proven_epsilon" in run.privacy else "epsilon"))
 
 
 def seeded(run: Run) -> bool:

@@ -11,7 +11,7 @@ import json
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fedflat.core.checks import require
 from fedflat.core.durable import plain
@@ -202,8 +202,7 @@ def to_rich(table: Comparison) -> Table:
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in shown:
         side: Literal["left", "right"] = "left" if column.left else "right"
-        heading = heads.get(column.key, column.heading)
-        made.add_column(heading, justify=side, overflow="fold", no_wrap=not column.left)
+        made.add_column(heads.get(column.key, column.heading), justify=side, overflow="fold", no_wrap=not column.left)
     for row, after in zip(rows, [*rows[1:], None]):
         last = after is not None and not after.against and any(row.against for row in rows)
         # As Text, a name in [brackets] is not taken for markup.
@@ -267,8 +266,7 @@ def runs_csv(groups: Sequence[Group]) -> str:
             line |= {key: found[key] for key in measured} | {key: metrics.last(run.metrics, key) for key in own}
             ended = {"ended": metrics.fate(run), "seconds": f"{found['seconds']:.3f}"}
             records.append(line | ended | {"folder": "/".join(run.path.parts[-2:])})
-    text: str = pandas.DataFrame(records, dtype=object).to_csv(index=False, lineterminator="\n")
-    return text
+    return cast(str, pandas.DataFrame(records, dtype=object).to_csv(index=False, lineterminator="\n"))
 
 
 def to_latex(table: Comparison) -> str:

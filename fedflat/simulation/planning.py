@@ -458,5 +458,4 @@ def _traffic(parts: RoundParts) -> dict[str, int]:
     bits = int(getattr(parts.plan.mechanism, "bits", 32))
     down = 4 * parts.layout.dimension * (1 + len(parts.broadcast))
     up = parts.message_length * bits // 8
-    cohort = parts.plan.sampler.size
-    return {"to a client": down, "from a client": up, "a round": round(cohort * (down + up))}
+    return {"to a client": down, "from a client": up, "a round": round(parts.plan.sampler.size * (down + up))}
