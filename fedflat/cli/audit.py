@@ -18,6 +18,7 @@ from typer import Argument, Option
 
 from fedflat import cli, report
 from fedflat.core.checks import wrong
+from fedflat.core.durable import plain
 
 if TYPE_CHECKING:
     from fedflat.audit import AuditResult
@@ -150,7 +151,7 @@ def landscape(
     )  # fmt: skip
     settings.check()
     with _progress(quiet=as_json) as (on_stage, on_points):
-        record = report.plain(flatness.measure(runs, settings, on_stage, on_points))
+        record = plain(flatness.measure(runs, settings, on_stage, on_points))
     folder = out or runs[0]
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
@@ -263,8 +264,6 @@ def bounds(
     setting = _setting(parsed, steps, dimension, {**measured, **given})
     found = statements(setting)
     if as_json:
-        from fedflat.core.durable import plain
-
         cli.print_json(plain({"setting": asdict(setting), "statements": [asdict(each) for each in found]}))
     else:
         print("\n".join(lines(setting, found, measured, turn if gap is None else None)))

@@ -16,6 +16,7 @@ from typer import Option
 
 from fedflat import cli, report
 from fedflat.core.checks import counted, one_of, wrong
+from fedflat.core.durable import plain
 
 if TYPE_CHECKING:
     from fedflat.papers import figures, outcome, tables
@@ -297,7 +298,7 @@ def as_dict(found: outcome.Outcome) -> dict[str, Any]:
         "paper": table.paper, "table": table.table, "measure": table.measure, "scale": found.scale,
         "comparable": found.comparable and found.complete, "protocol": found.protocol,
         "rows": [_record(row) for row in found.rows],
-        "verdicts": {name: report.plain(asdict(v)) | {"text": outcome.sentences(v)} for name, v in verdicts.items()},
+        "verdicts": {name: plain(asdict(v)) | {"text": outcome.sentences(v)} for name, v in verdicts.items()},
         "changed": {name: list(texts) for name, texts in found.changed.items()},
         "notes": table.said(found.protocol), "missing": list(found.missing),
         "folder": None if found.folder is None else str(found.folder),
@@ -311,7 +312,7 @@ def _record(row: outcome.Row) -> dict[str, Any]:
         "difference": row.difference, "claimed_epsilon": row.claimed, "proven_epsilon": row.proven,
         "simulated_epsilon": row.simulated, "delta": row.delta, "fates": dict(row.fates), "missing": row.missing,
     }  # fmt: skip
-    found: dict[str, Any] = report.plain(values)
+    found: dict[str, Any] = plain(values)
     return found
 
 

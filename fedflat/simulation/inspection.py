@@ -341,9 +341,8 @@ def check_mark(run: Records) -> Iterator[Check]:
     except InputError as error:
         yield Check(name, "wrong", str(error))
         return
-    yield Check(
-        name, "wrong" if lost or why else "ok", why or f"{counted(len(run.entries), 'event')}, as in the ledger"
-    )
+    about = why or f"{counted(len(run.entries), 'event')}, as in the ledger"
+    yield Check(name, "wrong" if lost or why else "ok", about)
 
 
 def check_sums(run: Records) -> Iterator[Check]:
