@@ -9,22 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
+from fedflat.config import sections
 from fedflat.config.reading import GIVEN, advised, override, read
-from fedflat.config.sections import (
-    ClipSection,
-    CohortSection,
-    DataSection,
-    EngineSection,
-    EvaluationSection,
-    LocalSection,
-    NamedSection,
-    Only,
-    PrivacySection,
-    Section,
-    ServerSection,
-    as_named,
-    section_in,
-)
+from fedflat.config.sections import Only, Section, as_named, section_in
 from fedflat.core.checks import InputError, gather, nearest, wrong
 
 
@@ -38,9 +25,9 @@ class Recipe(Section):
     drives cohorts and noise too. Example: 1"""
     rounds: Annotated[int, Field(ge=1)]
     """T, the number of rounds. More rounds need more noise for the same ε. Example: 60"""
-    data: DataSection = DataSection()
+    data: sections.DataSection = sections.DataSection()
     """Which examples, and how they are spread over clients."""
-    model: Annotated[NamedSection, BeforeValidator(as_named)] = NamedSection(name="cnn")
+    model: Annotated[sections.NamedSection, BeforeValidator(as_named)] = sections.NamedSection(name="cnn")
     """A name of fedflat list models with its options, or an import path. Example: {name: mlp, hidden: 32}"""
     task: Literal["classification", "multilabel", "regression", "next-token"] = "classification"
     """What is learnt, which decides the loss and what targets must be: class numbers (cross-entropy), a 0 or 1 for each
@@ -48,20 +35,20 @@ class Recipe(Section):
     loss: str | None = None
     """squared: for classification, on one-hot targets less 1/K. Or a loss of one's own, my_file.py:my_loss: (outputs,
     targets) -> loss of each example. None: the task's. Example: squared"""
-    algorithm: Annotated[NamedSection, BeforeValidator(as_named)]
+    algorithm: Annotated[sections.NamedSection, BeforeValidator(as_named)]
     """A name of fedflat list algorithms with its options, or my_file.py:my_method. Example: {name: dp-fedsam, rho:
     0.05}"""
-    local: LocalSection = LocalSection()
+    local: sections.LocalSection = sections.LocalSection()
     """Local training, the same public numbers for every client."""
-    cohort: CohortSection
+    cohort: sections.CohortSection
     """Who takes part in a round."""
-    privacy: PrivacySection = PrivacySection()
+    privacy: sections.PrivacySection = sections.PrivacySection()
     """The guarantee: exactly one of noise_multiplier and epsilon, unless the method is not private."""
-    server: ServerSection = ServerSection()
+    server: sections.ServerSection = sections.ServerSection()
     """What the server does with the noisy mean."""
-    engine: EngineSection = EngineSection()
+    engine: sections.EngineSection = sections.EngineSection()
     """Where and how it runs; none of it changes what is computed beyond rounding."""
-    evaluation: EvaluationSection = EvaluationSection()
+    evaluation: sections.EvaluationSection = sections.EvaluationSection()
     """How often models are evaluated; the last round always is."""
 
     @classmethod
@@ -105,7 +92,7 @@ class Recipe(Section):
             raise wrong(f"{where}: local.warmup", local.warmup, f"at most {self.rounds}, the number of rounds")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.engine.device):
             raise wrong(f"{where}: engine.device", self.engine.device, "auto, cpu, cuda or one of cuda:0, cuda:1, …")
-        if not isinstance(clip, ClipSection) and not (clip > 0 and math.isfinite(clip)):
+        if not isinstance(clip, sections.ClipSection) and not (clip > 0 and math.isfinite(clip)):
             raise wrong(f"{where}: privacy.clip", clip, "a number > 0, or {kind: adaptive, quantile: 0.5, initial: …}")
         # With the server's defaults filled in: ``momentum`` needs sgd, which None may stand for.
         for key, value, only in _without_effect(self.model_copy(update={"server": self.server.filled()}), ""):

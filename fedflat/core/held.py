@@ -261,16 +261,10 @@ def _of_class(kind: type) -> list[tuple[str, Any]] | None:
     """Return the data that a user's class keeps for all its objects, and what its functions keep."""
     if is_library(_home(kind)):
         return None
-    own = [(f".{name}", value) for name, value in _data_of(kind)]
-    return [
-        *own,
-        *((f"<{base.__name__}>", base) for base in (*kind.__bases__, type(kind)) if not is_library(_home(base))),
-    ]
-
-
-def _data_of(kind: type) -> list[tuple[str, Any]]:
-    found = [(name, part) for name, value in vars(kind).items() for part in _parts_of(value)]
-    return [(name, value) for name, value in found if isinstance(value, types.FunctionType) or name not in _OF_PYTHON]
+    every = [(name, part) for name, value in vars(kind).items() for part in _parts_of(value)]
+    kept = [(f".{n}", part) for n, part in every if isinstance(part, types.FunctionType) or n not in _OF_PYTHON]
+    own = (base for base in (*kind.__bases__, type(kind)) if not is_library(_home(base)))
+    return [*kept, *((f"<{base.__name__}>", base) for base in own)]
 
 
 def _parts_of(value: Any) -> list[Any]:

@@ -70,8 +70,7 @@ def _walk(value: Any, total: Any, seen: dict[int, tuple[int, Any]]) -> None:
     if isinstance(value, Mapping):
         _add(total, "map", len(value))
         for key, inner in value.items():  # in its own order, which may be one of calls
-            walk(key)
-            walk(inner)
+            _each((key, inner), walk)
         # What a defaultdict answers for a key that is not there is a part of how it acts.
         walk(getattr(value, "default_factory", None))
         _kind(value, walk)
@@ -142,17 +141,14 @@ def _function(value: types.FunctionType, total: Any, walk: Any) -> None:
     # A packaged function is known by its name and the version; what it closes over is not.
     if _named(value, total) and not value.__closure__:
         return
-    walk(value.__code__)
-    walk(value.__defaults__)
-    walk(value.__kwdefaults__)
+    _each((value.__code__, value.__defaults__, value.__kwdefaults__), walk)
     if vars(value):
         walk(vars(value))
     try:
         inside = [cell.cell_contents for cell in value.__closure__ or ()]
     except ValueError as error:  # a name that is not bound yet
         raise _Unknown from error
-    for inner in inside:
-        walk(inner)
+    _each(inside, walk)
     names = sorted(names_in(value.__code__))
     for name in names:
         used = value.__globals__.get(name, names_in)

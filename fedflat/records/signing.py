@@ -22,15 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization as forms
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-    load_pem_public_key,
-)
 
 from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, reading, require, wrong
@@ -60,7 +53,7 @@ def public_place(path: Path) -> Path:
 
 def keyid(public: Ed25519PublicKey) -> str:
     """Return the SHA-256 of the 32 bytes of a public key."""
-    return hashlib.sha256(public.public_bytes(Encoding.Raw, PublicFormat.Raw)).hexdigest()
+    return hashlib.sha256(public.public_bytes(forms.Encoding.Raw, forms.PublicFormat.Raw)).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,9 @@ class Operator:
         made = cls(Ed25519PrivateKey.generate())
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            durable.create(path, made.private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+            durable.create(
+                path, made.private.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.NoEncryption())
+            )
             durable.replace(public_place(path), pem(made.public), mode=0o644)
         except FileExistsError as error:
             raise wrong("keys", f"{path}, which exists", "another --key; a key is never overwritten") from error
@@ -101,7 +96,7 @@ class Operator:
         """
         try:
             mode, text = stat.S_IMODE(path.stat().st_mode), path.read_bytes()
-            found = load_pem_private_key(text, None)
+            found = forms.load_pem_private_key(text, None)
         except OSError as error:
             raise wrong("--key", f"{path} ({error.strerror})", "a key made by fedflat keys new") from error
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -130,7 +125,7 @@ def check_outside(path: Path, folder: Path) -> None:
 
 def pem(public: Ed25519PublicKey) -> bytes:
     """Return a public key as a file."""
-    return public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    return public.public_bytes(forms.Encoding.PEM, forms.PublicFormat.SubjectPublicKeyInfo)
 
 
 def read_public(path: Path) -> Ed25519PublicKey:
@@ -140,7 +135,7 @@ def read_public(path: Path) -> Ed25519PublicKey:
         InputError: the file holds none. A private half is refused too: it has no place where a public one is asked for.
     """
     try:
-        found = load_pem_public_key(path.read_bytes())
+        found = forms.load_pem_public_key(path.read_bytes())
     except OSError as error:
         raise wrong("--key", f"{path} ({error.strerror})", "the operator's public key, operator.pub") from error
     except (ValueError, UnsupportedAlgorithm) as error:

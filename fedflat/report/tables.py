@@ -15,18 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fedflat.core.checks import require
 from fedflat.core.durable import plain
+from fedflat.report import groups as grouping
 from fedflat.report import metrics
-from fedflat.report.groups import (
-    Difference,
-    Group,
-    Spread,
-    differing,
-    headline,
-    paired_difference,
-    setting,
-    spread,
-    strata,
-)
+from fedflat.report.groups import Difference, Group, Spread, differing, setting, spread
 from fedflat.report.metrics import Run, epsilon_text
 from fedflat.report.wording import clock, duration, percent_spread, text
 
@@ -89,8 +80,8 @@ def comparison_table(groups: Sequence[Group]) -> Comparison:
         InputError: no group.
     """
     require(bool(groups), "comparison", "no run", "one or more runs")
-    rows = tuple(_row(group, part[0]) for part in strata(groups) for group in part)
-    return Comparison(rows, metrics.costs([run for group in groups for run in group.runs]), headline(groups))
+    rows = tuple(_row(group, part[0]) for part in grouping.strata(groups) for group in part)
+    return Comparison(rows, metrics.costs([run for group in groups for run in group.runs]), grouping.headline(groups))
 
 
 def _row(group: Group, first: Group) -> Row:
@@ -98,7 +89,7 @@ def _row(group: Group, first: Group) -> Row:
         return spread(measure(run) for run in group.runs)
 
     def against(measure: Callable[[Run], float | None]) -> Difference | None:
-        return None if group is first else paired_difference(first, group, measure)
+        return None if group is first else grouping.paired_difference(first, group, measure)
 
     proven = [metrics.proven_epsilon(run) for run in group.runs]
     # No finite ε counts as the largest.
