@@ -266,10 +266,8 @@ def test_help_and_mistakes_answer_without_torch() -> None:
         (("run", "tiny.yaml", "-o", "rounds=0"), "a number ≥ 1"),
         (("run", "tiny.yaml", "-o", "server=3"), "server: found 3; allowed: a section with some of optimizer, lr"),
         (("run", "tiny.yaml", "-o", "local.lr=-1"), "a number > 0"),
-        (
-            ("run", "tiny.yaml", "-o", "algorithm.name=own.py"),
-            "algorithm.name: found own.py; allowed: path/to/file.py:",
-        ),
+        (("run", "tiny.yaml", "-o", "algorithm.name=own.py"), "algorithm.name: found own.py; allowed: path/to/"),
+        (("run", "tiny.yaml", "--out"), "fedflat: Option '--out' requires an argument."),
         (
             ("run", "tiny.yaml", "-o", "algorithm.name=own.py:make", "-o", "algorithm.mu=x"),
             "mu: found x; allowed: a numb",

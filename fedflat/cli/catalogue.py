@@ -276,7 +276,7 @@ def data(
     from fedflat.data.encoding import clean
     from fedflat.data.locate import Written, locate
 
-    split = next(iter(locate(str(file), Written(separator, encoding), "FILE")[2].values()))
+    split, asked = next(iter(locate(str(file), Written(separator, encoding), "FILE")[2].values())), (by, target)
     names = list(split.features)
     users = (name for name in names if name.lower().replace(" ", "_") in USERS)
     by = one_of("--by", clean(by), names) if by else next(users, None)
@@ -290,8 +290,9 @@ def data(
     if as_json:
         cli.print_json({**found, "recipe": recipe, "note": PRIVATE})
         return
-    whose = "no users" if found["users"] is None else counted(found["users"], "user")
-    about = [PRIVATE, f"{file}: {counted(found['rows'], 'row')}, {whose}{_spread(found['rows_a_user'])}"]
+    about = [PRIVATE, f"{file}: {counted(found['rows'], 'row')}, {_spread(found['users'], found['rows_a_user'])}"]
+    told = zip(("--by", "--target"), asked, (by, target))
+    about += [f"Guessed: {option} {name}" for option, given, name in told if name and not given]
     for name, one in looked.items():
         role = "target" if name == target else one["becomes"]
         about.append(f"  {name}: {one['type']}, {counted(one['values'], 'value')}, {one['missing']} missing → {role}")
@@ -303,10 +304,11 @@ def data(
         print(f"\n{READ_OFF}\n{GIVEN_UP}\n{yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)}", end="")
 
 
-def _spread(each: dict[str, Any] | None) -> str:
+def _spread(count: int | None, each: dict[str, Any] | None) -> str:
+    whose = "no users" if count is None else counted(count, "user")
     if each is None or each["least"] == each["most"]:
-        return "" if each is None else f", {counted(each['least'], 'row')} each"
-    return f", {each['least']} to {each['most']} rows a user, half of them at most {each['median']:g}"
+        return whose if each is None else f"{whose}, {counted(each['least'], 'row')} each"
+    return f"{whose}, {each['least']} to {each['most']} rows a user, half of them at most {each['median']:g}"
 
 
 def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
@@ -335,7 +337,7 @@ def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
     odd = [value for value in distinct if not is_numeral(value)]
     hints = {number_hint(value, "") for value in odd[:100]}
     if len(hints) == 1 and hints <= {DATES, DECIMAL_COMMA}:
-        return {**found, "becomes": "nothing as it is", "fault": hints.pop()}
+        return {**found, "type": "text", "becomes": "nothing as it is", "fault": hints.pop()}
     if is_text_feature(feature) or values.dtype == object:
         words = present.astype(str).str.split().str.len().mean()
         found["type"] = "text"

@@ -139,11 +139,9 @@ def _full(error: Exception) -> str | None:
 
 def _denied(error: Exception) -> str | None:
     """Return one line for a file that this account may not read or write; None for anything else."""
-    if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return None
-    if error.filename is None:
-        return None
-    return f"{error.filename}: found {os.strerror(error.errno)}; allowed: what this account may read, or write there."
+    if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{error.filename}: found {os.strerror(error.errno)}; allowed: what this account may read or write."
+    return None
 
 
 def _short(error: Exception) -> bool:
@@ -176,10 +174,10 @@ def _usage(error: Exception) -> None:
     # Without a command the help was shown.
     if not text:
         sys.exit(2)
-    if type(error).__name__ == "MissingParameter" and (context := getattr(error, "ctx", None)):
+    if (context := getattr(error, "ctx", None)) and type(error).__name__ == "MissingParameter":
         text += f" {context.get_usage()}"
     option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
-    known = [each.name for each in error.ctx.command.params] if option else []  # type: ignore[attr-defined]
+    known = [each.name for each in context.command.params] if option and context else []
     if "override" in known and not nearest(option, known):
         from fedflat.config.recipe import elsewhere
 

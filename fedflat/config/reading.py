@@ -35,9 +35,9 @@ def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
     try:
         mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" line {mark.line + 1}" if mark else ""
-        raise wrong(f"{path}{place}", getattr(error, "problem", str(error)) or "no YAML", "valid YAML") from None
+        place = f" line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
+        problem = (getattr(error, "problem", str(error)) or "no YAML").removeprefix("found ")
+        raise wrong(f"{path}{place}", problem, "valid YAML") from None
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise wrong(str(path), f"a file that cannot be read ({error})", "a YAML file") from None
     if not isinstance(mapping, dict):

@@ -288,7 +288,7 @@ def prepared(rows: Any, preparation: Preparation | None, known: Mapping[str, Any
         try:
             found = torch.as_tensor(rows)
         except (TypeError, ValueError, RuntimeError):
-            raise wrong("predict", type(rows).__name__, "a table, or a tensor or array of inputs") from None
+            raise wrong("predict", type(rows).__name__, "a table, or a tensor or array of numbers") from None
         found = found if known.get("dtype", "float32") != "float32" else found.float()
         if not found.isfinite().all():
             row = int((~found.isfinite()).reshape(len(found), -1).any(1).to(torch.uint8).argmax()) if found.dim() else 0

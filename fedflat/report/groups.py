@@ -224,18 +224,17 @@ def _same(one: float | None, other: float | None) -> bool:
 def headline(groups: Sequence[Group]) -> str:
     """Return the best private setting at each ε that two or more settings share; empty where none is shared.
 
-    With one such ε the sentence has the interval of its accuracy and says whether the next one is told apart.
+    It says whether the next one is told apart; with one such ε, the interval of the accuracy too.
     """
-    shared = [ranked for part in strata(groups) if len(ranked := _ranked(part)) > 1]
+    shared = [ranked[:2] for part in strata(groups) if len(ranked := _ranked(part)) > 1]
     if not shared:
         return ""
-    named = [(metrics.epsilon_text(final_epsilon(ranked[0][0])), *ranked[0]) for ranked in shared]
+    named = [(metrics.epsilon_text(final_epsilon(one)), one, had, _apart(one, two)) for (one, had), (two, _) in shared]
     name = "ε of the mechanism" if any(metrics.seeded(run) for group in groups for run in group.runs) else "ε"
     if len(named) > 1:
-        found = ", ".join(f"at {name} = {epsilon} {without_epsilon(best.label)}" for epsilon, best, _ in named)
+        found = "; ".join(f"at {name} = {at} {without_epsilon(one.label)}, {apart}" for at, one, _, apart in named)
         return f"Best {found} (chosen by this test data)."
-    ((epsilon, best, final),) = named
-    apart = _apart(best, shared[0][1][0])
+    ((epsilon, best, final, apart),) = named
     return f"Best at {name} = {epsilon}: {best.label}, {100 * final.mean:.2f} %{_interval(final)}, {apart}."
 
 
@@ -255,7 +254,7 @@ def _interval(final: Spread) -> str:
 
 
 def _apart(best: Group, other: Group) -> str:
-    gap = paired_difference(other, best, metrics.final_accuracy)
+    gap, name = paired_difference(other, best, metrics.final_accuracy), without_epsilon(other.label)
     if gap is None or gap.low is None:
-        return f"which {'no' if gap is None else 'one'} common seed cannot tell apart from {other.label}"
-    return f"{'ahead of' if gap.low > 0 else 'not told apart from'} {other.label} by these {gap.pairs} seeds"
+        return f"which {'no' if gap is None else 'one'} common seed cannot tell apart from {name}"
+    return f"{'ahead of' if gap.low > 0 else 'not told apart from'} {name} by these {gap.pairs} seeds"

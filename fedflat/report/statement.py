@@ -71,7 +71,7 @@ def _value(key: str, value: Any) -> Any:
 
 def _text(key: str, value: Any) -> str:
     if "epsilon" in str(key) and (value is None or metrics.number(value) is not None):
-        return metrics.epsilon_text(metrics.number(value))
+        return metrics.epsilon_text(metrics.number(value), "–" if key == "epsilon" else metrics.NO_EPSILON)
     return readable(value)
 
 

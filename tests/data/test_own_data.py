@@ -488,6 +488,8 @@ def test_a_look_says_what_to_do_about_dates_decimal_commas_and_empty_cells(
     rows = [f"u{i % 9};{i}{',5' * (i % 2)};2026-11-{i % 20 + 1:02d};{['free', 'pro', ''][i % 3]}" for i in range(90)]
     rows = [f"{row};;{i or 'lots'};{f'it is {i}' * (i % 3)};{i % 2}" for i, row in enumerate(rows)]
     (tmp_path / "visits.csv").write_text("\n".join(["user;price;day;plan;void;size;note;y", *rows]), encoding="utf-8")
+    look(tmp_path / "visits.csv", separator=";", target="y")
+    assert "\n# Guessed: --by user\n#   price:" in capsys.readouterr().out
     look(tmp_path / "visits.csv", separator=";", as_json=True)
     found = json.loads(capsys.readouterr().out)
     price, day, plan, *void, size = found["faults"]  # none of the column of texts: a missing one is empty
