@@ -151,9 +151,11 @@ def test_private_files_that_others_may_read_are_noticed(run: Path) -> None:
     assert wrong(run) == ["private/"]
 
 
-def test_no_run_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="verify: found"):
-        inspect_run(tmp_path)
+def test_no_run_and_a_record_of_a_round_without_end_are_one_line(run: Path, tmp_path: Path) -> None:
+    (run / f"checkpoints/round-{'9' * 60}.safetensors").touch()
+    for folder, said in ((tmp_path / "none", "verify: found"), (run, "a round after the 1,000,000th")):
+        with pytest.raises(InputError, match=said):
+            inspect_run(folder)
 
 
 def test_an_export_holds_what_is_covered_and_nothing_else(run: Path, tmp_path: Path) -> None:
@@ -298,6 +300,7 @@ def test_a_folder_where_a_file_belongs_is_one_line(run: Path, name: str) -> None
 
 @pytest.mark.parametrize(("name", "text"), [("privacy.json", b'{"delta": "x"}'), ("metrics.jsonl", b"\xff\xfe\n")])
 def test_a_statement_or_metrics_of_other_types_are_wrong_and_no_traceback(run: Path, name: str, text: bytes) -> None:
+    (run / "report.html").touch()  # whose figure is compared with the statement's
     (run / name).write_bytes(text)
     assert "privacy.json" in wrong(run)
 
@@ -313,16 +316,17 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeyp
 
 def test_a_run_that_is_not_at_its_end_is_unchecked_and_not_wrong(tmp_path: Path) -> None:
     """Interrupted after two of three rounds, its statement not written; and while it goes on."""
-    asked = iter((False, False, True))
     out = tmp_path / "run"
-    simulation.run(RECIPE, out=out, should_stop=lambda: next(asked))
+    simulation.run(RECIPE, out=out, should_stop=iter((False, False, True)).__next__)
     (out / "privacy.json").unlink()
-    assert not wrong(out)
+    killed = shutil.copytree(out, tmp_path / "killed")  # before its second round had a tip and a checkpoint
+    (killed / "checkpoints/round-000002.safetensors").unlink()
+    without_last_line(killed / "tips.jsonl")
+    assert not wrong(out) and not wrong(killed)
     said = {check.record: check for check in inspect_run(out)}["privacy.json"]
     assert said.verdict == "unchecked" and "interrupted (round 2 of 3)" in said.about
     with Ledger.open(out / "ledger.jsonl"):
-        with (out / "metrics.jsonl").open("a") as file:
-            file.write('{"rou')
+        (out / "metrics.jsonl").open("ab", 0).write(b'{"rou')
         said = {check.record: check for check in inspect_run(out)}["metrics.jsonl"]
         assert not wrong(out) and "the run goes on" in said.about
     assert wrong(out) == ["metrics.jsonl"]

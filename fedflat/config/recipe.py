@@ -190,7 +190,7 @@ def _sentence(error: ValidationError, where: str) -> InputError:
         return wrong(place, found, f"a section with some of {', '.join(_fields(path))}")
     if first["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", str(first["ctx"]["expected"]))
-        return wrong(place, found, ", ".join(choices), hint=nearest(str(found), choices))
+        return wrong(place, found, ", ".join(choices) or first["ctx"]["expected"], hint=nearest(str(found), choices))
     return wrong(place, found, _allowed(first["msg"]))
 
 

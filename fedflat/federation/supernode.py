@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fedflat.core.checks import InputError, RunError
+from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.federation import processes
 from fedflat.federation.bounds import Limit, limit_answers, pulled, unpacked
 from fedflat.federation.events import log_to_stderr
@@ -59,7 +59,10 @@ def serve(given: argparse.Namespace) -> int:
     processes.begin()
     from flwr.common.config import parse_config_args
 
-    config = parse_config_args([given.node_config])
+    try:
+        config = parse_config_args([given.node_config])
+    except Exception as error:  # Flower's own, of click
+        raise wrong("--node-config", given.node_config, 'keys as in client=0 data="FILE"') from error
     log_to_stderr(str(config.get("log", "text")))
     ours, workers = Pipe()
     processes.start_companion(partial(_answer_messages, workers, app, config))
@@ -282,16 +285,14 @@ def difference(bundle: bytes, app: Path) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a SuperNode; exit status 2 with one line for what is missing."""
-    about = __doc__.partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m fedflat.federation.supernode", description=about)
+    parser = argparse.ArgumentParser("python -m fedflat.federation.supernode", description=__doc__.partition("\n")[0])
     parser.add_argument("--superlink", required=True, help="host:port")
     parser.add_argument("--root-certificates", required=True, type=Path, help="the authority's certificate")
     parser.add_argument("--auth-supernode-private-key", required=True, type=Path, help="the client's auth.key")
     parser.add_argument("--app", required=True, type=Path, help="the owner's copy of the app's package (fedflat_app)")
     parser.add_argument("--node-config", required=True, help="client=, data=, state= and so on (docs/deploy.md)")
     parser.add_argument("--port", type=int, help="ignored: since 1.0 a SuperNode listens nowhere")
-    given = parser.parse_args(arguments)
-    return processes.status_of(lambda: serve(given))
+    return processes.status_of(partial(serve, parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -156,8 +156,7 @@ def check_body(run: Records) -> Iterator[Check]:
         yield Check(FILE, "wrong", "missing")
     elif wanted or path.exists():
         found = read_tensors(path) if path.is_file() else None
-        good = found is not None and digest_of(found) == wanted
-        yield _same(FILE, good, "as recipe.yaml names it")
+        yield _same(FILE, found is not None and digest_of(found) == wanted, "as recipe.yaml names it")
 
 
 def check_privacy(run: Records) -> Iterator[Check]:
@@ -246,9 +245,8 @@ def check_rounds(run: Records) -> Iterator[Check]:
         elif run.opening is None:
             yield Check(name, "unchecked", "its seals need private/run.json")
         else:
-            found = _check_seals(run, RunFolder(run.folder, run=run.opening.run), name)
-            growing = found.verdict == "wrong" and run.going
-            yield found._replace(verdict="unchecked", about=WRITING) if growing else found
+            one = _check_seals(run, RunFolder(run.folder, run=run.opening.run), name)
+            yield one._replace(verdict="unchecked", about=WRITING) if run.going and one.verdict == "wrong" else one
 
 
 WRITING = "the run goes on, and lines are being written"
@@ -312,7 +310,9 @@ def _foreign(run: Records, facts: Mapping[str, Any]) -> str:
 def check_tips(run: Records) -> Iterator[Check]:
     """Check that tips.jsonl has a line for each finished round, with the ledger's tip then."""
     path = run.folder / TIPS
-    found = [f"no line for round {number}" for number in range(1, run.finished_rounds + 1) if number not in run.tips]
+    # A round that was killed before its checkpoint runs again.
+    last = run.stated_rounds if _unfinished(run) else run.finished_rounds
+    found = [f"no line for round {number}" for number in range(1, last + 1) if number not in run.tips]
     found += [IRREGULAR] if path.exists() and files.whole_lines(path) is None else []
     for number, line in run.tips.items():
         tip, due = run.tip_at(line.get("events")), range(min(number, len(run.entries)))
@@ -321,10 +321,8 @@ def check_tips(run: Records) -> Iterator[Check]:
             found.append(f"round {number} was finished with other events in the ledger")
         if not 0 < number <= run.finished_rounds or line.keys() - TIP:
             found.append(f"round {number}: a line that no round of this run has")
-    if found and run.going:
-        yield Check(TIPS, "unchecked", WRITING)
-        return
-    yield from _outcome(TIPS, found, f"{counted(len(run.tips), 'round')}, each with the ledger's tip")
+    whole = f"{counted(len(run.tips), 'round')}, each with the ledger's tip"
+    yield from [Check(TIPS, "unchecked", WRITING)] if found and run.going else _outcome(TIPS, found, whole)
 
 
 def check_mark(run: Records) -> Iterator[Check]:
@@ -341,8 +339,8 @@ def check_mark(run: Records) -> Iterator[Check]:
     except InputError as error:
         yield Check(name, "wrong", str(error))
         return
-    about = why or f"{counted(len(run.entries), 'event')}, as in the ledger"
-    yield Check(name, "wrong" if lost or why else "ok", about)
+    as_marked = f"{counted(len(run.entries), 'event')}, as in the ledger"
+    yield Check(name, "wrong" if lost or why else "ok", why or as_marked)
 
 
 def check_sums(run: Records) -> Iterator[Check]:
@@ -492,7 +490,7 @@ def check_pages(run: Records) -> Iterator[Check]:
             continue
         try:
             yield Check(name, *(recomputed.check_page(run) if name == REPORT else recomputed.check_card(run, name)))
-        except InputError as error:
+        except UNREADABLE as error:
             yield Check(name, "unchecked", str(error))
 
 

@@ -19,7 +19,7 @@ import yaml
 from fedflat.assembly.stating import Terms, plan_again, restated, tested
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, RunError
+from fedflat.core.checks import InputError, RunError, require
 from fedflat.core.durable import contents_of, digest_of, read_about
 from fedflat.data.encoding import clean
 from fedflat.engine.job import SEEN
@@ -35,6 +35,8 @@ from fedflat.records.signing import tips_of
 
 HERE = versions(("fedflat",))["fedflat"]
 PREPARATION = "preparation.json"
+MOST = 10**6
+"""Rounds of a run: a damaged record that names more would fill the memory."""
 MODEL, REPORT, CARDS = "model.safetensors", "report.html", ("card.html", "card.md")
 SAYS = {"format": "pt", "fedflat": "shared weights as released"}
 """What an exported model says of itself besides its round and what it was made for."""
@@ -88,6 +90,8 @@ class Records:
             refuse_older("ledger", self.folder, (self.first or {}).get("terms"))
         elif self.opening is not None:
             refuse_older(OPENING, self.folder, self.opening.terms)
+        last = max([self.finished_rounds, self.stated_rounds, *(entry["round"] for entry in self.entries)])
+        require(last <= MOST, str(self.folder), f"a record of a round after the {MOST:,}th", "those of a run's rounds")
 
     @cached_property
     def opening(self) -> Opening | None:
@@ -420,12 +424,10 @@ def _standing(plan: Plan, run: Records, round: int) -> tuple[list[Entry], Plan, 
 def _terms_stated(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return the terms of a run that charges nothing, as far as its own statement tells them."""
     facts = dict(stated["facts"])
-    known = {
-        name: facts[name] for name in ("personal", "finetuned", "client_state", "prior", "held_out") if name in facts
-    }
+    names = ("personal", "finetuned", "client_state", "prior", "held_out")
+    known = {name: facts[name] for name in names if name in facts}
     known |= {"algorithm": stated["algorithm"], "private": facts.get("clip") is not None}
-    known |= {"identified": not facts.get("unidentified"), "deployment": bool(facts.get("deployment"))}
-    return known
+    return known | {"identified": not facts.get("unidentified"), "deployment": bool(facts.get("deployment"))}
 
 
 # -------------------------------------------------------------------------------------------------------- weights
