@@ -129,9 +129,9 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
         ceiling = found["ceilings"].get(task.features)
         level = () if ceiling is None else (("ceiling, no privacy", ceiling / 100),)
         if series:
-            key = f"{task.data}-{task.alpha}{'-public' if task.second else ''}"
             made.append(Figure(
-                key, task.title, tuple(series), "%", percent=True, lines=level, x_title="ε", y_title="Test accuracy"
+                f"{task.recipe}-{task.alpha}", task.title, tuple(series), "%", percent=True, lines=level,
+                x_title="ε", y_title="Test accuracy",
             ))  # fmt: skip
     return made
 

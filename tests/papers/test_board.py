@@ -19,10 +19,9 @@ def test_reported_seeds_are_not_those_of_tuning_and_commands_are_recipes() -> No
 
 
 def test_a_data_sets_name_takes_the_best_recipe_for_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [
-        {"data": "cifar10", "alpha": 0.6, "epsilon": 8, "method": {}, "accuracy": [value], "prior": prior}
-        for prior, value in ((board.PATCHES, 65.0), (board.NATURAL, 70.0))
-    ]
+    row = {"data": "cifar10", "alpha": 0.6, "epsilon": 8, "method": {}}
+    measured = ((board.PATCHES, 65.0), (board.NATURAL, 70.0))
+    rows = [{**row, "prior": prior, "accuracy": [value]} for prior, value in measured]
     monkeypatch.setattr(board, "load", lambda: {"rows": rows})
     monkeypatch.setattr(board, "find_spec", lambda name: name)
     assert (board.recipe_for("cifar10") or "")[0] == "cifar10-image-encoder"
@@ -34,11 +33,8 @@ def test_a_data_sets_name_takes_the_best_recipe_for_what_is_installed(monkeypatc
 
 def test_the_command_shows_all_rows() -> None:
     _assemble()
-    runner = CliRunner()
-    shown = runner.invoke(app, ["leaderboard"]).output
+    shown, listed = (CliRunner().invoke(app, ["leaderboard", *more]).output for more in ([], ["--json"]))
     assert "CIFAR-10, 0.1" in shown and "Shakespeare" in shown and max(map(len, shown.splitlines())) <= 80
-    printed, rows = json.loads(runner.invoke(app, ["leaderboard", "--json"]).output), board.load()["rows"]
-    assert [(row["method"], row["accuracies"]) for row in printed] == [
-        (row["method"]["name"], row["accuracy"]) for row in rows
-    ]
+    printed, rows = json.loads(listed), board.load()["rows"]
+    assert [(r["method"], r["accuracies"]) for r in printed] == [(r["method"]["name"], r["accuracy"]) for r in rows]
     assert all({"data", "alpha", "epsilon", "method", "accuracies", "prior"} <= row.keys() for row in printed)
