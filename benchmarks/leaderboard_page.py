@@ -146,7 +146,7 @@ def picture(found: Mapping[str, Any], path: Path) -> Path:
     with rc_context({"svg.hashsalt": "leaderboard", "svg.fonttype": "none"}):
         sheet = Sheet(figsize=(9, 2.6 * -(-len(every) // 2)), layout="constrained")
         places = sheet.subplots(-(-len(every) // 2), 2, squeeze=False).flat
-        for axes, one in zip(places, every):
+        for one, axes in zip(every, places):
             draw_on(axes, one)
             axes.legend(fontsize="x-small", frameon=False)
         for axes in places:
