@@ -64,7 +64,8 @@ def test_a_flower_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(identity, name, 1)
     from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
-    guard = fedflat.Guard(tmp_path / "l.jsonl", clip=0.5, clients=6, cohort=3, rounds=4, noise_multiplier=1e-6)
+    plan = {"clients": 6, "cohort": 3, "rounds": 4, "noise_multiplier": 1e-6, "dimension": 8}  # cohorts may be empty
+    guard = fedflat.Guard(tmp_path / "l.jsonl", clip=0.5, **plan)
     strategy = example("flower_strategy").Guarded(guard)
     grid: Any = Nodes([900 + 7 * i for i in (5, 3, 1, 0, 2, 4)])
     arrays = ArrayRecord({"w": Array(np.zeros((2, 3), np.float32)), "b": Array(np.ones(2, np.float32))})
@@ -78,10 +79,9 @@ def test_a_flower_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             new = [old[0] + 0.1, old[1] + 100.0]
             sent = RecordDict({"arrays": ArrayRecord({"w": Array(new[0]), "b": Array(new[1])})})
             replies.append(Message(sent, reply_to=message))
-        before = arrays.to_numpy_ndarrays()
         found, metrics = strategy.aggregate_train(turn, replies)
         assert metrics is None and list(found.keys()) == ["w", "b"]
-        moved = np.concatenate([(b - a).ravel() for a, b in zip(before, found.to_numpy_ndarrays())])
+        moved = np.concatenate([(b - a).ravel() for a, b in zip(arrays.to_numpy_ndarrays(), found.to_numpy_ndarrays())])
         assert np.linalg.norm(moved) == pytest.approx(0.5 * len(replies) / 3, rel=1e-3, abs=1e-3)
         arrays = found
     with pytest.raises(InputError, match="released once"):

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "assembly": _LIVE | {"backends", "methods"},
     "report": _LOW | {"privacy"},
     "simulation": _LIVE | {"backends", "methods", "assembly", "report"},
-    "estimator": {"core", "simulation"},
+    "estimator": {"core", "data", "simulation"},
     "landscape": _LIVE | {"backends", "assembly", "report", "simulation"},
     "papers": _LIVE | {"backends", "methods", "assembly", "report", "simulation", "landscape"},
     "audit": _LIVE | {"backends", "methods", "assembly", "simulation"},

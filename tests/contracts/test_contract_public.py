@@ -138,8 +138,6 @@ NAMED: dict[str, Any] = {
 GIVEN: dict[str, Any] = {key: NAMED[key] for key in ("rounds", "cohort")} | {
     "algorithm": "dp-scaffold", "privacy": {"clip": 0.5, "noise_multiplier": 1.0}, "engine": {"backend": "sequential"},
 }  # fmt: skip
-
-
 AUTO: dict[str, Any] = NAMED | {"local": {"steps": 2, "batch_size": 50}, "engine": {"backend": "auto"}}
 
 
@@ -195,19 +193,20 @@ def test_the_noise_is_held_fixed_and_the_data_move_what_is_noised(tmp_path: Path
 
 def test_a_private_size_in_a_record_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: the size of the largest client in metrics.jsonl, as a field of its own and in place of a constant."""
-    tested, field = evaluate.evaluate_round, "largest"
+    base, many = made(GIVEN, LAST, tmp_path / "base"), made(GIVEN, WORLDS["many"], tmp_path / "many")
+    (base / "metrics.jsonl").write_text((base / "metrics.jsonl").read_text().replace('"round"', '"largest"'))
+    assert any(text.startswith("metrics.jsonl: largest") for text in moved(base, many))
+    tested = evaluate.evaluate_round
+    # The run's own check finds each, before anything is exported.
+    for field, said in {"largest": ", which no line of this run has", "claimed_epsilon": r" says \d+, .* None"}.items():
 
-    def leaking(job: Any, state: Any, heads: Any) -> Any:
-        public, hidden = tested(job, state, heads)
-        return public | {field: float(job.data.sizes.max())}, hidden
+        def leaking(job: Any, state: Any, heads: Any, field: str = field) -> Any:
+            found = tested(job, state, heads)
+            return found[0] | {field: float(job.data.sizes.max())}, found[1]
 
-    monkeypatch.setattr(evaluate, "evaluate_round", leaking)
-    base = made(GIVEN, LAST, tmp_path / "base")
-    found = moved(base, made(GIVEN, WORLDS["many"], tmp_path / "many"))
-    assert any(text.startswith(f"metrics.jsonl: {field}") for text in found)
-    field = "claimed_epsilon"  # the run's own check finds it, before anything is exported
-    with pytest.raises(fedflat.InputError, match=r"claimed_epsilon says \d+, and the run gives None"):
-        made(GIVEN, LAST, tmp_path / "constant")
+        monkeypatch.setattr(evaluate, "evaluate_round", leaking)
+        with pytest.raises(fedflat.InputError, match=field + said):
+            made(GIVEN, LAST, tmp_path / field)
 
 
 def test_steps_that_follow_the_clients_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
