@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedflat.backends.in_process import Sequential
-from fedflat.core.checks import InputError, RunError, one_of, wrong
+from fedflat.core.checks import InputError, RunError, one_of, require, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
@@ -153,12 +153,12 @@ def client_of(task: Task, config: Any) -> Client:
         if name not in config:
             example = '--node-config \'client=0 data="…" state="…"\''
             raise wrong("node config", "nothing", f"{name}=…, for example {example}")
-    for name in config:
+    for name, value in config.items():
         one_of("node config", name, KNOWN)
+        require("\0" not in str(value), f"node config: {name}", repr(value), "no character of code 0")
     if not isinstance(config["client"], int) or isinstance(config["client"], bool):
         raise wrong("node config: client", config["client"], "the client's number in the roster")
-    names = ("data", "state", "key", "operator")
-    paths = {name: Path(str(config[name])) for name in names if config.get(name)}
+    paths = {name: Path(str(config[name])) for name in ("data", "state", "key", "operator") if config.get(name)}
     store = Store(paths.pop("state"))
     return Client(task, config["client"], store=store, pin=str(config.get("pin", "")), **paths)
 

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.process import using_threads
 from fedflat.federation import processes
 from fedflat.federation.bounds import Limit, limit_answers, pulled, unpacked
+from fedflat.federation.client import client_of, reply_to
 from fedflat.federation.events import log_to_stderr
 from fedflat.federation.secagg.client import signing_key
-from fedflat.federation.store import Store
+from fedflat.federation.store import Store, read_examples
 from fedflat.federation.task import Task
 from fedflat.federation.wire import Malformed
 
@@ -47,7 +49,8 @@ def serve(given: argparse.Namespace) -> int:
     """Run the SuperNode until it is told to end.
 
     Raises:
-        InputError: files that are missing or open to others, or another SuperNode of this client is running.
+        InputError: files that are missing or open to others, a node config or data that do not fit the task, or another
+            SuperNode of this client is running.
         RunError: the SuperLink lost the node.
     """
     app, key, authority = given.app.absolute(), given.auth_supernode_private_key.absolute(), given.root_certificates
@@ -64,6 +67,9 @@ def serve(given: argparse.Namespace) -> int:
     except Exception as error:  # Flower's own, of click
         raise wrong("--node-config", given.node_config, 'keys as in client=0 data="FILE"') from error
     log_to_stderr(str(config.get("log", "text")))
+    client = client_of(task, config)  # said now, and not when a round asks first
+    with using_threads(1):  # threads that had worked here would be missing in the processes forked below
+        task.form.check(str(client.data), *read_examples(client.data))
     ours, workers = Pipe()
     processes.start_companion(partial(_answer_messages, workers, app, config))
     workers.close()
@@ -75,7 +81,7 @@ def serve(given: argparse.Namespace) -> int:
     ask_again()
     pause = ask_seldom(task.form.clients)
     keys, at = (private, private.public_key()), (given.superlink, False, str(authority))
-    with taking_over(config, at, keys), http_request_response(*at, keys) as connection:
+    with taking_over(client.store, at, keys), http_request_response(*at, keys) as connection:
         log.info("connected to %s", given.superlink)
         lost = _take_messages(connection, task.limits.ask, app, ours, pause)
     # Not in the block above: Flower would log what is raised there, and go on after it.
@@ -83,7 +89,7 @@ def serve(given: argparse.Namespace) -> int:
 
 
 @contextmanager
-def taking_over(config: Any, at: tuple[str, bool, str], keys: tuple[Any, Any]) -> Iterator[None]:
+def taking_over(store: Store, at: tuple[str, bool, str], keys: tuple[Any, Any]) -> Iterator[None]:
     """Sign off the last SuperNode of this client, and let no other start in the block.
 
     One that was killed could not sign off, and Flower refuses the next under its key for up to a minute.
@@ -93,10 +99,6 @@ def taking_over(config: Any, at: tuple[str, bool, str], keys: tuple[Any, Any]) -
     from flwr.supernode.fleet_http_client import FleetHttpClient
     from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-    if not config.get("state"):  # said where a message is answered
-        yield
-        return
-    store = Store(Path(str(config["state"])))
     with store.only_node():
         with store.alone():
             store.end_session()  # of a secure aggregation that went on without this client
@@ -240,7 +242,6 @@ def parts_of(reply: Any) -> tuple[Any, Any, dict[str, bytes]]:
 def _answer_messages(connection: Connection, app: Path, config: Any) -> None:
     """Answer messages, each in a forked process of its own; send None when it has ended, with or without an answer."""
     import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
-    from fedflat.federation.client import reply_to
 
     keep_plan(app)
 

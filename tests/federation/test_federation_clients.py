@@ -125,15 +125,15 @@ def test_the_reply_to_a_failure_says_nothing(
         ({}, "node config"),
         ({"client": "0", "data": "d", "state": "s"}, "node config: client"),
         ({"client": 9, "data": "d", "state": "s"}, "0 to 3"),
+        ({"client": 0, "data": "d\0", "state": "s"}, "data: .*code 0"),
         ({"client": 0, "data": "d", "state": "s", "pin": "beef"}, "node config: pin"),
     ],
 )
 def test_a_wrong_node_config_is_one_sentence(
     project: tuple[Path, Task, list[Client]], tmp_path: Path, config: dict[str, Any], said: str
 ) -> None:
-    given = {**config, "state": str(tmp_path / "s")} if "state" in config else config
     with pytest.raises(InputError, match=said) as found:
-        client_of(project[1], given)
+        client_of(project[1], {**config, "state": str(tmp_path / "s")} if "state" in config else config)
     assert "\n" not in str(found.value)
 
 
@@ -144,14 +144,14 @@ def test_a_supernode_takes_over_from_the_last_and_no_other_does(tmp_path: Path) 
     from fedflat.federation.supernode import taking_over
 
     store, key = Store(tmp_path / "state"), ec.generate_private_key(ec.SECP384R1())
-    given: Any = ({"state": str(store.folder)}, ("127.0.0.1:9", False, None), (key, key.public_key()))
+    given: Any = (store, ("127.0.0.1:9", False, None), (key, key.public_key()))
     store.note_node(77)
     store.keep_session({"secret": "s"})
     with taking_over(*given):
         assert store.node() == 77 and not store.session()
         with pytest.raises(InputError, match="of a SuperNode that is running"), taking_over(*given):
             pass
-    with taking_over(*given), taking_over({}, *given[1:]):
+    with taking_over(*given):
         pass
 
 
