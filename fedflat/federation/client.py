@@ -157,7 +157,7 @@ def client_of(task: Task, config: Any) -> Client:
         one_of("node config", name, KNOWN)
         require("\0" not in str(value), f"node config: {name}", repr(value), "no character of code 0")
     if not isinstance(config["client"], int) or isinstance(config["client"], bool):
-        raise wrong("node config: client", config["client"], "the client's number in the roster")
+        raise wrong("node config: client", repr(config["client"]), "the client's number in the roster, unquoted")
     paths = {name: Path(str(config[name])) for name in ("data", "state", "key", "operator") if config.get(name)}
     store = Store(paths.pop("state"))
     return Client(task, config["client"], store=store, pin=str(config.get("pin", "")), **paths)
