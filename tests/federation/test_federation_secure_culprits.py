@@ -660,8 +660,7 @@ def test_what_a_crash_left_goes_when_the_server_starts_again(federation: Federat
 
 def test_what_a_crash_left_goes_when_a_client_starts_again(federation: Federation) -> None:
     dealt(federation)
-    config = {"state": str(federation.clients[0].store.folder)}
-    with taking_over(config, ("127.0.0.1:23001", False, ""), (None, None)):
+    with taking_over(federation.clients[0].store, ("127.0.0.1:23001", False, ""), (None, None)):
         assert federation.secrets() == [1, 2, 3, 4]
 
 
