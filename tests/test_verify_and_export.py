@@ -350,6 +350,8 @@ def test_a_file_that_nobody_exported_is_noticed(run: Path, tmp_path: Path) -> No
     (tmp_path / "out" / "more").mkdir()
     (tmp_path / "out" / "more" / "extra.bin").write_bytes(b"x")
     assert wrong(tmp_path / "out") == ["more/extra.bin"]
+    (tmp_path / "out" / "recipe.yaml").unlink()
+    assert "recipe.yaml" in wrong(tmp_path / "out")
 
 
 def restate(folder: Path, **changed: Any) -> None:

@@ -362,7 +362,7 @@ def _numbers(present: pd.Series) -> dict[str, Any]:
     # Two digits: more would say more about the rows.
     scale = [float(f"{mean:.2g}"), float(f"{std:.2g}") or 1.0]
     found = {"number": True, "scale": scale, "whole": bool((numbers % 1 == 0).all())}
-    if found["whole"] and FEW < len(set(numbers)) == len(present) > 0.9 * (numbers.max() - numbers.min()):
+    if len(numbers) > FEW and (numbers.diff()[1:] == 1).all():
         return {"becomes": "nothing: it numbers the rows"}
     if infinite:
         found["fault"] = f"{counted(infinite, 'infinite value')}; leave their rows or the column out"

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import counted, in_range, nearest, wrong
+from fedflat.core.checks import counted, in_range, nearest, require, wrong
 from fedflat.core.loss import IGNORE
 from fedflat.core.rng import stream
 from fedflat.data.encoding import name_of
@@ -143,8 +143,7 @@ def from_pairs(
         raise wrong("clients", type(clients).__name__, "a list of (inputs, targets) pairs, one per client")
     called = [f"client {name}" for name in names] or [f"clients[{i}]" for i in range(len(clients))]
     pairs = [_pair(where, pair, fractions) for where, pair in zip(called, clients)]
-    if not pairs:
-        raise wrong("clients", "no client", "at least one (inputs, targets) pair")
+    require(bool(pairs), "clients", "no client", "at least one (inputs, targets) pair")
     public = None if test is None else _pair("test", test, fractions)
     if public is not None and any(_same_tensor(public[0], x) for x, _ in pairs):
         raise wrong("test", "a client's own tensor", "public rows, which are no client's", hint=PUBLIC)
@@ -188,8 +187,7 @@ def leave_out(data: FederatedData, which: float | Sequence[str | int], where: st
     Raises:
         InputError: there is other test data, a name that is no client's, or fewer than one client on either side.
     """
-    if data.test_targets is not None:
-        raise wrong(where, which, "nothing beside other public test data")
+    require(data.test_targets is None, where, which, "nothing beside other public test data")
     if isinstance(which, Sequence) and not isinstance(which, str):
         numbers = {name: number for number, name in enumerate(data.names)}
         names = [name_of(name) for name in which]
@@ -209,8 +207,7 @@ def leave_out(data: FederatedData, which: float | Sequence[str | int], where: st
     if not 0 < len(chosen) < data.clients:
         raise wrong(where, f"{len(chosen)} of {data.clients} clients", "at least one, and fewer than all")
     rows = torch.from_numpy(np.sort(np.concatenate([data.parts[i] for i in sorted(chosen)])))
-    if not len(rows):
-        raise wrong(where, "clients without examples", "clients with examples")
+    require(len(rows) > 0, where, "clients without examples", "clients with examples")
     stay = [i for i in range(data.clients) if i not in chosen]
     return dataclasses.replace(
         data,
@@ -260,13 +257,17 @@ def refuse_users(clients: Iterable[Any], public: Iterable[Any], where: str) -> b
     Raises:
         InputError: somebody is in both.
     """
-    known = {name_of(name).casefold().lstrip("0") for name in clients}
+    known = {_bare(name_of(name)) for name in clients}
     users = set(map(name_of, public))
-    both = sorted(name for name in users if name.casefold().lstrip("0") in known)
+    both = sorted(name for name in users if _bare(name) in known)
     if both:
         found = f"rows of {counted(len(both), 'client')}, such as {both[0]}"
         raise wrong(where, found, "public rows, which are no client's", hint=PUBLIC)
     return "" not in users
+
+
+def _bare(name: str) -> str:
+    return name.casefold().lstrip("0") or name[-1:]
 
 
 def _marks(inputs: torch.Tensor, targets: torch.Tensor) -> Indices:
@@ -351,10 +352,8 @@ def _pair(where: str, pair: Any, fractions: bool) -> tuple[torch.Tensor, torch.T
     x, y = (_tensor(f"{where} {side}", value) for side, value in zip(("inputs", "targets"), pair))
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         raise wrong(where, f"{_rows(x)} inputs and {_rows(y)} targets", "as many targets as inputs")
-    if y.ndim > 2:
-        raise wrong(f"{where} targets", f"shape {tuple(y.shape)}", "(n,) or (n, T)")
-    if x.is_complex():
-        raise wrong(f"{where} inputs", f"dtype {x.dtype}", "floating-point or whole numbers")
+    require(y.ndim <= 2, f"{where} targets", f"shape {tuple(y.shape)}", "(n,) or (n, T)")
+    require(not x.is_complex(), f"{where} inputs", f"dtype {x.dtype}", "floating-point or whole numbers")
     return _finite(f"{where} inputs", x), _targets(f"{where} targets", y, fractions)
 
 

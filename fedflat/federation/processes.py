@@ -113,9 +113,10 @@ def check_trusted(folder: Path, host: str) -> None:
         for end in (client, server, client):
             with suppress(ssl.SSLWantReadError):
                 end.do_handshake()
-    except ssl.SSLCertVerificationError as error:
+    except ssl.SSLError as error:
+        found = getattr(error, "verify_message", None) or error.reason
         allowed = f"a certificate for {host}, valid today and signed by ca.crt"
-        raise wrong(f"{folder / 'server.crt'}", error.verify_message, allowed) from error
+        raise wrong(f"{folder / 'server.crt'}", found, allowed) from error
 
 
 def raise_descriptor_limit() -> int:

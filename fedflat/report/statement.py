@@ -52,6 +52,8 @@ def _without_repeats(known: dict[str, Any]) -> dict[str, Any]:
 
 def facts(tree: Mapping[str, Any], *, verbatim: bool = False) -> Facts:
     """Return a mapping as names and values; nested mappings nest. verbatim: the keys as they are written."""
+    if "noise_multiplier" in tree and tree.get("epsilon", 0) is None:
+        tree = {**tree, "epsilon": "–"}  # a σ that was given, and no ε asked for
     return Facts(tuple((str(key) if verbatim else title(key), _value(key, value)) for key, value in tree.items()))
 
 
@@ -71,7 +73,7 @@ def _value(key: str, value: Any) -> Any:
 
 def _text(key: str, value: Any) -> str:
     if "epsilon" in str(key) and (value is None or metrics.number(value) is not None):
-        return metrics.epsilon_text(metrics.number(value), "–" if key == "epsilon" else metrics.NO_EPSILON)
+        return metrics.epsilon_text(metrics.number(value))
     return readable(value)
 
 

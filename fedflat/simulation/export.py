@@ -33,7 +33,7 @@ from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, SEALED, STAT
 from fedflat.records.signing import SIGNATURE, TIPS, own_key
 from fedflat.report import Run, proven_epsilon, read_run, uncounted
 from fedflat.simulation.inspection import refuse_damage
-from fedflat.simulation.recomputed import MODEL, PREPARATION, REPORT, SAYS
+from fedflat.simulation.recomputed import MODEL, PREPARATION, REPORT, SAYS, exported_recipe
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,6 @@ def _public(run: Run) -> tuple[Run, dict[str, str]]:
 
 
 def _write(target: Path, source: Path, run: Run, state: RoundState, _: object, facts: Mapping[str, Any]) -> None:
-    import yaml
     from safetensors.torch import save
 
     from fedflat.report import render
@@ -118,8 +117,7 @@ def _write(target: Path, source: Path, run: Run, state: RoundState, _: object, f
     if preparation := made_for.get("preparation"):
         text = json.dumps(preparation, ensure_ascii=False, indent=2, default=str)
         (target / PREPARATION).write_text(text + "\n", encoding="utf-8")
-    text = yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)
-    (target / RECIPE).write_text(text, encoding="utf-8")
+    (target / RECIPE).write_bytes(exported_recipe(run.recipe))
     (target / METRICS).write_text("".join(json.dumps(line) + "\n" for line in run.metrics), encoding="utf-8")
     (target / REPORT).write_text(render([dataclasses.replace(run, path=target)]), encoding="utf-8")
 

@@ -17,7 +17,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedflat.core.checks import InputError, counted, require, wrong
@@ -357,8 +356,7 @@ def check_sums(run: Records) -> Iterator[Check]:
         # A name that is none of the folder's files may lead out of it.
         good = name in run.files and _sha256(path / name) == known != ""
         yield _same(name or SUMS, good, "as it was exported")
-    written = "" if run.recipe is None else yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)
-    if (path / RECIPE).read_bytes() != written.encode():
+    if run.recipe is not None and (path / RECIPE).read_bytes() != recomputed.exported_recipe(run.recipe):
         yield Check(RECIPE, "wrong", "has a comment, or another form than an export writes")
     if files.whole_lines(path / METRICS) is None:
         yield Check(METRICS, "wrong", IRREGULAR)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 import fedflat
 from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
-from fedflat.data.clients import FederatedData
+from fedflat.data.clients import FederatedData, refuse_users
 from fedflat.data.sources import load
 from fedflat.report.summary import summary_rows
 
@@ -338,13 +338,8 @@ def test_rows_of_clients_are_never_public(tmp_path: Path) -> None:
     found, more = (fedflat.clients(table, by="user", test_clients=0.3, **FORM) for table in (frame, joined))
     assert set(found.names) == set(more.names) - {"another"} and found.left_out + found.clients == 12
     assert fedflat.clients(frame, by="user", test_clients=4, **FORM).left_out == 4
-    few = {
-        "rounds": 1,
-        "model": "linear",
-        "algorithm": "dp-fedavg",
-        "cohort": {"size": 5},
-        "privacy": {"noise_multiplier": 1.0},
-    }
+    few: dict[str, Any] = {"rounds": 1, "model": "linear", "algorithm": "dp-fedavg", "cohort": {"size": 5}}
+    few["privacy"] = {"noise_multiplier": 1.0}
     form = {**spec, "max_per_client": 9, "classes": 3}
     for more, said in (
         ({"test_clients": 4}, "The 4 clients left out of training"),
@@ -354,6 +349,7 @@ def test_rows_of_clients_are_never_public(tmp_path: Path) -> None:
         result = fedflat.run({**few, "data": {**form, **more}})
         assert said in "".join(result.privacy["not_covered"])
         assert bool(said) == ("test data" in dict(summary_rows(result)))
+    assert not refuse_users(["0", "7"], ["", "70"], "test")  # a blank is nobody's name, not user 0's
 
 
 @pytest.mark.parametrize(

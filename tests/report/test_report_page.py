@@ -150,9 +150,9 @@ def test_a_claim_is_never_alone(tmp_path: Path) -> None:
 
 def test_statement_without_a_proven_figure_says_none(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", rounds=3)
-    (folder / "privacy.json").write_text('{"claimed_epsilon": 9.37, "delta": 0.002}')
+    (folder / "privacy.json").write_text('{"claimed_epsilon": 9.37, "delta": 0.002, "adversary": {"epsilon": null}}')
     page = page_of([folder], tmp_path)
-    assert "<dt>Proven ε</dt><dd>∞ (none)</dd>" in page
+    assert "<dt>Proven ε</dt><dd>∞ (none)</dd>" in page and "<dt>ε</dt><dd>∞ (none)</dd>" in page
     (folder / "privacy.json").unlink()
     assert "nothing is proven" in page_of([folder], tmp_path)
 
