@@ -25,7 +25,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from fedflat.core.checks import counted, in_range, wrong
+from fedflat.core.checks import counted, in_range, require, wrong
 from fedflat.data.encoding import owners_of
 from fedflat.simulation.run import run
 
@@ -220,8 +220,7 @@ class PrivateRegressor(RegressorMixin, _Private):  # type: ignore[misc]
         """Train on rows X ``(n, columns)``, or images where there is a body, y ``(n,)`` and users ``(n,)``."""
         inputs, values = self._inputs(X, y, reset=True, y_numeric=True)
         low, high = self.target_range or (-1.0, 1.0)
-        if not high > low:
-            raise wrong("target_range", self.target_range, "(low, high) with low < high")
+        require(high > low, "target_range", self.target_range, "(low, high) with low < high")
         self.middle_, self.half_ = (low + high) / 2, (high - low) / 2
         targets = (values.astype(np.float64) - self.middle_) / self.half_
         if self.target_range is not None:
@@ -260,8 +259,7 @@ def _by_user(users: Any, rows: int) -> tuple[list[Any], frozenset[Any] | None]:
         warnings.warn(said, stacklevel=4)
         return [slice(row, row + 1) for row in range(rows)], None
     named = np.asarray(users)
-    if named.shape != (rows,):
-        raise wrong("users", f"shape {named.shape}", f"one name for each of the {rows} rows")
+    require(named.shape == (rows,), "users", f"shape {named.shape}", f"one name for each of the {rows} rows")
     codes, names = pd.factorize(np.array(owners_of(named.tolist(), "users")))
     return [np.flatnonzero(codes == code) for code in range(len(names))], frozenset(names.tolist())
 

@@ -25,14 +25,14 @@ def _encoded(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
 
-def _name(key: int | bytes, purpose: str, index: Iterable[int]) -> bytes:
+def _stream_name(key: int | bytes, purpose: str, index: Iterable[int]) -> bytes:
     head = key if isinstance(key, bytes) else f"seed:{int(key)}".encode()
     return _encoded(head, purpose.encode(), *(b"%d" % int(i) for i in index))
 
 
 def digest(key: int | bytes, purpose: str, *index: int) -> bytes:
     """32 bytes that depend on every argument and on nothing else (SHA-256 of an unambiguous encoding)."""
-    return hashlib.sha256(_name(key, purpose, index)).digest()
+    return hashlib.sha256(_stream_name(key, purpose, index)).digest()
 
 
 def stream(key: int | bytes, purpose: str, *index: int) -> np.random.Generator:
@@ -64,7 +64,7 @@ class Streams:
     """
 
     def __init__(self, key: int | bytes, purpose: str, *first: int) -> None:
-        self._start = hashlib.sha256(_name(key, purpose, first))
+        self._start = hashlib.sha256(_stream_name(key, purpose, first))
         self._philox = np.random.Philox(key=0)
         self._generator = np.random.Generator(self._philox)
         self._fresh: Any = self._philox.state
@@ -116,9 +116,9 @@ class PortableDraws(TorchDispatchMode):
         uniform, drawn = func is torch.ops.aten.uniform_.default, self._generator
         if not uniform and func is not torch.ops.aten.normal_.default:
             return func(*args, **(kwargs or {}))
-        target, start, more = (*args, 0.0, 1.0)[:3] if len(args) != 2 else (*args, 1.0)
+        target, a, b = (*args, 0.0, 1.0)[:3] if len(args) != 2 else (*args, 1.0)  # from a to b, or mean and deviation
         values = drawn.random(tuple(target.shape)) if uniform else drawn.standard_normal(tuple(target.shape))
-        values = start + (more - start if uniform else more) * values
+        values = a + (b - a if uniform else b) * values
         return target.copy_(torch.as_tensor(values).to(target.dtype))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import InputError, gather, nearest, one_of, whole, wrong
+from fedflat.core.checks import InputError, gather, nearest, one_of, require, whole, wrong
 from fedflat.data import decoding
 
 if TYPE_CHECKING:
@@ -263,8 +263,7 @@ def _columns(where: str, given: str | Sequence[str] | None, there: list[str]) ->
     if isinstance(given, str):
         given = [given] if clean(given) in there else given.split(",")
     named = [clean(name) for name in given or ()]
-    if not named:
-        raise wrong(where, "nothing", f"one or more of the columns {', '.join(there)}")
+    require(bool(named), where, "nothing", f"one or more of the columns {', '.join(there)}")
     for place, name in enumerate(named):
         one_of(where, name, there)
         if name in named[:place]:
@@ -278,8 +277,7 @@ def _category_values(where: str, values: Any) -> tuple[Any, ...]:
         different = len(set(listed)) == len(listed)
     except TypeError:
         different = False
-    if not listed or not different:
-        raise wrong(where, values, "a list of different values, in a public order")
+    require(bool(listed) and different, where, values, "a list of different values, in a public order")
     return listed
 
 

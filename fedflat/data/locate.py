@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedflat.core.checks import InputError, RunError, nearest, wrong
+from fedflat.core.checks import InputError, RunError, nearest, require, wrong
 from fedflat.core.imports import hub
 from fedflat.data.encoding import clean
 from fedflat.data.preparation import DATASETS, Source
@@ -247,8 +247,7 @@ def _commas(file: Path, written: Written, key: str) -> Any:
 
     mark = written.separator or ("\t" if ".tsv" in file.name.lower() else ",")
     mark = {"tab": "\t", "\\t": "\t"}.get(mark, mark)
-    if len(mark) != 1:
-        raise wrong("data.separator", mark, "one sign, or tab")
+    require(len(mark) == 1, "data.separator", mark, "one sign, or tab")
     form = pc.ParseOptions(delimiter=mark, newlines_in_values=True)
     source = file if written.encoding is None else _in_utf8(file, written.encoding)
     # Only one thread knows which line is at fault.

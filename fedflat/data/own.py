@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedflat.core.checks import counted, one_of, whole, wrong
+from fedflat.core.checks import counted, one_of, require, whole, wrong
 from fedflat.data.clients import (
     GIVEN,
     PUBLIC,
@@ -107,8 +107,7 @@ def _federation(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedDat
         return _table(source, by, encoding, test)
     names: list[str] = []
     if isinstance(source, Mapping):
-        if by is not None:
-            raise wrong("clients: by", by, "none, since a dict has its users for keys")
+        require(by is None, "clients: by", by, "none, since a dict has its users for keys")
         named = {name_of(user): data for user, data in source.items()}
         if len(named) < len(source):
             raise wrong("clients", "two users of one name, but for blanks around it", "each user once")
@@ -172,8 +171,7 @@ def _encoded(
     frame: pd.DataFrame, names: list[str], codes: Indices, encoding: Encoding, test: Any, by: Any = None
 ) -> FederatedData:
     """Return one table whose row ``i`` belongs to client ``codes[i]``. by: the column of users, if there is one."""
-    if not names:
-        raise wrong("clients", "a table of 0 rows", "at least one client's row")
+    require(bool(names), "clients", "a table of 0 rows", "at least one client's row")
     # A client's rows stay in their order, and lie together.
     order = np.argsort(codes, kind="stable")
     frame, whose = frame.iloc[order], codes[order]
@@ -210,8 +208,7 @@ def _public(test: Any, names: list[str], encoding: Encoding, by: Any) -> tuple[A
     """Return the examples of a public test table, and whether it names its users, none of whom is a client."""
     if test is None:
         return None, False
-    if not _is_table(test):
-        raise wrong("clients: test", type(test).__name__, "a table with the same columns")
+    require(_is_table(test), "clients: test", type(test).__name__, "a table with the same columns")
     rows = _frame(test)
     check_columns("clients: test", (*encoding.inputs, *encoding.target), rows.columns)
     named = isinstance(by, str) and by in rows.columns
@@ -251,8 +248,7 @@ def _stacked(where: str, values: Sequence[Any]) -> torch.Tensor:
 def _each(by: Any, rows: int) -> list[str]:
     """Return the name of every example's owner."""
     owners = owners_of(by.tolist() if hasattr(by, "tolist") else by, "clients: by")
-    if len(owners) != rows:
-        raise wrong("clients: by", counted(len(owners), "owner"), f"one for each of the {rows} examples")
+    require(len(owners) == rows, "clients: by", counted(len(owners), "owner"), f"one for each of the {rows} examples")
     return owners
 
 
@@ -263,10 +259,8 @@ def _by_owner(source: Any, by: Any) -> tuple[list[str], list[Any]]:
         raise wrong("clients", type(source).__name__, ALLOWED)
     x, y = (side if isinstance(side, torch.Tensor) else np.asarray(side) for side in pair)
     owners = np.array(_each(by, len(x)))
-    if len(y) != len(x):
-        raise wrong("clients", f"{len(x)} inputs and {len(y)} targets", "as many targets as inputs")
-    if not len(owners):
-        raise wrong("clients", "no examples", "at least one client's example")
+    require(len(y) == len(x), "clients", f"{len(x)} inputs and {len(y)} targets", "as many targets as inputs")
+    require(bool(len(owners)), "clients", "no examples", "at least one client's example")
     names, counts = np.unique(owners, return_counts=True)
     rows = np.split(np.argsort(owners, kind="stable"), np.cumsum(counts)[:-1])
     return names.tolist(), [(x[mine], y[mine]) for mine in rows]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedflat.config.sections import DataSection
-from fedflat.core.checks import InputError, wrong
+from fedflat.core.checks import InputError, require, wrong
 from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData, bounded, hold_back, leave_out, refuse_private_test, refuse_users
 from fedflat.data.decoding import normalise
@@ -151,8 +151,7 @@ def _set_apart(data: FederatedData, share: float, seed: int) -> tuple[FederatedD
 def _options(spec: DataSection | Mapping[str, Any]) -> DataSection:
     """Return the section with its columns under their new names."""
     section = DataSection.model_validate(spec)
-    if not section.dataset:
-        raise wrong("data.dataset", section.dataset, "a name, a hub id or a path")
+    require(section.dataset != "", "data.dataset", section.dataset, "a name, a hub id or a path")
     for old, new in (("input", "inputs"), ("label", "target")):
         if (given := getattr(section, old)) is not None:
             if getattr(section, new) is not None:
@@ -206,10 +205,8 @@ def _read(options: DataSection) -> tuple[Meaning, Table, Table | None]:
 
 def _named_test(options: DataSection, train: Split, there: Split | None, written: Written) -> Split:
     """Return the public test data that the recipe names."""
-    if there is not None:
-        raise wrong("data.test", options.test, f"nothing: {options.dataset} has test data of its own")
-    if options.test_fraction is not None:
-        raise wrong("data.test_fraction", options.test_fraction, "nothing beside data.test")
+    require(there is None, "data.test", options.test, f"nothing: {options.dataset} has test data of its own")
+    require(options.test_fraction is None, "data.test_fraction", options.test_fraction, "nothing beside data.test")
     found = locate(str(options.test), written, "data.test")[2]
     split = found.get("test") or next(iter(found.values()))
     if {file.resolve() for file in split.files} & {file.resolve() for file in train.files}:
@@ -329,6 +326,5 @@ def _elsewhere(data: FederatedData, source: str, seed: int) -> FederatedData:
 
 
 def _chosen(total: int, count: int, seed: int, where: str) -> npt.NDArray[np.int64]:
-    if count > total:
-        raise wrong("algorithm.queries", count, f"at most {total}, the examples that {where} can spare")
+    require(count <= total, "algorithm.queries", count, f"at most {total}, the examples that {where} can spare")
     return stream(seed, "public examples").permutation(total)[:count]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import InputError, one_of, wrong
+from fedflat.core.checks import InputError, one_of, require, wrong
 from fedflat.data import decoding
 from fedflat.data.clients import classes_of
 from fedflat.data.encoding import Encoding, Words, check_columns, clean, encoding_of, owners_of, words_of
@@ -150,8 +150,7 @@ def _classes(kind: Kind, encoding: Encoding, label: Any, source: Source | None, 
         least = min(int(values.min()) for values in whole)
         raise wrong(where, f"label {least}", "class numbers ≥ 0 (is it unlabelled?)")
     known = getattr(label, "num_classes", None) or (source.classes if source and kind != "table" else largest)
-    if largest > known:
-        raise wrong(where, f"label {largest - 1}", f"class numbers below {known}")
+    require(largest <= known, where, f"label {largest - 1}", f"class numbers below {known}")
     return int(known)
 
 

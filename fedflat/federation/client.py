@@ -58,9 +58,13 @@ class Client:
         """Model, plan and data, built as the simulation builds them; only this client's rows are there."""
         from fedflat.assembly.jobs import prepare
 
+        return prepare(self.task.recipe, data=self.task.form.federation(self.number, self.examples()))
+
+    def examples(self) -> tuple[Tensor, Tensor]:
+        """Return its inputs and targets; InputError where they are not of the form that the task says."""
         inputs, targets = read_examples(self.data)
         self.task.form.check(str(self.data), inputs, targets)
-        return prepare(self.task.recipe, data=self.task.form.federation(self.number, (inputs, targets)))
+        return inputs, targets
 
     def answer(self, content: Any) -> Any:
         """Return the content of the reply to a message's content.

@@ -28,7 +28,7 @@ from fedflat.federation.bounds import Limit, limit_answers, pulled, unpacked
 from fedflat.federation.client import client_of, reply_to
 from fedflat.federation.events import log_to_stderr
 from fedflat.federation.secagg.client import signing_key
-from fedflat.federation.store import Store, read_examples
+from fedflat.federation.store import Store
 from fedflat.federation.task import Task
 from fedflat.federation.wire import Malformed
 
@@ -69,7 +69,7 @@ def serve(given: argparse.Namespace) -> int:
     log_to_stderr(str(config.get("log", "text")))
     client = client_of(task, config)  # said now, and not when a round asks first
     with using_threads(1):  # threads that had worked here would be missing in the processes forked below
-        task.form.check(str(client.data), *read_examples(client.data))
+        client.examples()
     ours, workers = Pipe()
     processes.start_companion(partial(_answer_messages, workers, app, config))
     workers.close()
