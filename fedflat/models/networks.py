@@ -103,13 +103,16 @@ def _lite(name: str, side: int | None) -> Loaded:
         raise missing(f"model.body: {name}", str(error.name), "vision") from error
     path = next(iter(sorted(weights.glob("*.pth"))), weights)
     found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "nothing"
-    if found != wanted:
-        raise wrong(f"model.body: {name}", f"weights with SHA-256 {found}", wanted, hint=f"Reinstall {package}.")
-    fixed = {"image_size": side or own, "dropout_rate": 0.0, "drop_connect_rate": 0.0}
+    hint, fixed = f"Reinstall {package}.", {"image_size": side or own, "dropout_rate": 0.0, "drop_connect_rate": 0.0}
+    require(found == wanted, f"model.body: {name}", f"weights with SHA-256 {found}", wanted, hint=hint)
     network = code.EfficientNet(*parameters(name, fixed))
     network.load_state_dict(torch.load(path, weights_only=True))
+    for part in network.modules():
+        if type(getattr(part, "static_padding", None)).__name__ == "Identity":
+            part.__class__ = nn.Conv2d  # which it is; nobody could make an adapter of its own class
     seen = Preprocessing((side or own,) * 2, mean=(127 / 255,) * COLOURS, std=(128 / 255,) * COLOURS)
-    return Loaded(network, "extract_features", seen, found, network._fc.weight.detach())
+    classifier, network._fc = network._fc.weight.detach(), nn.Identity()
+    return Loaded(network, "extract_features", seen, found, classifier)
 
 
 def _timm(name: str) -> Loaded:
@@ -124,15 +127,16 @@ def _timm(name: str) -> Loaded:
     crop = (int(known["input_size"][1]), int(known["input_size"][2]))
     size = (int(crop[0] / known["crop_pct"]), int(crop[1] / known["crop_pct"]))
     seen = Preprocessing(size, crop, known["interpolation"], tuple(known["mean"]), tuple(known["std"]))
-    classifier = getattr(network.get_classifier(), "weight", None)
-    return Loaded(network, "forward_features", seen, digest_of(network.state_dict()), classifier)
+    classifier, digest = getattr(network.get_classifier(), "weight", None), digest_of(network.state_dict())
+    network.reset_classifier(0)
+    return Loaded(network, "forward_features", seen, digest, classifier)
 
 
 def _file(name: str) -> Loaded:
     with calling(f"model.body {name}"):
         network = imported("model.body", name)()
-    if not isinstance(network, nn.Module):
-        raise wrong("model.body", f"{name}, which returns {type(network).__name__}", "a callable that returns a module")
+    found = f"{name}, which returns {type(network).__name__}"
+    require(isinstance(network, nn.Module), "model.body", found, "a callable that returns a module")
     linear = [part.weight.detach() for part in network.modules() if isinstance(part, nn.Linear)]
     prior = str(getattr(network, "prior", "unknown"))
     return Loaded(network, "", Preprocessing(), digest_of(network.state_dict()), linear[-1] if linear else None, prior)
@@ -156,10 +160,8 @@ def _folder(name: str) -> Loaded:
         seen, classifier = _processed(processor), _classifier(files)
     if isinstance(pooler := getattr(network, "pooler", None), nn.Module) and list(pooler.parameters()):
         network.pooler = None  # nothing reads it, and where the file has no weights for it they are random
-    total = hashlib.sha256()
-    for file in files:
-        total.update(file.read_bytes())
-    return Loaded(network, "last_hidden_state", seen, total.hexdigest(), classifier)
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return Loaded(network, "last_hidden_state", seen, digest, classifier)
 
 
 def _processed(found: Mapping[str, Any]) -> Preprocessing:

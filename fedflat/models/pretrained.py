@@ -198,11 +198,12 @@ def trainable(name: str, module: Headed, train: str, rank: int) -> Headed:
 
 
 def _dense(body: nn.Module) -> list[str]:
-    """Return the names of the layers that take adapters in a network without attention."""
-    return [
-        name for name, part in body.named_modules()
-        if isinstance(part, nn.Linear) or (isinstance(part, nn.Conv2d) and part.groups == 1)
-    ]  # fmt: skip
+    """Return the names of the layers that take adapters in a network without attention.
+
+    An adapter is another layer of the same class, so classes of a network's own are left alone.
+    """
+    kinds = (nn.Linear, nn.Conv2d)
+    return [name for name, part in body.named_modules() if type(part) in kinds and getattr(part, "groups", 1) == 1]
 
 
 def vit_base(

@@ -11,7 +11,10 @@ import fedflat
 from fedflat.algorithms import ALGORITHMS
 from fedflat.config.recipe import Recipe
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("noise_of_the_seed"),
+]
 METHODS = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
 
 

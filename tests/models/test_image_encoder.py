@@ -112,10 +112,8 @@ def test_projections_are_of_public_numbers(bodies: dict[str, str]) -> None:
     torch.testing.assert_close(found.abs(), wanted.abs(), atol=1e-4, rtol=1e-3)
     patches = {"kind": "patches", "filters": 20, "size": 3, "dimension": 30, "images": 100}
     assert encoder(patches).prior == "random process"
-    assert encoder({"kind": bodies["vit"], "images": 100}, projection="synthetic", dimension=5).features(x).shape == (
-        3,
-        5,
-    )
+    synthetic = encoder({"kind": bodies["vit"], "images": 100}, projection="synthetic", dimension=5)
+    assert synthetic.features(x).shape == (3, 5)
     assert torch.equal(
         *(encoder({"kind": bodies["vit"], "images": 100}, projection="synthetic").features(x) for _ in "ab")
     )
@@ -199,6 +197,10 @@ def test_packaged_networks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = encoder(name, size=32)
     assert module.body.bodies[0].digest == networks.LITE[name][1] and module.frozen
     assert module.features(images()[1]).shape == (3, 1280)
+    adapted = encoder(name, size=32, train="lora", rank=2)
+    torch.testing.assert_close(adapted.features(images()[1]), module.features(images()[1]))
+    assert sum("lora_B" in key for key, _ in adapted.named_parameters()) > 30  # all its 1 × 1 convolutions
+    assert not [key for key, _ in adapted.named_parameters() if "_fc" in key]
     monkeypatch.setitem(networks.LITE, name, (224, "0" * 64))
     with pytest.raises(InputError, match=rf"^model\.body: {name}: found weights with SHA-256"):
         encoder(name)
@@ -229,13 +231,11 @@ def test_a_network_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
         def get_classifier(self) -> nn.Module:
             return self.fc
 
-    config = {
-        "input_size": (3, 12, 12),
-        "crop_pct": 0.75,
-        "interpolation": "bilinear",
-        "mean": (0.5,) * 3,
-        "std": (1,) * 3,
-    }
+        def reset_classifier(self, classes: int) -> None:
+            self.fc = nn.Identity()  # type: ignore[assignment]
+
+    config: dict[str, Any] = {"input_size": (3, 12, 12), "crop_pct": 0.75, "interpolation": "bilinear"}
+    config |= {"mean": (0.5,) * 3, "std": (1,) * 3}
     fake: Any = types.ModuleType("timm")
     fake.create_model = lambda name, pretrained: Net()
     fake.data = types.SimpleNamespace(resolve_model_data_config=lambda network: config)
@@ -244,6 +244,7 @@ def test_a_network_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     module = encoder("timm:net", projection="classifier", dimension=3)
     assert module.body.bodies[0].maps.prepare.rows.shape == (12, 8)
     assert module(images()[1]).shape == (3, 3) and module.prior.startswith("public natural data: timm:net")
+    assert not [key for key, _ in module.named_parameters() if "fc." in key]
 
 
 @pytest.mark.parametrize(
