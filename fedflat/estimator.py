@@ -52,7 +52,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     epsilon: float = 8.0
     delta: float | None = None
     algorithm: Any = "dp-fedavg"
-    body: str | None = None
+    body: str | Mapping[str, Any] | None = None
     hidden: int | None = None
     rounds: int = 30
     steps: int = 10
@@ -94,7 +94,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         whole = self.cohort >= 1
         model: dict[str, Any] = {"name": "linear"} if self.hidden is None else {"name": "mlp", "hidden": self.hidden}
         if self.body is not None:
-            model = {"name": "representation", "body": self.body}
+            model = {"name": "image-encoder", "body": self.body}
         found: dict[str, Any] = {
             # This seed drives public things only; the noise is secret.
             "seed": int(check_random_state(self.random_state).randint(2**31)), "rounds": self.rounds,
@@ -154,7 +154,8 @@ class PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
     Args:
         epsilon, delta: the guarantee of one fit; delta None: 0.1 over the number of users.
         algorithm: a method by its name, or a mapping with its options.
-        body: None, or frozen features for images: patches, scattering, contrastive or a folder.
+        body: None, or frozen features for images: patches, scattering, efficientnet-lite0 or a network's folder; or a
+            mapping with its options (docs/representations.md).
         hidden: None for a linear model, or the width of one hidden layer.
         rounds, steps, batch_size, lr, clip: of the training (docs/recipe.md).
         cohort: share of the users that take part in a round, by coins of their own below 1.

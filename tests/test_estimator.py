@@ -52,10 +52,11 @@ def test_images_go_through_a_body() -> None:
     draw = np.random.default_rng(0)
     y = np.arange(120) % 2
     x = draw.random((120, 8, 8), dtype=np.float32) + y[:, None, None]
-    model = PrivateClassifier(body="patches", rounds=3, recipe={"model": {"side": 3, "features": 16}})
+    body = {"kind": "patches", "filters": 20, "size": 3, "dimension": 30, "images": 100}
+    model = PrivateClassifier(body=body, rounds=3, recipe={"model": {"side": 3, "features": 16}})
     with pytest.raises(InputError, match="model"):
         model.fit(x, y, users=np.arange(120) // 4)
-    found = PrivateClassifier(body="patches", rounds=3, recipe={"engine": {"backend": "sequential"}}).fit(x, y)
+    found = PrivateClassifier(body=body, rounds=3, recipe={"engine": {"backend": "sequential"}}).fit(x, y)
     assert found.predict(x).shape == (120,)
 
 
