@@ -154,7 +154,6 @@ def test_a_users_own_rule_and_odd_messages() -> None:
     """
     sign = Phase(rule=lambda gradient, view: lambda w: torch.sign(gradient(w)))
     for transform in (
-        lambda update, view: update.double() if view.steps == 3 else update,
         lambda update, view: update.bfloat16() if view.steps == 3 else update,
         lambda update, view: update * float("nan"),
     ):
@@ -311,24 +310,16 @@ def test_a_task_that_always_loses_its_worker_ends_the_run_with_one_line(
 
 
 class Fails(nn.Linear):
-    kind: type[Exception] = RuntimeError
-
     def forward(self, x: Tensor) -> Tensor:
         if torch.equal(x, clients()[4][0]):
-            raise self.kind("sizes do not fit")
+            raise KeyError("sizes do not fit")
         return super().forward(x)
-
-
-class FailsOddly(Fails):
-    kind = KeyError
 
 
 def test_what_a_model_raises_names_the_client() -> None:
     everybody = {"cohort": {"size": len(SIZES)}}
-    with pytest.raises(RunError, match=r"^Ray task: round 0, client 4, local training: sizes do not fit$"):
-        both(network=lambda: Fails(6, 3), changes=everybody)
     with pytest.raises(RunError, match=r"^Ray task: round 0, client 4, local training: 'sizes do not fit'$"):
-        both(network=lambda: FailsOddly(6, 3), changes=everybody)
+        both(network=lambda: Fails(6, 3), changes=everybody)
     same(*both())  # the session is as good as before
 
 

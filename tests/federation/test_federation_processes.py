@@ -91,6 +91,7 @@ def check_numbers(federation: Federation, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_federation_of_processes(tmp_path: Path) -> None:
     """SuperLink, two SuperNodes, `flwr run`: the simulation's numbers. Then a run in which a client is killed while it
     trains, a second server is refused, the server is killed, the client is back, and a third server goes on to the
