@@ -153,6 +153,7 @@ def test_resume_goes_on_from_the_folders_own_recipe(
     for file in ("ledger.jsonl", "privacy.json", "recipe.yaml"):
         assert Path("parts", file).read_bytes() == Path("whole", file).read_bytes()
     assert timeless("parts") == timeless("whole")
+    assert "parts: this run had ended already; nothing was trained." in fedflat("run", "--resume", "parts").out
 
 
 def timeless(folder: str) -> list[dict[str, Any]]:
@@ -256,6 +257,7 @@ def test_help_and_mistakes_answer_without_torch() -> None:
         (("run", "--resume", "folder"), "--resume: found folder, which has no recipe.yaml"),
         (("run", "--resume", "nowhere"), "--resume: found nowhere, which is no folder"),
         (("run", "--resume", "folder", "--out", "x"), "a recipe, -o or --out as well; allowed: --resume DIR alone"),
+        (("compare", "tiny.yaml", "--seeds", "two"), "--seeds: found two; allowed: a whole number."),
         (("run", "tiny.yaml", "--epsilon", "4"), "option '--epsilon'. A recipe's key is changed with -o privacy."),
         (("run", "tiny.yaml", "--roundz", "4"), "option '--roundz'. A recipe's key is changed with -o rounds=VALUE"),
         (("run", "tiny.yaml", "--out", "empty.yaml"), "--out: found empty.yaml, which is no folder"),

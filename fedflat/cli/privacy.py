@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from fedflat import report
 from fedflat.cli import Json, Overrides, columns, print_json
-from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
+from fedflat.core.checks import InputError, in_range, one_of, require, whole, wrong
 
 if TYPE_CHECKING:
     from fedflat.config.recipe import Recipe
@@ -304,8 +304,7 @@ def _plan_of(name: str, recipe: Recipe) -> Plan:
     from fedflat.assembly.plans import algorithm_of, plan_of
 
     method = algorithm_of(recipe)
-    if not method.private:
-        raise wrong(name, method.name, "a method with privacy: this one neither clips nor adds noise")
+    require(method.private, name, method.name, "a method with privacy: this one neither clips nor adds noise")
     if method.kind == "ddgauss":
         raise wrong(name, method.name, "a method with Gaussian noise", hint="Its own account is in a run's statement.")
     if recipe.privacy.protocol != "sound":

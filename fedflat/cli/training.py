@@ -60,6 +60,8 @@ def run(
         facts = {"folder": folder, "report": page, "last": last, "privacy": result.privacy}
         print_json({**facts, "warnings": result.warnings})
     else:
+        if resume and not result.stages:
+            print(f"{folder}: this run had ended already; nothing was trained.")
         report.print_summary(result, folder, page)
     if process.stop_signal() and result.stopped:
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from fedflat.config import sections
 from fedflat.config.reading import GIVEN, advised, override, read
 from fedflat.config.sections import Only, Section, as_named, section_in
-from fedflat.core.checks import InputError, gather, nearest, wrong
+from fedflat.core.checks import InputError, gather, nearest, require, wrong
 
 
 class Recipe(Section):
@@ -86,8 +86,7 @@ class Recipe(Section):
 
     def _check(self, where: str) -> None:
         local, clip = self.local, self.privacy.clip
-        if local.steps is not None and local.epochs is not None:
-            raise wrong(f"{where}: local", "both steps and epochs", "one of them")
+        require(None in (local.steps, local.epochs), f"{where}: local", "both steps and epochs", "one of them")
         if local.warmup > self.rounds:
             raise wrong(f"{where}: local.warmup", local.warmup, f"at most {self.rounds}, the number of rounds")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.engine.device):

@@ -168,8 +168,7 @@ def with_test(data: FederatedData, test: Any) -> FederatedData:
     """Return the federation with a public test pair, of the same form as its clients' data; None adds nothing."""
     if test is None:
         return data
-    if data.left_out:
-        raise wrong("test", "test data and clients left out for it", "one of test= and test_clients")
+    require(not data.left_out, "test", "test data and clients left out for it", "one of test= and test_clients")
     x, y = _pair("test", test, data.targets.is_floating_point())
     _same_form([("the clients' data", data.inputs, data.targets), ("test", x, y)])
     found = dataclasses.replace(data, test_inputs=x, test_targets=y, classes=max(data.classes, classes_of(y)))
@@ -415,5 +414,4 @@ def _same_form(named: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
             if a.shape[1:] != b.shape[1:]:
                 allowed = f"{tuple(a.shape[1:])} per example, as in {first}"
                 raise wrong(f"{where} {side}", f"shape {tuple(b.shape[1:])} per example", allowed)
-            if a.dtype != b.dtype:
-                raise wrong(f"{where} {side}", f"dtype {b.dtype}", f"{a.dtype}, as in {first}")
+            require(a.dtype == b.dtype, f"{where} {side}", f"dtype {b.dtype}", f"{a.dtype}, as in {first}")

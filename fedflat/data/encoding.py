@@ -266,8 +266,7 @@ def _columns(where: str, given: str | Sequence[str] | None, there: list[str]) ->
     require(bool(named), where, "nothing", f"one or more of the columns {', '.join(there)}")
     for place, name in enumerate(named):
         one_of(where, name, there)
-        if name in named[:place]:
-            raise wrong(where, f"{name} twice", "each column once")
+        require(name not in named[:place], where, f"{name} twice", "each column once")
     return tuple(named)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
+from fedflat.core.checks import InputError, in_range, one_of, require, whole, wrong
 from fedflat.core.rng import stream
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def partition(
     if clients is None:
         raise wrong("data.clients", "nothing", f"a whole number ≥ 1 (only natural partitions know it; this is {kind})")
     whole("data.clients", clients, 1)
-    if clients > len(labels):
-        raise wrong("data.clients", clients, f"at most {len(labels)}, the number of training examples")
+    require(clients <= len(labels), "data.clients", clients, f"at most {len(labels)}, the number of training examples")
     order = stream(seed, "partition order").permutation(len(labels))
     parts = _run(_partitioner(kind, spec, np.unique(labels).size, clients, seed), labels[order], clients)
     return tuple(np.sort(order[part]).astype(np.int64) for part in parts)

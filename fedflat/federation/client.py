@@ -48,8 +48,8 @@ class Client:
     operator: Path | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.number < self.task.form.clients:
-            raise wrong("node config: client", self.number, f"0 to {self.task.form.clients - 1}")
+        clients = self.task.form.clients
+        require(0 <= self.number < clients, "node config: client", self.number, f"0 to {clients - 1}")
         if self.pin and self.pin != self.task.pin:
             raise wrong("node config: pin", self.pin, f"{self.task.pin}, the hash of the app's recipe, task and roster")
 

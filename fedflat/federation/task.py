@@ -129,8 +129,8 @@ class Roster:
             value = json.loads(path.read_text(encoding="utf-8"))
             keys = tuple(str(entry["public_key"]) for entry in value["clients"])
             numbers = [entry["client"] for entry in value["clients"]]
-        if numbers != list(range(len(keys))):
-            raise wrong(str(path), "client numbers with gaps or in another order", "0, 1, 2, …")
+        ordered = numbers == list(range(len(keys)))
+        require(ordered, str(path), "client numbers with gaps or in another order", "0, 1, 2, …")
         roster = cls(keys)
         _ = roster.loaded  # checks them all
         return roster

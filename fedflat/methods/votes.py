@@ -275,8 +275,7 @@ def account_of(recipe: Recipe, method: Algorithm) -> VotesPlan:
         raise wrong("algorithm.queries", queries, allowed)
     if recipe.server.filled() != ServerSection().filled():
         raise wrong("server", "settings", "none for ae-dpfl", hint="Its server step is the fit of a student.")
-    if recipe.privacy.secure_rng:
-        raise wrong("privacy.secure_rng", True, "false for ae-dpfl")
+    require(not recipe.privacy.secure_rng, "privacy.secure_rng", True, "false for ae-dpfl")
     # Under local trust a ballot is always there, so a neighbour changes it.
     replaced = recipe.cohort.sampling == "fixed" or trust_of(recipe, method) == "local"
     return VotesPlan(labels, queries // labels, "replace-one" if replaced else "add-remove")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.checks import in_range, wrong
+from fedflat.core.checks import in_range, require
 from fedflat.core.params import Layout
 from fedflat.core.types import Algorithm, ClientView, GradientFn, GradientRule, ServerView, l2
 
@@ -263,16 +263,18 @@ class HoldBias:
         return held, {}
 
 
-def check_bias(algorithm: Algorithm, module: nn.Module, layout: Layout, inputs: Tensor) -> None:
-    """Raise InputError for a method that holds the last bias on a module whose last shared tensor is another: what is
-    added to it must come out as it went in, up to a constant in each row. inputs: made up, ``(b, …)``.
+def check_bias(algorithm: Algorithm, module: nn.Module, layout: Layout, inputs: Tensor, targets: Tensor) -> None:
+    """Raise InputError where a method holds the last bias and targets are no classes ``(n,)``, or what is added to the
+    last shared tensor does not come out as it went in, up to a constant in each row. inputs: made up, ``(b, …)``.
 
     >>> from fedflat.core.params import layout_of
-    >>> model = nn.Linear(2, 3)
-    >>> check_bias(Algorithm("held", server=(HoldBias(),)), model, layout_of(model), torch.zeros(1, 2))
+    >>> model, held = nn.Linear(2, 3), Algorithm("held", server=(HoldBias(),))
+    >>> check_bias(held, model, layout_of(model), torch.zeros(1, 2), torch.tensor([0]))
     """
     if not any(isinstance(step, HoldBias) for step in algorithm.server):
         return
+    classes = targets.dim() == 1 and not targets.is_floating_point()
+    require(classes, "algorithm", f"{algorithm.name} with targets that are no classes", "a classification")
     name = layout.names[layout.shared - 1]
     tried = copy.deepcopy(module).eval()
     bias = dict(tried.named_parameters())[name]
@@ -282,12 +284,10 @@ def check_bias(algorithm: Algorithm, module: nn.Module, layout: Layout, inputs: 
         moved = before.shape == (len(inputs), bias.numel()) and bias.dim() == 1
         if moved:
             bias.add_(added)
-            # A constant in each row changes no softmax.
-            rest = tried(inputs).double() - before - added
+            rest = tried(inputs).double() - before - added  # a constant in each row changes no softmax
             moved = bool((rest - rest.mean(-1, keepdim=True)).abs().max() < 1e-3 * len(added))
-    if not moved:
-        found = f"{algorithm.name} on a model whose last tensor, {name}, is not the bias of its outputs"
-        raise wrong("algorithm", found, "a model that ends in a linear layer with a bias")
+    found = f"{algorithm.name} on a model whose last tensor, {name}, is not the bias of its outputs"
+    require(moved, "algorithm", found, "a model that ends in a linear layer with a bias")
 
 
 def label_prior(strength: float = 1.0, absent: float = 0.01) -> LabelPrior:

@@ -82,6 +82,9 @@ class Scaled(nn.Module):
 def test_a_model_without_a_last_bias_is_refused(model: nn.Module) -> None:
     with pytest.raises(InputError, match=r"dp-fedavg-la on a model whose last tensor, .*, is not the bias"):
         fedflat.run(RECIPE, model=model, clients=skewed())
+    values = [(x, y[:, None] * 0.5) for x, y in skewed()]
+    with pytest.raises(InputError, match="dp-fedavg-la with targets that are no classes"):  # before a folder is made
+        fedflat.run({**RECIPE, "task": "regression"}, model=nn.Linear(4, 1), clients=values)
 
 
 def test_log_probabilities_have_their_bias_too() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fedflat.core.checks import in_range, whole, wrong
+from fedflat.core.checks import in_range, require, whole, wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.privacy.accounting.curves import gdp_mu
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
@@ -207,8 +207,7 @@ def _bracket(
         # ε falls about as fast as 1/σ: step past the target by a little, then ever further.
         reach = abs(found - goal) * 1.2 if math.isfinite(found) else 0.0
         other = x - max(stride, min(reach, 1.0)) if enough else x + max(stride, min(reach, 1.0))
-        if other > math.log(1e7):
-            raise wrong("privacy.epsilon", target, "an ε that some noise multiplier up to 1e7 reaches")
+        require(other <= math.log(1e7), "privacy.epsilon", target, "an ε that some noise multiplier up to 1e7 reaches")
         value = log_at(other)
         if (value <= goal) != enough:
             return ((other, value), (x, found)) if enough else ((x, found), (other, value))
