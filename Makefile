@@ -75,7 +75,7 @@ $(VENV)/run.stamp: $(VENV)/own.stamp
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/own.stamp
-	$(LOCKED) 'fedflat[dev,language,federation,scale,onnx,vision]'
+	$(LOCKED) 'fedflat[dev,language,federation,scale,onnx,vision,excel]'
 	touch $@ $(VENV)/run.stamp
 
 # For deploy/Containerfile.

@@ -11,7 +11,7 @@ import fedflat
 
 ROOT = Path(fedflat.__file__).parents[1]
 LOCK = ROOT / "constraints.txt"
-EXTRAS = ("dev", "docs", "language", "federation", "scale", "onnx", "vision")
+EXTRAS = ("dev", "docs", "language", "federation", "scale", "onnx", "vision", "excel")
 """What the Makefile installs."""
 
 if not LOCK.is_file():

@@ -289,17 +289,17 @@ def _sheet(file: Path) -> Any:
     try:
         frame = pd.read_excel(file)
         # A column with a word among numbers is text, as in a CSV file: the cell is named where it is read.
-        for name in frame.select_dtypes(object):
-            if any(isinstance(value, str) for value in frame[name]):
-                frame[name] = frame[name].map(str, na_action="ignore")
+        words = [name for name in frame.columns if any(isinstance(value, str) for value in frame[name])]
+        frame[words] = frame[words].map(str, na_action="ignore")
         return pa.Table.from_pandas(frame, preserve_index=False)
-    except ImportError as error:
-        package = "xlrd" if "xlrd" in str(error) else "openpyxl"
-        raise wrong(f"{file}", f"no {package}, which reads it", f"pip install {package}, or a CSV file") from None
+    except ImportError:
+        allowed = "an .xlsx file without a password, with pip install 'fedflat[excel]', or a CSV file"
+        raise wrong(f"{file}", "an Excel file that nothing installed reads", allowed) from None
 
 
 def _clean_names(found: list[str], where: Path | str, key: str) -> dict[str, str]:
     """Return every column's name as it is in the file -> without blanks around it."""
+    require(bool(found), key, f"no columns in {where}", "a table")
     names = {name: clean(name) for name in found}
     twice = [name for name, times in Counter(map(clean, found)).items() if times > 1]
     if twice:

@@ -357,6 +357,7 @@ def test_rows_of_clients_are_never_public(tmp_path: Path) -> None:
     [
         ("a.tsv", {}, lambda t, p: t.to_csv(p, sep="\t", index=False)),
         ("a.csv.gz", {}, lambda t, p: t.to_csv(p, index=False)),
+        ("a.xlsx", {}, lambda t, p: t.to_excel(p, index=False)),
         (
             "a.csv",
             {"separator": ";", "encoding": "utf-16"},
