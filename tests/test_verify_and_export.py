@@ -133,10 +133,14 @@ def test_a_cut_last_line_is_noticed(run: Path, name: str) -> None:
     assert wrong(run)
 
 
-def test_lines_cut_with_their_seals_are_noticed(run: Path) -> None:
+def test_a_seal_twice_lines_cut_with_theirs_and_other_terms_are_noticed(run: Path) -> None:
+    seals = (run / "metrics.seals").read_bytes()
+    (run / "metrics.seals").write_bytes(seals + seals.splitlines(keepends=True)[-1])
+    assert wrong(run) == ["metrics.jsonl"]
     for name in ("metrics.jsonl", "metrics.seals"):
         without_last_line(run / name)
-    assert "metrics.jsonl" in wrong(run)
+    reopened(run, terms={**Opening.read(run).terms, "clients": 3})
+    assert {"metrics.jsonl", "private/run.json"} <= set(wrong(run))
 
 
 def test_another_runs_checkpoint_is_noticed(run: Path, finished: Path, tmp_path: Path) -> None:
@@ -909,13 +913,13 @@ def test_where_an_account_takes_long_the_ledgers_lines_are_what_metrics_show(tmp
 
 def test_every_file_is_covered_or_named(run: Path) -> None:
     beside = ("registry.yaml", "audit.json", "ended.json", "ledger.torn", "server.lock")
-    for name in (*beside, "notes.txt"):
+    for name in (*beside, "notes.txt", "preparation.json"):
         (run / name).write_text("{}")
     found = {check.record: check for check in check_strangers(Records(run))}
     for name in (*beside, "ledger.lock"):
         assert found[name].about.startswith("known, not covered: "), name
-    assert found["notes.txt"].about.startswith("unknown") and "metrics.seals" not in found
-    assert found["files"].about.endswith("6 known and not covered, 1 unknown")
+    assert all(found[name].about.startswith("unknown") for name in ("notes.txt", "preparation.json"))
+    assert found["files"].about.endswith("6 known and not covered, 2 unknown") and "metrics.seals" not in found
     named = {check.record for check in inspect_run(run)}
     for file in Records(run).files:  # the twin: each one is a record of its own, or of the file that it seals
         kept = [record for record in named if record.startswith(file.replace(".seals", ".jsonl"))]

@@ -112,12 +112,12 @@ def _opening_verdict(run: Records) -> tuple[Verdict, str]:
         opening, first = Opening.read(run.folder), run.first
     except InputError as error:
         return "wrong", str(error)
-    digests = {"id": opening.run, **opening.digests}
-    if first is not None and {key: first.get(key) for key in digests} != digests:
-        return "wrong", "the ledger's lines are another run's"
+    said = {"id": opening.run, "terms": dict(opening.terms), **opening.digests}
+    if first is not None and {key: first.get(key) for key in said} != said:
+        return "wrong", "the ledger's lines are another run's, or say other terms"
     if first is not None and opening.attempt < first.get("attempt", 1):
         return "wrong", f"of attempt {opening.attempt}, older than the ledger's {first['attempt']}"
-    return "ok", "the run's id and keyed digests are those that the ledger's lines carry"
+    return "ok", "the run's id, terms and keyed digests are those that the ledger's lines carry"
 
 
 def _unfinished(run: Records) -> str:
@@ -258,8 +258,9 @@ def _check_seals(run: Records, folder: RunFolder, name: str) -> Check:
     lines, sealed = text.count(b"\n"), folder.sealed_rounds(name)
     gaps = sorted(set(range(max(run.stated_rounds, max(sealed, default=-1) + 1))) - sealed)
     torn = any(content and not content.endswith(b"\n") for content in (text, seals))
-    if len(sealed) != lines or gaps or torn or any(len(line.split()) != 2 for line in seals.splitlines()):
-        missing = f"; no sound line for round {gaps[0]}" if gaps else ""
+    odd = seals.count(b"\n") != lines or any(len(line.split()) != 2 for line in seals.splitlines())
+    if len(sealed) != lines or gaps or torn or odd:
+        missing = f"; no sound line for round {gaps[0]}" if gaps else f", {len(seals.splitlines())} seals"
         return Check(name, "wrong", f"{lines} lines, {len(sealed)} as they were written{missing}")
     return Check(name, "ok", f"{counted(lines, 'line')}, as written")
 
@@ -497,13 +498,12 @@ def check_strangers(run: Records) -> Iterator[Check]:
 
     In an exported folder that SHA256SUMS names them makes no difference: whoever adds a file can redo it.
     """
-    others = [file for file in run.files if not any(fnmatchcase(file, one) for one in COVERED)]
+    covered = (*COVERED, *((MODEL, PREPARATION, SUMS) if run.exported else ()))
+    others = [file for file in run.files if not any(fnmatchcase(file, one) for one in covered)]
     known = {file: why for file in others for one, why in BESIDE.items() if fnmatchcase(file, one)}
-    for name, why in known.items():
-        yield Check(name, "unchecked", f"known, not covered: {why}")
-    strange = [file for file in others if file not in known]
-    for name in strange[:20]:
-        yield Check(name, "unchecked", "unknown: no record of a run, and nothing here covers it")
+    yield from (Check(name, "unchecked", f"known, not covered: {why}") for name, why in known.items())
+    strange, why = [file for file in others if file not in known], "no record of a run, and nothing here covers it"
+    yield from (Check(name, "unchecked", f"unknown: {why}") for name in strange[:20])
     if len(strange) > 20:
         yield Check("other files", "unchecked", f"{len(strange) - 20} more that are unknown")
     counts = f"{len(run.files) - len(others)} known and covered, {len(known)} known and not covered"
@@ -512,7 +512,7 @@ def check_strangers(run: Records) -> Iterator[Check]:
 
 COVERED = (
     RECIPE, METRICS, seals_of(METRICS), LEDGER, STATEMENT, OPENING, PRIVATE, seals_of(PRIVATE), TIPS, SIGNATURE, FILE,
-    REPORT, *CARDS, MODEL, PREPARATION, SUMS, "*.damaged*", "checkpoints/round-*.safetensors",
+    REPORT, *CARDS, "*.damaged*", "checkpoints/round-*.safetensors",
     "private/heads/round-*.safetensors",
 )  # fmt: skip
 """Files that the other checks look at."""

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -324,8 +325,6 @@ def test_what_a_model_raises_names_the_client() -> None:
 
 
 def test_a_method_that_cannot_be_sent_is_refused_with_one_line() -> None:
-    import threading
-
     lock = threading.Lock()
     own = Algorithm("own", transforms=(lambda update, view: update * bool(lock),))
     with pytest.raises(InputError, match=r"^engine\.backend: found ray with a model or method that [^\n]*$"):
