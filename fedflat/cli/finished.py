@@ -80,11 +80,11 @@ def card(
         print_json({"folder": target, "files": [*files], "sentence": made.sentence, "sections": made.sections})
         return
     say(made.sentence, "")
+    if together := made.sections["Composition"].get("All together"):
+        say(f"All {1 + len(others or ())} runs together: {together}", "")
     print(f"Written to {target}: {', '.join(files)}")
-    if made.epsilon is None:
-        print("No entry for the registry: no finite ε is proven.")
-    else:
-        print('registry.yaml is a draft: write what no run knows in the place of "not stated".')
+    draft = 'registry.yaml is a draft: write what no run knows in the place of "not stated".'
+    print("No entry for the registry: no finite ε is proven." if made.epsilon is None else draft)
 
 
 WORDS = {"ok": "ok", "wrong": "WRONG", "unchecked": "not checked"}

@@ -208,7 +208,7 @@ def run_command(*words: str) -> Any:
 def test_the_command(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = run_command("card", str(folder / "one"), "--with", str(folder / "two"), "--out", str(out))
-    assert found.exit_code == 0, found.output
+    assert found.exit_code == 0 and "All 2 runs together: ε = " in found.output, found.output
     assert sorted(path.name for path in out.iterdir()) == ["card.html", "card.md", "registry.yaml"]
     assert "not stated" in (out / "registry.yaml").read_text() and "is a draft" in found.output
     facts = json.loads(run_command("card", str(folder / "plain"), "--out", str(out / "plain"), "--json").output)
