@@ -294,7 +294,7 @@ def data(
     told = zip(("--by", "--target"), asked, (by, target))
     about += [f"Guessed: {option} {name}" for option, given, name in told if name and not given]
     for name, one in looked.items():
-        role = "target" if name == target else one["becomes"]
+        role = f"target{one.get('skew', '')}" if name == target else one["becomes"]
         about.append(f"  {name}: {one['type']}, {counted(one['values'], 'value')}, {one['missing']} missing → {role}")
     about += [f"Fault: {fault}" for fault in found["faults"]] or ["No faults."]
     # Written to a file, what is said of the table stands in comments, so that the whole is a recipe.
@@ -362,6 +362,8 @@ def _numbers(present: pd.Series) -> dict[str, Any]:
     # Two digits: more would say more about the rows.
     scale = [float(f"{mean:.2g}"), float(f"{std:.2g}") or 1.0]
     found = {"number": True, "scale": scale, "whole": bool((numbers % 1 == 0).all())}
+    if numbers.nunique() > FEW and abs(numbers.skew()) > 3:
+        found["skew"] = ", very skewed: a few rows decide; a column of its logarithm, or a cut one, learns more"
     if len(numbers) > FEW and (numbers.diff()[1:] == 1).all():
         return {"becomes": "nothing: it numbers the rows"}
     if infinite:

@@ -288,6 +288,10 @@ def _sheet(file: Path) -> Any:
 
     try:
         frame = pd.read_excel(file)
+        nameless = [name for name in frame.columns[1:] if str(name).startswith("Unnamed: ")]
+        if 2 * len(nameless) >= len(frame.columns) > 1:
+            found = f"{len(nameless)} of {len(frame.columns)} columns without a name in the first row"
+            raise wrong(f"{file}", found, "one row of names above the values, and no title or empty row above it")
         # A column with a word among numbers is text, as in a CSV file: the cell is named where it is read.
         words = [name for name in frame.columns if any(isinstance(value, str) for value in frame[name])]
         frame[words] = frame[words].map(str, na_action="ignore")

@@ -112,7 +112,7 @@ def _opening_verdict(run: Records) -> tuple[Verdict, str]:
         opening, first = Opening.read(run.folder), run.first
     except InputError as error:
         return "wrong", str(error)
-    said = {"id": opening.run, "terms": dict(opening.terms), **opening.digests}
+    said = {"format": opening.format, "id": opening.run, "terms": dict(opening.terms), **opening.digests}
     if first is not None and {key: first.get(key) for key in said} != said:
         return "wrong", "the ledger's lines are another run's, or say other terms"
     if first is not None and opening.attempt < first.get("attempt", 1):
