@@ -174,8 +174,7 @@ def dp_fedavg_la(strength: float = 1.0, absent: float = 0.01) -> Algorithm:
     >>> dp_fedavg_la(strength=0.5).phases[0].rule
     LabelPrior(strength=0.5, absent=0.01)
     """
-    rule = label_prior(strength, absent)
-    return Algorithm("dp-fedavg-la", phases=(Phase(rule=rule),), server=(HoldBias(),))
+    return Algorithm("dp-fedavg-la", phases=(Phase(rule=label_prior(strength, absent)),), server=(HoldBias(),))
 
 
 def dp_fedavg_ls(smoothing: float = 0.01, scope: str = "tensor") -> Algorithm:

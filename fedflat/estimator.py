@@ -192,8 +192,7 @@ class PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Any:
         """Return the most probable class of each row ``(n,)``."""
-        best = self._outputs(X).argmax(-1).numpy()
-        return self.classes_[best]
+        return self.classes_[self._outputs(X).argmax(-1).numpy()]
 
     def predict_proba(self, X: Any) -> Any:
         """Return the probability of each class ``(n, classes)``, in the order of ``classes_``."""
@@ -231,8 +230,7 @@ class PrivateRegressor(RegressorMixin, _Private):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Any:
         """Return the prediction of each row ``(n,)``, in y's own units."""
-        found = self._outputs(X).reshape(-1).numpy()
-        return self.middle_ + self.half_ * found
+        return self.middle_ + self.half_ * self._outputs(X).reshape(-1).numpy()
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -158,13 +158,13 @@ def test_noise_of_other_trust_models() -> None:
 def test_made_up_examples_have_the_form_and_nothing_else() -> None:
     pairs = [(np.full((n, 3), 7.0, np.float32), np.full((n, 2), 1.0, np.float32)) for n in (1, 9)]
     real = from_pairs(pairs, pairs[0], fractions=True)
-    found = made_up(real, "multilabel")
+    found = made_up(real, "multilabel", 5)
     assert found.clients == 2 and found.inputs.shape == (5, 3) and set(found.targets.unique().tolist()) <= {0.0, 1.0}
     assert found.test_inputs is not None and not bool((found.inputs == 7).any())
     tokens = from_pairs([(np.array([[1, 5]]), np.array([0])), (np.array([[2, 3]]), np.array([4]))])
-    held = made_up(replace(tokens, held_back=tokens.parts), "classification")
+    held = made_up(replace(tokens, held_back=tokens.parts), "classification", 2)
     assert held.inputs.dtype == torch.int64 and int(held.inputs.max()) <= 5 and len(held.held_back[0]) == 1
-    assert int(held.targets.max()) <= 4 and made_up(tokens, "classification").test_inputs is None
+    assert int(held.targets.max()) <= 4 and made_up(tokens, "classification", 2).test_inputs is None
 
 
 def test_every_alternative_has_its_own_noise() -> None:

@@ -76,8 +76,7 @@ class Terms:
     def read(cls, recipe: Recipe, record: Mapping[str, Any]) -> "Terms":
         """Return the terms in a ledger's record; a packaged method comes from its code."""
         method = _stand_in(record) if own_method(recipe) else algorithm_of(recipe)
-        known = {field.name for field in fields(cls)} & record.keys()
-        return cls(method, **{name: record[name] for name in known})
+        return cls(method, **{name: record[name] for name in ({field.name for field in fields(cls)} & record.keys())})
 
     def record(self) -> dict[str, Any]:
         """Return what the ledger keeps."""

@@ -121,8 +121,7 @@ class Bench:
 
     def random(self, purpose: str) -> Tensor:
         """Return a standard normal vector ``(d,)`` of a named public stream."""
-        draw = stream(0, "audit: " + purpose).standard_normal(self.state.shared.numel())
-        return torch.from_numpy(draw).float()
+        return torch.from_numpy(stream(0, "audit: " + purpose).standard_normal(self.state.shared.numel())).float()
 
 
 @dataclass(frozen=True)

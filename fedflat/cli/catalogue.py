@@ -359,8 +359,9 @@ def _numbers(present: pd.Series) -> dict[str, Any]:
     numbers = present[present.abs() < math.inf]
     infinite = len(present) - len(numbers)
     mean, std = (float(numbers.mean()), float(numbers.std(ddof=0))) if len(numbers) else (0.0, 1.0)
-    # Two digits: more would say more about the rows.
-    scale = [float(f"{mean:.2g}"), float(f"{std:.2g}") or 1.0]
+    # Two digits of the deviation: more would say more about the rows.
+    wide = float(f"{std:.2g}") or 1.0
+    scale = [round(mean, 1 - math.floor(math.log10(wide))), wide]
     found = {"number": True, "scale": scale, "whole": bool((numbers % 1 == 0).all())}
     if numbers.nunique() > FEW and abs(numbers.skew()) > 3:
         found["skew"] = ", very skewed: a few rows decide; a column of its logarithm, or a cut one, learns more"

@@ -340,8 +340,7 @@ def notes(found: figures.Drawn) -> list[str]:
     """Return what differs from the paper's figure, in sentences."""
     scale = [] if found.scale == "full" else [f"Scale {found.scale}: not comparable with the paper's drawing."]
     differences = [f"{_sentence(text)}." for text in found.of.notes]
-    missing = [f"Missing: {text}" for text in found.missing]
-    return [*scale, *found.remarks, *differences, *missing]
+    return [*scale, *found.remarks, *differences, *[f"Missing: {text}" for text in found.missing]]
 
 
 def leaderboard(*, as_json: cli.Json = False) -> None:

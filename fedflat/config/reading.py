@@ -32,6 +32,8 @@ def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
         if not packaged.is_file():
             raise _not_found(path, str(source))
         path = packaged
+    if path.name.lower().removesuffix(".gz").endswith((".csv", ".tsv", ".parquet", ".xlsx")):
+        raise wrong(str(path), "a table", f"a recipe, which fedflat data {path} drafts")
     try:
         mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())
     except yaml.YAMLError as error:

@@ -178,8 +178,7 @@ def _sentence(error: ValidationError, where: str) -> InputError:
     place = f"{where}: {'.'.join(path)}"
     if first["type"] == "extra_forbidden":
         allowed = _fields(path[:-1])
-        hint = elsewhere(path[-1]) or nearest(path[-1], allowed)
-        return wrong(place, path[-1], ", ".join(allowed), hint=hint)
+        return wrong(place, path[-1], ", ".join(allowed), hint=(elsewhere(path[-1]) or nearest(path[-1], allowed)))
     found = first["input"]
     if path[:2] == ["data", "scale"] and path[2:]:
         return wrong(f"{where}: {'.'.join(path[:3])}", found, "[mean, std], two public numbers, std > 0")

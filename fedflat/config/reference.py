@@ -92,8 +92,7 @@ def _part(annotation: Any, metadata: list[Any]) -> str:
     """Return one alternative of a type, as people write it."""
     origin, inside = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        found = inside[1:]
-        return _part(inside[0], [m for f in found for m in (getattr(f, "metadata", None) or [f])])
+        return _part(inside[0], [m for f in inside[1:] for m in (getattr(f, "metadata", None) or [f])])
     if origin is typing.Literal:
         return ", ".join(map(str, inside))
     if origin is list:

@@ -82,11 +82,13 @@ def _walk(value: Any, total: Any, seen: dict[int, tuple[int, Any]]) -> None:
         _add(total, "set", len(value))
         # A set has no order of its own.
         _each(sorted(value, key=repr), walk)
+        _kind(value, walk)
     elif isinstance(value, types.CodeType):
         _code(value, total, walk)
     elif isinstance(value, functools.partial):
         _add(total, "partial")
-        _each((value.func, value.args, value.keywords), walk)
+        _each((value.func, value.args, value.keywords, *filter(None, [vars(value)])), walk)
+        _kind(value, walk)
     elif isinstance(value, types.MethodType):
         _add(total, "method")
         _each((value.__func__, value.__self__), walk)
@@ -138,8 +140,9 @@ def _named(value: Any, total: Any) -> bool:
 
 
 def _function(value: types.FunctionType, total: Any, walk: Any) -> None:
-    # A packaged function is known by its name and the version; what it closes over is not.
-    if _named(value, total) and not value.__closure__:
+    # A packaged function is known by its name and the version; what it closes over is not, nor one that took the name.
+    home = f"{value.__globals__.get('__name__')}."
+    if _named(value, total) and not value.__closure__ and home.startswith(_OWN):
         return
     _each((value.__code__, value.__defaults__, value.__kwdefaults__), walk)
     if vars(value):
@@ -206,7 +209,7 @@ def _code(value: types.CodeType, total: Any, walk: Any) -> None:
 def _class(value: type, total: Any, walk: Any) -> None:
     if _named(value, total):
         return
-    walk(value.__bases__)
+    walk(value.__bases__ if _known(type(value).__module__) else (*value.__bases__, type(value)))
     skip = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__", "__slotnames__"}
     for name, member in sorted(vars(value).items()):
         if name not in skip and not inspect.isgetsetdescriptor(member) and not inspect.ismemberdescriptor(member):
@@ -237,7 +240,7 @@ def _instance(value: Any, total: Any, walk: Any) -> None:
         # Others have no one array of values.
         if str(value.layout) != "torch.strided":  # sparse tensors
             raise _Unknown
-        array = value.detach().cpu().contiguous()
+        array = value.detach().cpu().resolve_neg().resolve_conj().contiguous()
         if str(array.dtype) == "torch.bfloat16":  # NumPy has no such numbers
             _add(total, array.dtype)
             array = array.float()

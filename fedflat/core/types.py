@@ -251,8 +251,7 @@ class Local:
         # A run that is made longer stays at the schedule's end.
         share = min(1.0, round / self.rounds)
         shape = {"constant": 1.0, "cosine": (1 + math.cos(math.pi * share)) / 2, "linear": 1 - share}[self.schedule]
-        warm = min(1.0, (round + 1) / (self.warmup + 1))
-        return float(self.lr_decay**round) * shape * warm
+        return float(self.lr_decay**round) * shape * min(1.0, (round + 1) / (self.warmup + 1))
 
 
 @dataclass(frozen=True)

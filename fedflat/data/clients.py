@@ -145,7 +145,7 @@ def from_pairs(
     pairs = [_pair(where, pair, fractions) for where, pair in zip(called, clients)]
     require(bool(pairs), "clients", "no client", "at least one (inputs, targets) pair")
     public = None if test is None else _pair("test", test, fractions)
-    if public is not None and any(_same_tensor(public[0], x) for x, _ in pairs):
+    if public is not None and any(x.numel() and x.data_ptr() == public[0].data_ptr() for x, _ in pairs):
         raise wrong("test", "a client's own tensor", "public rows, which are no client's", hint=PUBLIC)
     _same_form([(where, *pair) for where, pair in zip(called, pairs)])
     filled = [pair for pair in pairs if len(pair[0])] or pairs[:1]
@@ -158,10 +158,6 @@ def from_pairs(
 
 
 PUBLIC = "What is measured on test data is released without noise; test_clients leaves whole clients out."
-
-
-def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(a.numel() and b.numel()) and a.data_ptr() == b.data_ptr()
 
 
 def with_test(data: FederatedData, test: Any) -> FederatedData:

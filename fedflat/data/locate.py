@@ -161,8 +161,7 @@ def _pictures(folder: Path, files: tuple[Path, ...], key: str, owned: bool) -> S
     if owned and depth not in ({2}, {3}):
         odd = next((part for part in parts if len(part) not in (2, 3)), parts[-1])
         raise wrong(key, f"{folder} with {'/'.join(odd)}", "images as USER/CLASS/FILE, or all as USER/FILE")
-    named = zip(("user", "label"), (*zip(*parts),)[:-1]) if owned else ()
-    columns = {name: list(values) for name, values in named}
+    columns = {name: list(values) for name, values in (zip(("user", "label"), (*zip(*parts),)[:-1]) if owned else ())}
     features = Features({**{name: Value("string") for name in columns}, "image": Image()})
 
     def read(names: list[str]) -> Any:

@@ -164,8 +164,7 @@ class _Asked(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, at: Tensor, token: Tensor, ask: Callable[[Tensor], Tensor]) -> Any:
         """The tensors of all clients -> the engine's answer."""
-        whole = at.expand(info.batch_size, *at.shape) if in_dims[0] is None else at.movedim(in_dims[0], 0)
-        return ask(whole), 0
+        return ask(at.expand(info.batch_size, *at.shape) if in_dims[0] is None else at.movedim(in_dims[0], 0)), 0
 
 
 class _Closed:

@@ -176,8 +176,7 @@ def page_of(monitor: Monitor) -> type[BaseHTTPRequestHandler]:
             if path == "/metrics":
                 return super().do_GET()
             ready = (200, "ready") if monitor.ready else (503, "waiting for clients, or ended")
-            known = {"/ready": ready, "/live": (200, "alive")}
-            status, text = known.get(path, (404, "/metrics, /ready or /live"))
+            status, text = {"/ready": ready, "/live": (200, "alive")}.get(path, (404, "/metrics, /ready or /live"))
             self.send_response(status)
             self.send_header("Content-Length", str(len(text) + 1))
             self.end_headers()

@@ -131,8 +131,7 @@ def models_of(run: Run, settings: Settings, notes: list[str]) -> Iterable[tuple[
     layout = job.parts.layout
     if layout.shared < len(layout.names):
         notes.append(f"{run.algorithm}: the global model has w^0's personal head; a client's local model has its own.")
-    whole_model = torch.cat([state.released, heads.first])
-    yield Model("global", None, whole_model, *_data(job, None, settings)), layout, job
+    yield Model("global", None, torch.cat([state.released, heads.first]), *_data(job, None, settings)), layout, job
     for client in settings.clients:
         weights = local_model(job, state, heads, client)
         yield Model(f"client {client}", client, weights, *_data(job, client, settings)), layout, job
@@ -200,8 +199,7 @@ def _some(inputs: Tensor, targets: Tensor, count: int | None, seed: int) -> tupl
     """Return ``count`` examples at random, in stored order and memory layout."""
     if count is None or count >= len(inputs):
         return inputs, targets
-    chosen = np.sort(stream(seed, "landscape examples").choice(len(inputs), count, replace=False))
-    rows = torch.from_numpy(chosen)
+    rows = torch.from_numpy(np.sort(stream(seed, "landscape examples").choice(len(inputs), count, replace=False)))
     # Indexing returns another memory layout, which would change the last bits.
     last = inputs.dim() == 4 and inputs.is_contiguous(memory_format=torch.channels_last)
     kept = inputs[rows]

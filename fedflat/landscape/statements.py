@@ -134,8 +134,7 @@ def _drift(setting: Setting) -> Iterator[Line]:
         return
     far = partial(bounds.discounts_004, [True] * setting.facts.steps, lam=setting.lam, lr=setting.facts.lr)
     lemma, exact = "Cheng et al. 2022, Lemma 2", "by unrolling the steps: the first, not the last, is discounted most"
-    last = "discount of the last step, all far, as printed"
-    yield lemma, last, lambda: float(far()[0][-1]), "(1 − λη)^(Q−1)"
+    yield lemma, "discount of the last step, all far, as printed", lambda: float(far()[0][-1]), "(1 − λη)^(Q−1)"
     yield lemma, "discount of the first step, all far, exact", lambda: float(far()[1][0]), exact
 
 

@@ -120,8 +120,7 @@ class SharesAccumulator(Accumulator):
         steps, direction = self.shares.surplus_steps(size), self.broadcast.vectors.get("direction")
         if not steps or direction is None or self.shares.local is None or self.shares.beta is None:
             return torch.zeros_like(self.total)
-        lr = self.shares.local.lr * self.broadcast.rate
-        return (1 - self.shares.beta) * steps * lr * direction.double()
+        return (1 - self.shares.beta) * steps * (self.shares.local.lr * self.broadcast.rate) * direction.double()
 
     def result(self) -> NoisedAggregate:
         """Return the aggregate so far, with its noise."""

@@ -169,8 +169,7 @@ class SideBySide(representation.PublicBody):
         return sum(body.width for body in self._each())
 
     def forward(self, images: Tensor) -> Tensor:
-        found = torch.cat([body(images) for body in self.bodies], dim=1)
-        return cast(Tensor, found / len(self.bodies) ** 0.5)
+        return cast(Tensor, torch.cat([body(images) for body in self.bodies], dim=1) / len(self.bodies) ** 0.5)
 
     def kept(self) -> dict[str, Tensor]:
         return {f"{at}.{name}": value for at, body in enumerate(self._each()) for name, value in body.kept().items()}

@@ -152,8 +152,7 @@ class BagOfWords(nn.Module):
         vectors = self.embedding(ids)
         keep = (ids != self.padding).to(vectors.dtype).unsqueeze(-1)
         # An empty text divides by one: its mean is the zero vector and its logits the bias.
-        mean = (vectors * keep).sum(1) / keep.sum(1).clamp(min=1.0)
-        return cast(Tensor, self.head(mean))
+        return cast(Tensor, self.head((vectors * keep).sum(1) / keep.sum(1).clamp(min=1.0)))
 
 
 class WordCounts(Headed):

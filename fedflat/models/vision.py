@@ -56,8 +56,7 @@ def linear(input_shape: Sequence[int], classes: int) -> nn.Module:
 def mlp(input_shape: Sequence[int], classes: int, *, hidden: int | Sequence[int] = 64) -> nn.Module:
     """Return a multilayer perceptron; ``hidden`` is one width or a list of widths."""
     given = list(hidden) if isinstance(hidden, (list, tuple)) else [hidden]
-    widths = [whole("model.hidden", width, 1) for width in given]
-    return Dense([_elements(input_shape), *widths, classes])
+    return Dense([_elements(input_shape), *[whole("model.hidden", width, 1) for width in given], classes])
 
 
 class Convolutions(nn.Module):

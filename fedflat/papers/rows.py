@@ -116,8 +116,7 @@ def _account(text: str, shape: tuple[int, ...], classes: int) -> tuple[float, fl
     # The account asks for d, or for the number of tensors that are clipped one by one; but a median of the clients'
     # norms proves nothing, whatever the model.
     if method.kind == "ddgauss" or (released and recipe.privacy.clipping.kind != "median"):
-        module = build(recipe.model.name, shape, classes, 0, **recipe.model.options)
-        layout = layout_of(module, method.head)
+        layout = layout_of(build(recipe.model.name, shape, classes, 0, **recipe.model.options), method.head)
     plan = plan_of(recipe, method, clients, None if layout is None else layout.dimension)
     if layout is not None:
         plan = with_tensors(plan, layout.shared)

@@ -352,8 +352,7 @@ def write(path: str | Path, found: Mapping[str, Any], run: str = "", weights: st
     path = Path(path)
     about = {name: value for name, value in (("run", run), ("weights", weights)) if value}
     body = plain_json("privacy statement", {**found, **about})
-    whole = {**body, "checksum": checksum(body)}
-    text = json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps({**body, "checksum": checksum(body)}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         durable.replace(path, text, mode=0o644)
     except OSError as error:

@@ -269,8 +269,7 @@ def _amplified(params: AccountingParams) -> float:
 
 def _central(params: AccountingParams) -> tuple[Guarantee, ...]:
     text = "everyone who sees the released models (the other clients, the public); the server itself is trusted"
-    found = _amplified(params)
-    return (Guarantee("recipients", text, params.relation, found, params.delta, params.accountant),)
+    return (Guarantee("recipients", text, params.relation, _amplified(params), params.delta, params.accountant),)
 
 
 def _distributed(params: AccountingParams) -> tuple[Guarantee, ...]:

@@ -57,8 +57,7 @@ class Selection:
         at, log = np.asarray(orders, dtype=np.float64), math.log(self.mean)
         # λ̂ is free in the theorem: the best of all orders is still a bound.
         among = 2 * float(np.min((1 - 1 / at) * one + log / at))
-        found = one + among + log / (at - 1)
-        return np.minimum.accumulate(found[::-1])[::-1]  # divergences grow with the order
+        return np.minimum.accumulate((one + among + log / (at - 1))[::-1])[::-1]  # divergences grow with the order
 
     def epsilon(self, orders: Sequence[float], one: Floats, delta: float) -> float:
         """ε of the selection at ``delta``, the best over all orders; inf where a trial has no noise."""

@@ -129,8 +129,8 @@ class Opening:
         with reading(path, "a damaged record", "the file that was written at the start"):
             require(path.exists(), str(path), "no such file", "the one this run was opened with")
             body = json.loads(path.read_bytes())
-            if body.pop("checksum") != _checksum(body):
-                raise ValueError("its checksum does not match")
+            if body.pop("checksum") != _checksum(body) or type(body["attempt"]) is not int:
+                raise ValueError("its checksum does not match, or its attempt is no whole number")
             return cls(**body)
 
 

@@ -106,8 +106,7 @@ def _declared() -> dict[str, dict[str, Any]]:
 
 def declared(page: str, key: str) -> Figure:
     """Return a figure of ``figures.yaml`` without its series. page: ``run`` or ``groups``."""
-    said = {name: value for name, value in _declared()[page][key].items() if name != "of"}
-    return Figure(key, series=(), **said)
+    return Figure(key, series=(), **{name: value for name, value in _declared()[page][key].items() if name != "of"})
 
 
 Points = Callable[[Run], Sequence[tuple[int, float]]]

@@ -262,8 +262,7 @@ def proven_epsilon(run: Run) -> float | None:
 
 def seeded(run: Run) -> bool:
     """Return whether the run's noise follows its seed, so that its ε is only that of the mechanism."""
-    asked = section(run.recipe, "privacy").get("randomness")
-    return is_seeded(run.privacy) if run.privacy else asked == "seeded"
+    return is_seeded(run.privacy) if run.privacy else section(run.recipe, "privacy").get("randomness") == "seeded"
 
 
 def epsilon_name(run: Run) -> str:

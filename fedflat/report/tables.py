@@ -56,6 +56,7 @@ class Row:
     gap: Spread | None = None
     against: str = ""
     randomness: str = "secret"
+    loss: Spread | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def _row(group: Group, first: Group) -> Row:
         reasons=tuple(metrics.reasons(shown)),
         fates=tuple(found for run in group.runs if (found := metrics.fate(run))),
         gap=over(metrics.generalisation_gap),
+        loss=over(lambda run: metrics.last(run.metrics, "test_loss")),
         against="" if group is first else first.label,
     )
 
@@ -148,11 +150,13 @@ def columns(table: Comparison) -> list[Column]:
     """The columns this comparison needs: personal accuracy, claimed ε and differences only where there are any."""
     rows, timed = table.rows, any(row.seconds for row in table.rows)
     claimed = any(row.claimed_epsilon is not None for row in rows)
+    rated, lossy = any(row.final for row in rows), any(row.loss for row in rows)
     personal, proven = any(row.personal for row in rows), "ε of the mechanism" if table.seeded else "ε proven"
     found: list[tuple[bool, Column]] = [
         (True, Column("method", "method", lambda row: row.method, left=True)),
         (True, Column("seeds", "seeds", lambda row: str(row.seeds))),
-        (True, Column("final", "accuracy %", _final_text)),
+        (rated or not lossy, Column("final", "accuracy %", _final_text)),
+        (lossy and not rated, Column("loss", "loss", lambda row: f"{row.loss.mean:.4g}" if row.loss else "–")),
         (any(row.difference for row in rows), Column("difference", "Δ", lambda row: difference_text(row.difference))),
         (personal, Column("personal", "personal %", lambda row: percent_spread(row.personal))),
         (True, Column("proven_epsilon", proven, lambda row: epsilon_text(row.proven_epsilon))),

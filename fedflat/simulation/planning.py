@@ -20,7 +20,7 @@ import torch
 
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import algorithm_of
+from fedflat.assembly.plans import algorithm_of, public_examples, steps_of
 from fedflat.assembly.tasks import objective_of, suited
 from fedflat.backends.choose import sum_of
 from fedflat.config.recipe import Recipe
@@ -275,15 +275,16 @@ def forecast(recipe: Recipe, trial: bool = True) -> Forecast:
     Raises InputError for whatever a run of it would refuse.
     """
     real = data_of(recipe, None, None)
-    names = ("classes", "clients", "examples_per_client", "vocabulary")
+    names, public = ("classes", "clients", "vocabulary"), public_examples(recipe, real)
     read = {"data": real.name, "input_shape": list(real.input_shape)} | {name: getattr(real, name) for name in names}
-    held = sum(t.numel() * t.element_size() for t in (real.inputs, real.targets))
-    data = suited(made_up(real, recipe.task), recipe.task)
+    read["examples_per_client"] = public
+    steps = steps_of(recipe, algorithm_of(recipe), real)
+    rows = public or steps * recipe.local.batch_size  # how many rows one's own clients have is private
+    held = rows * real.clients * sum(t[:1].numel() * t.element_size() for t in (real.inputs, real.targets))
+    data = suited(made_up(real, recipe.task, rows), recipe.task)
     del real
-    local = recipe.local
-    steps = local.steps or (local.epochs or 1) * math.ceil(data.examples_per_client / local.batch_size)
     few = steps if not trial or _quick(recipe, data, steps) else min(steps, STEPS)
-    short = local.model_copy(update={"steps": few, "epochs": None})
+    short = recipe.local.model_copy(update={"steps": few, "epochs": None})
     votes = algorithm_of(recipe).kind == "votes"
     engine = recipe.engine if trial or votes else recipe.engine.model_copy(update={"backend": "sequential"})
     job = prepare(recipe.model_copy(update={"engine": engine, "local": short}), data=data)
@@ -321,9 +322,9 @@ def _quick(recipe: Recipe, data: FederatedData, steps: int) -> bool:
     return work * len(method.phases) <= QUICK
 
 
-def made_up(real: FederatedData, task: str) -> FederatedData:
-    """Return random examples of the same form: every client has the same n̄ rows, and none is anybody's."""
-    count, tokens = real.examples_per_client, real.vocabulary
+def made_up(real: FederatedData, task: str, count: int) -> FederatedData:
+    """Return random examples of the same form: every client has the same ``count`` rows, and none is anybody's."""
+    tokens = real.vocabulary
     if not real.inputs.is_floating_point():
         tokens = tokens or int(real.inputs.max()) + 1
     inputs, targets = made_rows(replace(real, vocabulary=tokens), count, stream(0, "made-up examples"))
@@ -347,8 +348,7 @@ def noised(job: Job) -> int:
 
     def update() -> torch.Tensor:
         # In place of an update of public data, whose place in a mask changes no count.
-        drawn = stream(0, "made-up update").standard_normal(weights.numel())
-        return torch.from_numpy(drawn).to(weights.dtype)
+        return torch.from_numpy(stream(0, "made-up update").standard_normal(weights.numel())).to(weights.dtype)
 
     mask = broadcast_of(parts, parts.first_state(weights, job.threshold), job.seed, update).mask
     return parts.message_length if mask is None else max(1, int(mask.sum()))

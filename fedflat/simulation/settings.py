@@ -272,8 +272,7 @@ def axes(varied: Sequence[str], *, private: bool) -> tuple[Axis, ...]:
     """
     if not varied:
         raise wrong("--vary", "nothing", f"{HOW}, once for each key", hint="For example --vary local.lr=log:0.01:1.")
-    single = SINGLE if private else (*SINGLE, *PRICED)
-    found = tuple(_axis(text, single) for text in varied)
+    found = tuple(_axis(text, SINGLE if private else (*SINGLE, *PRICED)) for text in varied)
     for one, other in itertools.combinations(found, 2):
         if one.key == other.key or one.key.startswith(other.key + ".") or other.key.startswith(one.key + "."):
             raise wrong("--vary", f"{one.key} and {other.key}", "each key once")

@@ -303,8 +303,7 @@ def settings_to_try(every: Sequence[Axis], count: int, seed: int) -> list[Settin
     if listed is not None and len(listed) <= count:
         return listed
     draws = (space.draw(every, stream(seed, "settings on a proxy", number)) for number in range(20 * count))
-    different = {tuple(settings.values()): settings for settings in draws}
-    return [*different.values()][:count]
+    return [*{tuple(settings.values()): settings for settings in draws}.values()][:count]
 
 
 def tune_on_proxy(

@@ -153,26 +153,26 @@ ONLY: dict[str, Callable[[float], Any]] = {
     "a function's attribute": lambda value: _attribute(plus(1.0), value),
     "a number's attribute": lambda value: _attribute(Counted(1), value),
     "a tensor's attribute": lambda value: _attribute(torch.ones(2), value),
+    "a name taken from torch": lambda value: functools.wraps(torch.relu)(eval(f"lambda x: x * {value}")),
+    "what a partial's class does": lambda value: type("Own", (functools.partial,), {"__call__": plus(value)})(len),
     "bf16": lambda value: torch.ones(2, dtype=torch.bfloat16 if value > 1 else torch.float32),
 }
 
 
 @pytest.mark.parametrize("what", ONLY)
 def test_a_difference_in_one_thing_only_shows(what: str) -> None:
-    make = ONLY[what]
-    found = [identity_of(make(value)) for value in (1.0, 2.0, 1.0)]
+    found = [identity_of(ONLY[what](value)) for value in (1.0, 2.0, 1.0)]
     assert None not in found and found[0] != found[1] and found[0] == found[2]
 
 
 MAKERS: list[Any] = [
-    lambda: 1, lambda: 1.0, lambda: "1", lambda: None, lambda: (1, 2), lambda: [1, 2], lambda: {1, 2},
-    lambda: {"a": 1, "b": 2}, lambda: scaled(1.0), lambda: scaled(2.0), lambda: plus(2.0), lambda: with_default,
-    lambda: functools.partial(with_default, 1), lambda: functools.partial(with_default, 2), lambda: Net(),
-    lambda: Net(2),
-    lambda: Other(), lambda: Net().forward, lambda: Holder(1), lambda: Holder(2), lambda: Holder(scaled(1.0)),
-    lambda: Slotted(1), lambda: Slotted(2), lambda: Slotted, lambda: np.arange(3), lambda: np.arange(3.0),
-    lambda: torch.arange(3.0, dtype=torch.bfloat16), lambda: torch.float32, lambda: len, lambda: np, lambda: cyclic(),
-    lambda: dp_fedsam(0.5), lambda: dp_fedsam(0.4), lambda: Holder, lambda: nn.Linear,
+    lambda: 1, lambda: 1.0, lambda: "1", lambda: None, lambda: (1, 2), lambda: [1, 2], lambda: {1, 2}, lambda: {"a": 1,
+    "b": 2}, lambda: scaled(1.0), lambda: scaled(2.0), lambda: plus(2.0), lambda: with_default, lambda:
+    functools.partial(with_default, 1), lambda: functools.partial(with_default, 2), lambda: Net(), lambda: Net(2),
+    lambda: Other(), lambda: Net().forward, lambda: Holder(1), lambda: Holder(2), lambda: Holder(scaled(1.0)), lambda:
+    Slotted(1), lambda: Slotted(2), lambda: Slotted, lambda: np.arange(3), lambda: np.arange(3.0), lambda:
+    torch.arange(3.0, dtype=torch.bfloat16), lambda: torch.float32, lambda: len, lambda: np, lambda: cyclic(), lambda:
+    dp_fedsam(0.5), lambda: dp_fedsam(0.4), lambda: Holder, lambda: nn.Linear,
 ]  # fmt: skip
 
 
@@ -248,8 +248,8 @@ class Deque(deque):  # type: ignore[type-arg]
 OUTSIDE: list[Any] = [
     reads_the_environment, reads_the_environment_inside, reads_a_file, reads_a_tensor, reads_a_global_by_its_name,
     reads_a_module_by_name, reads_a_module_of_a_module, reads_the_clock, imports_as_it_runs, Reads(),
-    functools.partial(reads_a_file),
-    ctypes.c_int(3), ctypes.c_double(3.0), Holder(ctypes.c_int(3)), (ctypes.c_int * 2)(1, 2), Deque([1]),
+    functools.partial(reads_a_file), ctypes.c_int(3), ctypes.c_double(3.0), Holder(ctypes.c_int(3)), (ctypes.c_int *
+    2)(1, 2), Deque([1]),
 ]  # fmt: skip
 
 

@@ -144,8 +144,7 @@ def is_dealt(
 
 def open_box(own: Secrets, sender: int, signed_box: bytes, points: tuple[Sequence[Point], Sequence[Point]]) -> Shares:
     """Return the receiver's own true shares in a box; Aborted if there are none."""
-    public = signed_box[:32]
-    cipher = _cipher(own.seal, public, own.context, sender, own.client)
+    cipher = _cipher(own.seal, signed_box[:32], own.context, sender, own.client)
     return _true_shares(cipher, own.client, signed_box, points)
 
 
