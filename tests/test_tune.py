@@ -227,7 +227,7 @@ def test_a_selection_is_charged_first_and_releases_one_trial_only(tuned: tuple[P
         assert json.loads(charge)["epsilon"] == found.asked.plan.epsilon() and len(json.loads(noted)["trials"]) == len(
             drawn
         )
-    best = max(drawn, key=lambda trial: trial["score"])
+    best = max(drawn, key=lambda trial: (trial["score"], trial["name"]))
     assert (found.winner, found.settings, found.score) == (folder / WINNER, best["settings"], best["score"])
     assert not (folder / tuning.TRIALS).exists() and os.stat(folder / "private").st_mode & 0o077 == 0
     assert checks(folder) == []

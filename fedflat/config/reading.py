@@ -116,6 +116,7 @@ def parse_value(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_loader())
     except yaml.YAMLError:
+        require(text.strip()[:1] not in ("[", "{"), "-o", text, "YAML: put names with ? : # or , in quotes")
         return text
 
 

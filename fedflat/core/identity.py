@@ -29,7 +29,7 @@ _OUTSIDE = frozenset((
     "__globals__", "__dict__", "__builtins__", "read_text", "read_bytes", "import_module",
 ))  # fmt: skip
 """Names by which code reaches what no digest of it covers: files, the environment, names made as it runs."""
-_FILES = frozenset(("load", "fromfile", "loadtxt", "genfromtxt", "memmap"))
+_FILES = frozenset(("load", "fromfile", "from_file", "fromregex", "loadtxt", "genfromtxt", "memmap", "open_memmap"))
 """The same, of numpy and torch."""
 _MODE = "training"
 """The engine sets a module's mode."""

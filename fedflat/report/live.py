@@ -115,10 +115,11 @@ def _paces(run: Run) -> list[metrics.Record]:
 def _row(run: Run) -> list[str]:
     planned, done = metrics.number(run.recipe.get("rounds")), len(run.metrics)
     loss, spent = (metrics.last(run.metrics, key) for key in ("test_loss", "epsilon"))
-    budget = metrics.number(metrics.section(run.recipe, "privacy").get("budget"))
+    privacy = metrics.section(run.recipe, "privacy")
+    budget = None if privacy.get("noise_cohort") else metrics.number(privacy.get("budget"))
     limit = "" if budget is None else f" of {metrics.epsilon_text(budget)}"
     # A claimed ε is never shown without the proven one.
-    claims = metrics.section(run.recipe, "privacy").get("protocol") == "published"
+    claims = privacy.get("protocol") == "published"
     return [
         run.name, run.algorithm, f"{done} of {planned:g}" if planned is not None else str(done),
         wording.percent(metrics.final_accuracy(run)), "–" if loss is None else f"{loss:.4g}",

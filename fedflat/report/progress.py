@@ -135,7 +135,8 @@ class Progress:
         # A claimed ε is never shown without the proven one.
         shows = plan.private and plan.protocol != "published"
         self._epsilon = "" if not shows else "ε of the mechanism" if recipe.privacy.randomness == "seeded" else "ε"
-        self._limit = "" if plan.budget is None else f" of {metrics.epsilon_text(plan.budget)}"
+        # With noise_cohort the budget is another system's.
+        self._limit = "" if plan.budget is None or plan.noise_cohort else f" of {metrics.epsilon_text(plan.budget)}"
         privacy = "no privacy" if not plan.private else f"δ {plan.delta:.2g}"
         cohort = f"about {recipe.cohort.size:g} of {job.data.clients} clients a round"
         self._bars.reset(self._task, description="", says="")

@@ -52,6 +52,8 @@ def inspect_run(folder: str | Path, key: Path | None = None, witness: Path | Non
     if not any((path / name).is_file() for name in (RECIPE, LEDGER, STATEMENT)):
         found = "a folder without recipe.yaml, ledger.jsonl and privacy.json" if path.is_dir() else "no folder"
         raise wrong("verify", f"{path}, {found}", "the folder of a run, or an exported one")
+    attested = (path / "check.py").is_file() and not (path / RECIPE).is_file()
+    require(not attested, "verify", f"{path}, an attested folder", "a run or an export", hint="Its check.py checks it.")
     files.check_kinds(path)
     run = Records(path)
     run.refuse_older()
