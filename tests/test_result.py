@@ -26,7 +26,7 @@ RECIPE: dict[str, Any] = {
     "model": "linear",
     "local": {"steps": 2, "batch_size": 10, "lr": 0.1},
     "cohort": {"size": 20},
-    "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "delta": 0.01},
+    "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "delta": 0.01, "budget": 20},
     "engine": {"backend": "sequential", "device": "cpu"},
 }
 
@@ -56,16 +56,15 @@ def test_what_a_person_sees(ran: fedflat.Result) -> None:
     assert repr(ran).startswith("<fedflat run: dp-fedavg, 3 of 3 rounds, test accuracy ") and len(repr(ran)) < 140
     page = ran._repr_html_()
     assert "<table>" in page and "δ = 0.01 is larger than 0.1/M" in page
-    frame = ran.to_frame()
-    assert isinstance(frame, pd.DataFrame) and frame["test_accuracy"].tolist() == [
-        r["test_accuracy"] for r in ran.history
-    ]
+    assert isinstance(frame := ran.to_frame(), pd.DataFrame)
+    assert frame["test_accuracy"].tolist() == [r["test_accuracy"] for r in ran.history]
     assert not any("norm" in name for name in frame) and "private.update_norm_mean" in ran.to_frame(private=True)
     assert [axes.get_title() for axes in ran.plot().axes] == ["test accuracy", "ε spent"]
 
 
 def test_warnings_reach_the_report(ran: fedflat.Result) -> None:
     assert any("is larger than 0.1/M" in text for text in ran.warnings)
+    assert "ε of more than 10 is a weak guarantee or none." in ran.warnings
     page = render([read_run(str(ran.folder))])
     assert page.index("<strong>Warnings</strong>") < page.index("Guarantee</h2>")
 

@@ -31,6 +31,8 @@ NOT_HELD = (
 )
 
 SIMULATED = "privacy.epsilon and privacy.budget are those of the simulated larger system, not of the run that happens."
+WEAK = 10
+"""The largest ε that Ponomareva et al. (2023, section 5.2) call a reasonable guarantee."""
 
 
 def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Algorithm:
@@ -121,8 +123,10 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         plan = replace(plan, mechanism=ballot, warnings=warned)
     if privacy.budget is not None:
         plan = replace(plan, budget=privacy.budget if plan.budget is None else min(privacy.budget, plan.budget))
-    if plan.budget is not None and plan.noise_cohort is not None:  # said of a settled recipe too, which has no epsilon
-        plan = replace(plan, warnings=(*plan.warnings, SIMULATED))
+    # By the budget, which a settled recipe has in epsilon's place.
+    if plan.budget is not None and (plan.noise_cohort is not None or plan.budget > WEAK):
+        said = SIMULATED if plan.noise_cohort is not None else f"ε of more than {WEAK} is a weak guarantee or none."
+        plan = replace(plan, warnings=(*plan.warnings, said))
     return plan
 
 

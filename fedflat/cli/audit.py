@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -336,7 +335,6 @@ def lines(setting: Setting, found: list[Statement], measured: dict[str, Any], af
     facts = setting.facts
     shown = cli.filled(
         "bounds.txt", setting=setting, facts=facts, after=after, measured="alpha_mean" in measured,
-        epsilon="∞" if math.isinf(setting.epsilon) else f"{setting.epsilon:.4g}",
         alpha_mean=fmean(facts.alpha_mean), alpha_spread=fmean(facts.alpha_spread),
     )  # fmt: skip
     before = None

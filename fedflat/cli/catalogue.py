@@ -313,7 +313,6 @@ def _spread(count: int | None, each: dict[str, Any] | None) -> str:
 
 def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
     """Return what a column holds and what it would become as an input."""
-    from fedflat.data import decoding
     from fedflat.data.encoding import DATES, DECIMAL_COMMA, is_numeral, number_hint
     from fedflat.data.tables import is_image_feature, is_text_feature
 
@@ -321,10 +320,7 @@ def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
         values = values.replace("", None)  # an empty cell is no category
     missing, found = int(values.isna().sum()), dict[str, Any]()
     if is_image_feature(feature):
-        found = {"type": "image", "values": len(values), "missing": missing, "becomes": "an image"}
-        sizes = ", ".join(f"{size} ({count})" for size, count in decoding.sizes(values.dropna()).most_common(5))
-        way = "save all at one size, for example by PIL.ImageOps.fit"
-        return found | ({"fault": f"images of {sizes}; {way}"} if "," in sizes or "Pillow" in sizes else {})
+        return _image(values, missing)
     present = values.dropna()
     try:
         distinct = sorted(present.unique().tolist(), key=str)
@@ -344,7 +340,8 @@ def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
         if len(distinct) <= FEW:
             if alike := _alike(distinct):
                 found["fault"] = f"{alike} differ only in case: write each value in one way"
-            return {**found, "becomes": "a 0/1 feature for each value (categories)", "categories": distinct}
+            found |= {"categories": distinct, "usual": present.mode()[0]}
+            return {**found, "becomes": "a 0/1 feature for each value (categories)"}
         if odd and 2 * len(odd) < len(distinct):
             return {**found, "becomes": "nothing as it is", "fault": f"{odd[0]!r} is no number, as most others are"}
         kind = "token ids, alone; missing ones empty" if words >= 3 else "nothing: list its values in data.categories"
@@ -352,6 +349,15 @@ def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
     if values.dtype.kind == "b":
         return {**found, "becomes": "0 or 1", "number": True}
     return {**found, **_numbers(present.astype(float))}
+
+
+def _image(values: pd.Series, missing: int) -> dict[str, Any]:
+    from fedflat.data import decoding
+
+    found = {"type": "image", "values": len(values), "missing": missing, "becomes": "an image"}
+    sizes = ", ".join(f"{size} ({count})" for size, count in decoding.sizes(values.dropna()).most_common(5))
+    way = "save all at one size, for example by PIL.ImageOps.fit"
+    return found | ({"fault": f"images of {sizes}; {way}"} if "," in sizes or "Pillow" in sizes else {})
 
 
 def _numbers(present: pd.Series) -> dict[str, Any]:
@@ -362,7 +368,7 @@ def _numbers(present: pd.Series) -> dict[str, Any]:
     # Two digits of the deviation: more would say more about the rows.
     wide = float(f"{std:.2g}") or 1.0
     scale = [round(mean, 1 - math.floor(math.log10(wide))), wide]
-    found = {"number": True, "scale": scale, "whole": bool((numbers % 1 == 0).all())}
+    found = {"number": True, "scale": scale, "usual": scale[0], "whole": bool((numbers % 1 == 0).all())}
     if numbers.nunique() > FEW and abs(numbers.skew()) > 3:
         found["skew"] = ", very skewed: a few rows decide; a column of its logarithm, or a cut one, learns more"
     if len(numbers) > FEW and (numbers.diff()[1:] == 1).all():
@@ -445,7 +451,7 @@ def _recipe(file: Path, found: dict[str, Any], written: dict[str, str | None]) -
     regression = bool(goal.get("number")) and (goal["values"] > FEW or not goal.get("whole", True))
     lists = {name: one["categories"] for name, one in used.items() if "categories" in one}
     scaled = {name: one["scale"] for name, one in used.items() if "scale" in one and (name != target or regression)}
-    fill = {name: values[0] for name, values in (scaled | lists).items() if name in inputs and looked[name]["missing"]}
+    fill = {name: one["usual"] for name, one in used.items() if name != target and one["missing"] and "usual" in one}
     apart = max(1, round(0.1 * users))
     section = {
         "dataset": str(file), "by": found["by"], "inputs": inputs, "target": target, "categories": lists,

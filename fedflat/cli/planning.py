@@ -40,11 +40,7 @@ def text(found: Any) -> list[str]:
     from fedflat.report.wording import share_bound
 
     values = {"found": found, "facts": found.as_dict(), "plan": found.plan}
-    return filled("plan.txt", **values, short=_short, time=_time, at_most=share_bound)
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+    return filled("plan.txt", **values, time=_time, at_most=share_bound)
 
 
 def _time(seconds: float) -> str:

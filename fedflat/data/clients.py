@@ -192,12 +192,13 @@ def leave_out(data: FederatedData, which: float | Sequence[str | int], where: st
         chosen = {numbers[name] for name in names}
     else:
         count = float(in_range(where, which, 0.0, open_low=True))
-        if count > 1 and not count.is_integer():
-            raise wrong(where, which, "a share of the clients below 1, a whole number of them, or their names")
+        allowed = "a share of the clients below 1, a whole number of them, or their names"
+        require(count < 1 or count.is_integer(), where, which, allowed)
+        require(count < max(1, data.clients), where, which, f"fewer than all {data.clients} clients")
         names = list(data.names) or list(map(str, range(data.clients)))
         places = [int.from_bytes(hashlib.sha256(f"left out {name}".encode()).digest()) / 2**256 for name in names]
         # By a share each client's own name decides, so that nobody is left out because somebody else has joined.
-        most = count if count < 1 else sorted(places)[min(int(count), data.clients) - 1]
+        most = count if count < 1 else sorted(places)[int(count) - 1]
         chosen = {i for i, place in enumerate(places) if (place < most if count < 1 else place <= most)}
     if not 0 < len(chosen) < data.clients:
         raise wrong(where, f"{len(chosen)} of {data.clients} clients", "at least one, and fewer than all")

@@ -378,7 +378,7 @@ def number_hint(value: Any, name: str, values: Sequence[Any] = ()) -> str:
     if not isinstance(value, str) or not text:
         return ""
     there = sorted({other for other in values if isinstance(other, str)})
-    if 2 * sum(map(is_numeral, there)) > len(there):
+    if 2 * sum(_is_number(other) or is_numeral(other) for other in values) > len(values):
         return "" if is_numeral(value) else "Other cells of the column are numbers."
     listed = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
     return f"For words give all values in a public order: categories={{{name}: [{listed}]}}."

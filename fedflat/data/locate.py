@@ -227,7 +227,7 @@ def _unreadable(error: Exception, file: Path, key: str) -> InputError:
     said, hint = str(error), ""
     if ending_of(file) not in COMMAS or isinstance(error, OSError):
         reason = _reason(error)
-    elif isinstance(error, UnicodeError):
+    elif isinstance(error, UnicodeError) or file.read_bytes()[:2] in (codecs.BOM_LE, codecs.BOM_BE):
         reason, hint = "text in another encoding", ENCODINGS
     elif row := re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", said):
         reason = f"line {row[1]} has {row[3]} values, the lines before it {row[2]}"

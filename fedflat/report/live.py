@@ -122,7 +122,7 @@ def _row(run: Run) -> list[str]:
     claims = privacy.get("protocol") == "published"
     return [
         run.name, run.algorithm, f"{done} of {planned:g}" if planned is not None else str(done),
-        wording.percent(metrics.final_accuracy(run)), "–" if loss is None else f"{loss:.4g}",
+        wording.percent(metrics.final_accuracy(run)), "–" if loss is None else wording.measured(loss),
         "–" if spent is None or claims else f"{metrics.epsilon_text(spent)}{limit}", _left(run, planned),
     ]  # fmt: skip
 

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from fedflat.core.checks import wrong
 from fedflat.report.figures import DOTS_FROM, Figure, Series, thin
-from fedflat.report.wording import asset, environment, filled, shortened
+from fedflat.report.wording import asset, environment, filled, measured, shortened
 
 PRIVATE = "Private to the simulation, not covered by the guarantee"
 
@@ -328,7 +328,7 @@ def describe(figure: Figure) -> str:
 
 def value_text(figure: Figure, value: float) -> str:
     """Return a value as this figure's readers know it."""
-    return f"{100 * value:.2f} %" if figure.percent else f"{value:.4g}"
+    return f"{100 * value:.2f} %" if figure.percent else measured(value)
 
 
 environment().globals |= {"draw": draw, "numbers": numbers, "PRIVATE": PRIVATE}

@@ -164,7 +164,7 @@ class Progress:
         known = self._known
         for key in ("test_accuracy", *own_metrics([released]), "test_loss"):
             if (value := number(released.get(key))) is not None:
-                shown = f"{wording.percent(value)} %" if key == "test_accuracy" else f"{value:.4g}"
+                shown = f"{wording.percent(value)} %" if key == "test_accuracy" else wording.measured(value)
                 known[key] = f"{key.removeprefix('test_')} {shown}"
         if "test_accuracy" in known:
             known.pop("test_loss", None)

@@ -196,7 +196,7 @@ def _final(run: Run, key: str) -> str:
     spread = metrics.last(run.metrics, f"{key}_sd")
     if value is not None and spread is not None:
         return f"{wording.percent(value)} ± {wording.percent(spread)} %, of the model that the last round begins with"
-    return "never a finite number" if value is None else f"{value:.4g} final"
+    return "never a finite number" if value is None else f"{wording.measured(value)} final"
 
 
 def print_comparison(found: Any, seconds: float) -> None:

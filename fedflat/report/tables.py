@@ -19,7 +19,7 @@ from fedflat.report import groups as grouping
 from fedflat.report import metrics
 from fedflat.report.groups import Difference, Group, Spread, differing, setting, spread
 from fedflat.report.metrics import Run, epsilon_text
-from fedflat.report.wording import clock, duration, percent_spread, text
+from fedflat.report.wording import clock, duration, measured, percent_spread, text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -156,7 +156,7 @@ def columns(table: Comparison) -> list[Column]:
         (True, Column("method", "method", lambda row: row.method, left=True)),
         (True, Column("seeds", "seeds", lambda row: str(row.seeds))),
         (rated or not lossy, Column("final", "accuracy %", _final_text)),
-        (lossy and not rated, Column("loss", "loss", lambda row: f"{row.loss.mean:.4g}" if row.loss else "–")),
+        (lossy and not rated, Column("loss", "loss", lambda row: measured(row.loss.mean) if row.loss else "–")),
         (any(row.difference for row in rows), Column("difference", "Δ", lambda row: difference_text(row.difference))),
         (personal, Column("personal", "personal %", lambda row: percent_spread(row.personal))),
         (True, Column("proven_epsilon", proven, lambda row: epsilon_text(row.proven_epsilon))),

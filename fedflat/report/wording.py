@@ -43,7 +43,7 @@ def environment() -> Environment:
     found.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "g7": "{:.7g}".format, "markdown": _markdown}
     found.filters |= {"epsilon": epsilon_text, "percent": percent, "cell": _cell, "latex": _latex, "duration": duration}
     found.filters |= {"quoted": functools.partial(json.dumps, ensure_ascii=False), "shell": shlex.quote}
-    found.filters |= {"share_bound": share_bound, "number": number}
+    found.filters |= {"share_bound": share_bound, "measured": measured, "number": number}
     found.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     return found
 
@@ -145,6 +145,11 @@ def clock(value: float | None) -> str:
 def shortened(name: str, most: int = 20) -> str:
     """Return a name that is too long without its middle."""
     return name if len(name) <= most else name[: most // 2] + "…" + name[-(most - most // 2 - 1) :]
+
+
+def measured(value: float) -> str:
+    """Return a loss or another measured number with four digits, as every table, page and command prints it."""
+    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
 
 
 def share_bound(value: float) -> str:

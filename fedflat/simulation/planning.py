@@ -130,8 +130,9 @@ def _twice_all(plan: Plan, coordinates: int) -> Changed:
     return Changed(_with(plan, _times(plan.sampler, 2, 2)), coordinates, "δ stays; 0.1/M would be half of it")
 
 
-def _fewer_parameters(plan: Plan, coordinates: int) -> Changed:
-    return Changed(plan, max(1, coordinates // 10), "for example a linear head on a public representation")
+def _fewer_parameters(plan: Plan, coordinates: int) -> Changed | None:
+    found = Changed(plan, coordinates // 10, "for example a linear head on a public representation")
+    return found if coordinates >= 100 else None
 
 
 def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:

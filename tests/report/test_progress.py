@@ -29,7 +29,7 @@ RECIPE = SimpleNamespace(
 
 
 def job(last: int = 300, *, private: bool = True, protocol: str = "sound", budget: float | None = 8.0) -> Any:
-    plan = SimpleNamespace(private=private, delta=0.002, budget=budget, protocol=protocol)
+    plan = SimpleNamespace(private=private, delta=0.002, budget=budget, protocol=protocol, noise_cohort=None)
     parts = SimpleNamespace(plan=plan, algorithm=SimpleNamespace(name="dp-fedsam"))
     return SimpleNamespace(parts=parts, last_round=last, data=SimpleNamespace(clients=500))
 
