@@ -33,8 +33,7 @@ def test_notebooks_are_kept_without_outputs() -> None:
 
 
 def code_cells(path: Path) -> list[dict[str, list[str]]]:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return [cell for cell in found["cells"] if cell["cell_type"] == "code"]
+    return [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
 
 
 @pytest.mark.slow
@@ -133,6 +132,5 @@ def test_every_test_named_in_the_privacy_page_exists() -> None:
 
 
 def test_every_method_is_on_the_methods_page() -> None:
-    text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-    shown = text + "dp-fedavg-lus dp-fedavg-blurs ae-fl"
+    shown = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8") + "dp-fedavg-lus dp-fedavg-blurs ae-fl"
     assert not [name for name in ALGORITHMS if name not in shown]

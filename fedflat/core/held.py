@@ -16,6 +16,8 @@ import sys
 import threading
 import types
 import warnings
+import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import PurePath
@@ -46,7 +48,7 @@ _IMMUTABLE = 1 << 8
 """The flag of a compiled class that takes no attributes."""
 _COMPILED = ("_is_torch_compile", "_compiled_call_impl")
 """What torch.compile notes on a module at its first pass; on tensors its names begin with ``_dynamo_``."""
-_OPAQUE = ("logging", "threading", "_thread", "weakref", "torch._ops", "torch._C", "enum", "importlib")
+_OPAQUE = ("logging", "_thread", "weakref", "torch._ops", "torch._C", "enum", "importlib")
 """Modules, and what is in them, whose objects are no memory."""
 
 
@@ -170,12 +172,14 @@ def _form(thing: Any, children: list[tuple[str, Any]]) -> tuple[Any, ...]:
 
 def _children(thing: Any) -> list[tuple[str, Any]] | None:
     """Return what a thing holds, by label; None for a leaf."""
+    if isinstance(thing, np.ndarray) and thing.dtype.hasobject:
+        return [(f"[{index}]", value) for index, value in enumerate(thing.ravel().tolist())] + _attributes(thing)
     if isinstance(thing, (Tensor, types.ModuleType, *_PLAIN, *_STATE)):
         return None
     if isinstance(thing, Mapping):
         found = [(f"[{_label(key, index)}]", value) for index, (key, value) in enumerate(thing.items())]
         found += [(f"{{key {index}}}", key) for index, key in enumerate(thing) if not isinstance(key, _PLAIN)]
-        return found + _attributes(thing)
+        return [*found, (".default_factory", getattr(thing, "default_factory", None)), *_attributes(thing)]
     if isinstance(thing, list | tuple | deque):
         return [(f"[{index}]", value) for index, value in enumerate(thing)] + _attributes(thing)
     if isinstance(thing, set | frozenset):
@@ -189,9 +193,12 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
         return [("", thing.cell_contents)] if _filled(thing) else None
     if isinstance(thing, types.GeneratorType):
         # How far a generator has come is memory too.
-        own = inspect.getgeneratorlocals(thing) | {"<at>": thing.gi_frame and thing.gi_frame.f_lasti}
+        frame, own = thing.gi_frame, inspect.getgeneratorlocals(thing) | {"<from>": thing.gi_yieldfrom}
+        own |= {"<at>": frame.f_lasti, **dict(_globals_of(thing.gi_code, frame.f_globals))} if frame else {}
         return [(f".{name}", value) for name, value in own.items()]
-    if isinstance(thing, threading.local):
+    if isinstance(thing, weakref.ref):
+        return [("", thing())]
+    if isinstance(thing, threading.local | weakref.ProxyType):
         return _attributes(thing)
     if isinstance(thing, types.MethodType):
         return [("", thing.__self__), ("()", thing.__func__)]
@@ -200,9 +207,7 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
         return None if isinstance(thing.__self__, types.ModuleType) else [(f".{thing.__name__}", thing.__self__)]
     if isinstance(thing, contextvars.ContextVar):
         return [("", thing.get(None))]
-    if isinstance(thing, types.FunctionType):
-        return _of_function(thing)
-    return _of_object(thing)
+    return _of_function(thing) if isinstance(thing, types.FunctionType) else _of_object(thing)
 
 
 def _attributes(thing: Any) -> list[tuple[str, Any]]:
@@ -226,7 +231,7 @@ def _beside(leaf: Any) -> list[tuple[str, Any]]:
         return _attributes(leaf)
     # Subclasses may answer for attributes with anything, a computation even.
     if type(leaf) not in (Tensor, nn.Parameter):
-        return []
+        return list(object.__getattribute__(leaf, "__dict__").items()) if not is_library(_home(leaf)) else []
     found = [(".grad", leaf.grad)] if leaf.is_leaf else []
     found += [(f".{name}", getattr(leaf, name, None)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
     return found + _attributes(leaf)
@@ -238,7 +243,7 @@ def _opaque(module: str) -> bool:
 
 def _of_object(thing: Any) -> list[tuple[str, Any]] | None:
     kind = type(thing)
-    if _opaque(kind.__module__) or callable(getattr(thing, "cache_info", None)):
+    if _opaque(kind.__module__) or isinstance(thing, functools._lru_cache_wrapper):
         return None
     if isinstance(thing, nn.Module):
         whole = [] if is_library(_home(thing)) else [(f"<{kind.__name__}>", kind)]
@@ -248,13 +253,24 @@ def _of_object(thing: Any) -> list[tuple[str, Any]] | None:
         return [*own, *rest, *whole]
     if not hasattr(thing, "__dict__") and not any(map(_slots, kind.__mro__)):
         return None
-    return _attributes(thing) or None  # what has nothing to show may still say what it is
+    return [*_compiled(thing), *_attributes(thing)] or None  # what has nothing to show may still say what it is
 
 
 def _slots(kind: type) -> tuple[str, ...]:
     names = kind.__dict__.get("__slots__", ())
-    names = (names,) if isinstance(names, str) else tuple(names)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    names = (names,) if isinstance(names, str) else names
+    mangled = (f"_{kind.__name__.lstrip('_')}{n}" if n[:2] == "__" != n[-2:] else n for n in names)
+    return tuple(name for name in mangled if name not in ("__dict__", "__weakref__"))
+
+
+def _compiled(thing: Any) -> list[tuple[str, Any]]:
+    """Return what the compiled class that a thing derives from, such as an array or an exception, keeps of it."""
+    if next(base for base in type(thing).__mro__ if base.__flags__ & _IMMUTABLE) is object:
+        return []
+    try:
+        return [("<held>", thing.__reduce_ex__(4)[1:])]
+    except Exception:  # any class may refuse in its own way
+        return []
 
 
 def _of_class(kind: type) -> list[tuple[str, Any]] | None:
@@ -278,18 +294,19 @@ def _parts_of(value: Any) -> list[Any]:
 
 def _of_function(thing: types.FunctionType) -> list[tuple[str, Any]] | None:
     """Return a function's closure, defaults and attributes, and the globals that its code names."""
-    if is_library(_home(thing)):
-        return None
     found: list[tuple[str, Any]] = [(f".{n}", c) for n, c in zip(thing.__code__.co_freevars, thing.__closure__ or ())]
+    if is_library(_home(thing)):  # what a decorator returns, as torch.no_grad, holds the user's function
+        found += [(f".{name}", value) for name, value in vars(thing).items()]
+        return [(name, value) for name, value in found if name not in (".dispatch_cache", "._clear_cache")]
     found += [(f".defaults[{index}]", value) for index, value in enumerate(thing.__defaults__ or ())]
     found += [(f".{name}", value) for name, value in {**(thing.__kwdefaults__ or {}), **vars(thing)}.items()]
-    return found + _globals_of(thing)
+    return found + _globals_of(thing.__code__, thing.__globals__)
 
 
-def _globals_of(thing: types.FunctionType) -> list[tuple[str, Any]]:
-    names, found = sorted(names_in(thing.__code__)), list[tuple[str, Any]]()
+def _globals_of(code: types.CodeType, known: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    names, found = sorted(names_in(code)), list[tuple[str, Any]]()
     for name in names:
-        value = thing.__globals__.get(name)
+        value = known.get(name)
         if not isinstance(value, types.ModuleType):
             found.append((f".{name}", value))
         elif not is_library(value.__name__):
@@ -317,7 +334,7 @@ def is_library(module: str) -> bool:
 # Pickled and not shown: what is shown of an array leaves its middle out where somebody sets NumPy to do so.
 _STATE: dict[type, Callable[[Any], Any]] = {
     torch.Generator: lambda leaf: bytes(leaf.get_state().numpy()),
-    np.ndarray: lambda leaf: (leaf.dtype.str, leaf.shape, id(leaf) if leaf.dtype.hasobject else leaf.tobytes()),
+    np.ndarray: lambda leaf: (leaf.dtype.str, leaf.shape, leaf.tobytes()),
     np.random.Generator: lambda leaf: pickle.dumps(leaf.bit_generator.state),
     np.random.BitGenerator: lambda leaf: pickle.dumps(leaf.state),
     np.random.RandomState: lambda leaf: pickle.dumps(leaf.get_state()),
@@ -341,8 +358,7 @@ def _value(leaf: Any, skipped: set[int]) -> Any:
             return state(leaf)
     if isinstance(leaf, _PLAIN):
         return type(leaf).__name__, repr(leaf)
-    known = getattr(leaf, "cache_info", None)
-    return id(leaf), str(known()) if callable(known) and not isinstance(leaf, type) else _pickled(leaf)
+    return id(leaf), str(leaf.cache_info()) if isinstance(leaf, functools._lru_cache_wrapper) else _pickled(leaf)
 
 
 def _pickled(leaf: Any) -> bytes:
@@ -358,26 +374,17 @@ def _pickled(leaf: Any) -> bytes:
 
 
 def _entries(tensor: Tensor) -> Any:
-    """Return a tensor's form and bits; of a large one a sum over its bits."""
+    """Return a tensor's form and bits; of a large one a checksum."""
     form = tensor.dtype, tuple(tensor.shape), str(tensor.device), tensor.requires_grad
     try:
         gradient = None if not tensor.is_leaf or tensor.grad is None else _entries(tensor.grad)
         # Bits, not values: NaN equals NaN, and -0.0 is not 0.0.
         flat = tensor.detach().reshape(-1)
         if tensor.numel() >= LARGE:
-            return *form, _digest(flat), gradient
+            return *form, zlib.crc32(flat.contiguous().view(torch.uint8).cpu().numpy().data), gradient
         return *form, flat.view(torch.uint8).clone(), gradient
     except (RuntimeError, NotImplementedError):  # a tensor without plain memory, such as one that leaked out of vmap
         return *form, id(tensor), None
-
-
-def _digest(flat: Tensor) -> int:
-    """Return the sum of a tensor's bits, as the longest words that it is made of: twice as fast as in words of 32."""
-    size = flat.element_size()
-    if flat.is_contiguous() and flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
-        return int(flat.view(torch.int64).sum())
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size, torch.uint8)
-    return int(flat.view(whole).sum(dtype=torch.int64))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -91,8 +91,7 @@ class Federation:
 
     def start_node(self, client: int) -> None:
         """Start (again) the SuperNode of one client."""
-        command = supernode_command(self.project, client, self.host, self.port, self.task.pin)
-        self._spawn(f"client-{client}", command)
+        self._spawn(f"client-{client}", supernode_command(self.project, client, self.host, self.port, self.task.pin))
 
     def run(self, *, config: str = "") -> int:
         """``flwr run``: submit the app; returns Flower's run id."""

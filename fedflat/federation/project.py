@@ -204,8 +204,7 @@ def _places(out: Path, client: int, host: str, port: int, pin: str = "", at: str
     """Return what the commands of one client name. at: the project's folder, where it is not the absolute path."""
     at = f"{out.absolute()}/" if at is None else at
     own = f"{at}{client_folder(Path(), client)}"
-    address = {"host": host, "port": port}
-    return {"at": at, "own": own, "client": client, "pin": pin, "package": PACKAGE, **address}
+    return {"at": at, "own": own, "client": client, "pin": pin, "package": PACKAGE, "host": host, "port": port}
 
 
 def _words(template: str, places: Mapping[str, Any]) -> list[str]:

@@ -213,8 +213,7 @@ def _hand_out(state: Any, app: Path, worker: Connection) -> None:
                 worker.send(token)
             elif token:
                 log.error("refused: run %d is of another app than %s", task.run_id, app)
-                why = "This SuperLink runs its own app alone."
-                state.finish_task(task.task_id, sub_status="failed", details=why)
+                state.finish_task(task.task_id, sub_status="failed", details="This SuperLink runs its own app alone.")
         if (now := status_of(state)) != noted or time.monotonic() >= due:
             noted, due = now, time.monotonic() + STATUS_SECONDS
             _write_status(app.parent / "server" / STATUS, now)

@@ -160,8 +160,7 @@ def lanczos(
 
 def _ritz(diagonal: Sequence[float], beside: Sequence[float], beta: float, count: int) -> Spectrum:
     """Return the eigenvalues of the tridiagonal matrix, with the residuals |β·(last entry of the eigenvector)|."""
-    matrix = np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1)
-    values, vectors = np.linalg.eigh(matrix)
+    values, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
     top = values[::-1][:count]
     errors = np.abs(beta * vectors[-1])[::-1][:count]
     return Spectrum(tuple(map(float, top)), tuple(map(float, errors)), float(values[0]), len(diagonal))

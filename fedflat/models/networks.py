@@ -153,8 +153,7 @@ def _folder(name: str) -> Loaded:
         raise wrong("model.body", found, "a folder with model.safetensors", hint=hint)
     transformers = extra("transformers", "image-encoder")
     with readable("image-encoder", name), quiet(transformers):
-        kept = {"use_safetensors": True, "local_files_only": True}
-        network = transformers.AutoModel.from_pretrained(name, **kept)
+        network = transformers.AutoModel.from_pretrained(name, use_safetensors=True, local_files_only=True)
         network = getattr(network, "vision_model", network)
         processor = transformers.AutoImageProcessor.from_pretrained(name, local_files_only=True).to_dict()
         seen, classifier = _processed(processor), _classifier(files)

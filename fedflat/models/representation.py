@@ -45,8 +45,7 @@ class Headed(nn.Module):
         return cast(Tensor, self.get_submodule(self.trained.rstrip("."))(features))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        known = inputs.is_floating_point() and inputs.dim() == 2
-        return self.head(inputs if known else self.features(inputs))
+        return self.head(inputs if inputs.is_floating_point() and inputs.dim() == 2 else self.features(inputs))
 
     @property
     def frozen(self) -> bool:

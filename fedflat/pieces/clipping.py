@@ -113,8 +113,7 @@ class PerTensor(Clip):
         """Messages ``(n, d)`` -> norms ``(n,)`` of the whole message, factors ``(n, L)``, one per tensor."""
         norms = norms_of(messages)
         limits = torch.tensor(self.values, dtype=torch.float64, device=messages.device)
-        factors = _factor(tensor_norms(messages, tensors), limits)
-        return norms, factors * torch.isfinite(norms)[:, None]
+        return norms, _factor(tensor_norms(messages, tensors), limits) * torch.isfinite(norms)[:, None]
 
 
 class _PublishedClip(Clip):

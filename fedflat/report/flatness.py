@@ -196,8 +196,7 @@ def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str
     note = "First direction, through the model." if kind == "line" else "Mean over draws."
     note += " Bands: one sd over seeds." if several else ""
     percent, private = key == "accuracy", bool(groups[0]["private"])
-    unit = "%" if percent else ""
-    return Figure(name, title, tuple(series), unit, note, private, percent=percent, x_title=title_x)
+    return Figure(name, title, tuple(series), "%" if percent else "", note, private, percent=percent, x_title=title_x)
 
 
 # ------------------------------------------------------------------------------------------------------- surfaces

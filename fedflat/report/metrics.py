@@ -348,8 +348,7 @@ def train_accuracy(run: Run, round: int | None = None) -> float | None:
 
     round: of that round (of the last before it in which somebody took part); None: of the last one.
     """
-    points = column(run.private, "train_accuracy")
-    kept = [value for turn, value in points if round is None or turn <= round]
+    kept = [value for turn, value in column(run.private, "train_accuracy") if round is None or turn <= round]
     return kept[-1] if kept else None
 
 

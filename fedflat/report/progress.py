@@ -249,8 +249,7 @@ class ExperimentProgress:
             self._first.setdefault(event.run, event.round)
             if event.run not in self._running:
                 self._running[event.run] = shown.add_task(wording.shortened(event.run, 24), says="")
-            accuracy = "" if event.accuracy is None else f"  accuracy {wording.percent(event.accuracy)} %"
-            says = _turn(event) + accuracy
+            says = _turn(event) + ("" if event.accuracy is None else f"  accuracy {wording.percent(event.accuracy)} %")
             shown.update(self._running[event.run], completed=event.round, total=event.rounds, says=says)
         elif event.run in self._running:
             shown.remove_task(self._running.pop(event.run))

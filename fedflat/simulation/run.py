@@ -178,8 +178,7 @@ def _open(path: Path, recipe: Recipe, job: Job) -> None:
         name = secrets.token_hex(16) if job.stored else None
         text = resolved(recipe, job, name)
         root = fresh_key() if job.stored or job.identity.method is None else job.key
-        terms = Terms.of(recipe, job).record()
-        job.opening = Opening.of(job.identity, root, text, software_of(job), name, terms)
+        job.opening = Opening.of(job.identity, root, text, software_of(job), name, Terms.of(recipe, job).record())
         if name is not None:
             keys.create(name)
         job.opening.write(path)

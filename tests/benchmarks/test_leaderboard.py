@@ -97,8 +97,7 @@ def test_a_method_of_ones_own_joins_the_tables_and_not_the_file(
     before = board.FILE.read_bytes()
     monkeypatch.setattr(leaderboard, "examples", lambda task, encoder: small())
     monkeypatch.setattr(leaderboard, "measure", measured)
-    own = ["digits", "--with", "fedflat.algorithms:dp_fedavg_lus", "--out", str(tmp_path)]
-    leaderboard.main(own)
+    leaderboard.main(["digits", "--with", "fedflat.algorithms:dp_fedavg_lus", "--out", str(tmp_path)])
     assert "| dp_fedavg_lus |" in (tmp_path / "leaderboard.md").read_text(encoding="utf-8")
     assert (tmp_path / "images" / "leaderboard.svg").is_file() and board.FILE.read_bytes() == before
 

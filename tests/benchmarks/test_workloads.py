@@ -41,8 +41,7 @@ def test_written_data_is_what_every_system_reads(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_systems_take_turns_and_fill_the_table(tmp_path: Path) -> None:
-    chosen = [s for s in SYSTEMS if s.name in ("fedflat", "limit")]
-    found = measure(BY_NAME["W2"], chosen, 1, tmp_path)
+    found = measure(BY_NAME["W2"], [s for s in SYSTEMS if s.name in ("fedflat", "limit")], 1, tmp_path)
     assert {len(entry["seconds"]) for entry in found["systems"].values()} == {1}
     report = {
         "date": "",

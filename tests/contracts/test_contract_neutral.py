@@ -38,8 +38,7 @@ def plain_fedavg(network: nn.Module, momentum: float, frozen: set[str]) -> Tenso
 
 def neutral(method: str) -> dict[str, Any]:
     """The method's switches that have a neutral position, in that position."""
-    keys = inspect.signature(ALGORITHMS[method]).parameters
-    return {key: value for key, value in NEUTRAL.items() if key in keys}
+    return {key: value for key, value in NEUTRAL.items() if key in inspect.signature(ALGORITHMS[method]).parameters}
 
 
 def run(method: str, options: dict[str, Any], backend: str, clip: float = 1e9) -> Tensor:

@@ -154,8 +154,7 @@ def made(recipe: dict[str, Any], whose: Pair, out: Path) -> Path:
     """A run's folder with its report, whose fifth client has the given data."""
     os.environ["XDG_STATE_HOME"] = str(out.parent / f"{out.name}-state")  # no mark of another run of the same name
     pairs = [*CLIENTS[:4], whose, *CLIENTS[5:]]
-    named = {} if "model" in recipe else {"model": module()}
-    fedflat.run(recipe, clients=pairs, test=TEST, out=out, **named)
+    fedflat.run(recipe, clients=pairs, test=TEST, out=out, **({} if "model" in recipe else {"model": module()}))
     write_report([out], out)
     fedflat.export(out, out / "private" / "export")
     return out
@@ -276,8 +275,7 @@ def test_a_device_is_tried_on_made_up_rows(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_lists_of_two_kinds_are_refused() -> None:
     """Else one client's fraction would make numbers of everybody's token ids."""
-    pd = pytest.importorskip("pandas")
-    frame = pd.DataFrame({"x": [[1, 2], [0.5, 1.0]], "y": [0, 1], "by": ["a", "b"]})
+    frame = pytest.importorskip("pandas").DataFrame({"x": [[1, 2], [0.5, 1.0]], "y": [0, 1], "by": ["a", "b"]})
     with pytest.raises(fedflat.InputError, match=r"row 1, client b, column x.*numbers with a fraction"):
         fedflat.clients(frame, by="by", inputs="x", target="y")
     assert fedflat.clients(frame, by="by", inputs="x", target="y", scale={"x": (0, 1)}).inputs.dtype == torch.float32
@@ -288,8 +286,7 @@ def test_a_client_s_rows_do_not_follow_from_the_number_of_anothers(tmp_path: Pat
 
     def parts(more: int, bound: int | None, draw: int | None) -> list[set[float]]:
         rows = [(user, 100 * user + k, k % 2) for user in range(6) for k in range(8 + (more if user == 0 else 0))]
-        text = "\n".join(["user,a,y", *(",".join(map(str, row)) for row in rows)])
-        (tmp_path / "own.csv").write_text(text)
+        (tmp_path / "own.csv").write_text("\n".join(["user,a,y", *(",".join(map(str, row)) for row in rows)]))
         spec = {"dataset": str(tmp_path / "own.csv"), "by": "user", "inputs": "a", "target": "y"}
         found = sources.load({**spec, "max_per_client": bound})
         if draw is not None:

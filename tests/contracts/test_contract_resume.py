@@ -61,8 +61,7 @@ def start(method: str, folder: Path, resume: bool) -> BaseProcess:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file; a torn last one is not yet written."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+    return [json.loads(line) for line in (path.read_text() if path.exists() else "").split("\n")[:-1]]
 
 
 def rounds_of(folder: Path) -> int:

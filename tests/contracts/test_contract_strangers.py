@@ -194,8 +194,7 @@ def test_a_coin_of_one_client_moves_no_other_clients_message(backend: str, block
 
 def in_order(clients: np.ndarray, size: int) -> np.ndarray:
     """Blocks cut from the cohort as it comes, so that a coin moves the places of all behind it: as it was."""
-    whole = np.concatenate([clients, np.full(-len(clients) % size, EMPTY)])
-    return whole.reshape(-1, size)
+    return np.concatenate([clients, np.full(-len(clients) % size, EMPTY)]).reshape(-1, size)
 
 
 @pytest.mark.parametrize("block", [5, 7])

@@ -50,8 +50,7 @@ def test_no_span_moves_more() -> None:
 def test_no_directions_move_more() -> None:
     """Signs and angles of the clients' vectors: columns of mixed signs are bounded by their absolute products."""
     rng = np.random.default_rng(0)
-    columns = cut(np.concatenate([np.ones((8, 1)), rng.normal(size=(8, 3))], axis=1))
-    factor = Factor(on_grid(columns))
+    factor = Factor(on_grid(cut(np.concatenate([np.ones((8, 1)), rng.normal(size=(8, 3))], axis=1))))
     for pattern in patterns(8, 2):
         for _ in range(5):
             u = rng.normal(size=(len(pattern), 3))

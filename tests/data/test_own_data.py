@@ -167,8 +167,7 @@ def test_whole_numbers_beyond_64_bits_are_refused_and_nullable_columns_read() ->
 
 def test_public_test_data_is_encoded_alike() -> None:
     frame = table()
-    other = frame.drop(columns="user").assign(age=frame.age + 1)
-    found = fedflat.clients(frame, by="user", test=other, **FORM)
+    found = fedflat.clients(frame, by="user", test=frame.drop(columns="user").assign(age=frame.age + 1), **FORM)
     assert found.test_inputs is not None and found.test_inputs.shape == (ROWS, 6)
     with pytest.raises(InputError, match="no column age"):
         fedflat.clients(frame, by="user", test=frame[["bought"]], **FORM)

@@ -36,8 +36,7 @@ def job(initial: float, quantile: float = 0.5, secure: bool = False, trust: str 
             "trust": trust,
         },
     }
-    pairs = [(torch.zeros(1, 2), torch.tensor([i % 2])) for i in range(CLIENTS)]
-    return prepare(Recipe.of(recipe), None, pairs)
+    return prepare(Recipe.of(recipe), None, [(torch.zeros(1, 2), torch.tensor([i % 2])) for i in range(CLIENTS)])
 
 
 def clips(made, rounds: int) -> list[float]:

@@ -60,8 +60,7 @@ def _ran(folder: Path, engine: dict[str, Any], **model: Any) -> torch.Tensor:
         "privacy": {"clip": 0.2, "noise_multiplier": 0},  # code that asks for its process gets fresh noise
         "engine": engine,
     }
-    found = fedflat.run(recipe, clients=pairs)
-    return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()])
+    return torch.cat([p.detach().reshape(-1) for p in fedflat.run(recipe, clients=pairs).model.parameters()])
 
 
 @pytest.fixture

@@ -380,7 +380,6 @@ def test_a_cluster_of_two_nodes(tmp_path: Path) -> None:
     """
     script = tmp_path / "cluster.py"
     script.write_text(CLUSTER)
-    root = Path(fedflat.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(root), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(fedflat.__file__).parents[1]), "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
     assert done.stdout.split()[-2:] == ["same", "2"], done.stderr[-2000:]

@@ -92,8 +92,7 @@ def test_an_aborted_round_shows_in_the_files_and_the_run_goes_on(tmp_path):
     recipe = {**RECIPE, "cohort": {"size": 4, "min": 3}, "privacy": {**RECIPE["privacy"], "delta": 0.9}}
     made = prepare(Recipe.of(recipe))
     # A minimum this close to the cohort aborts often: δ pays for it, and the statement refuses a smaller one.
-    plan = replace(made.parts.plan, min_cohort=4, delta=0.999999)
-    made.parts = replace(made.parts, plan=plan)
+    made.parts = replace(made.parts, plan=replace(made.parts.plan, min_cohort=4, delta=0.999999))
     outcome = train(made)
     flags = [line["aborted"] for line in outcome.history]
     assert any(flags) and not all(flags) and len(outcome.entries) == 6

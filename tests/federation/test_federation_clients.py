@@ -278,8 +278,7 @@ def test_the_deploy_command_makes_a_project(tmp_path: Path, capsys: pytest.Captu
     deploy("quick-start", out=tmp_path / "fed", nodes=3, override=changes, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["clients"] == 3 and 0 < found["epsilon"] <= 8
-    plain = [*changes, "algorithm.name=fedavg", "privacy={}"]
-    deploy("quick-start", out=tmp_path / "two", nodes=3, override=plain)
+    deploy("quick-start", out=tmp_path / "two", nodes=3, override=[*changes, "algorithm.name=fedavg", "privacy={}"])
     assert "no finite ε" in capsys.readouterr().out
     readme = (tmp_path / "fed" / "README.md").read_text()
     programs = [f"fedflat.federation.{name}" for name in ("superlink", "supernode", "close", "local")]

@@ -106,8 +106,7 @@ def test_an_honest_server_gets_the_sum_from_the_same_clients(tmp_path: Path, mon
     server = Lying(tmp_path, monkeypatch)
     for client in server.clients:  # two are too few for anybody
         refused(client, question(client, dealing.CONSENT, facts={"survivors": set_of({0, 1})}), "cannot be")
-    everybody = {i: set(range(5)) for i in range(5)}
-    signatures = server.consents(everybody)
+    signatures = server.consents({i: set(range(5)) for i in range(5)})
     for client in range(5):
         server.reveal(client, signatures)
     assert set(server.collector.seeds) == set(range(5)) and not server.collector.masks

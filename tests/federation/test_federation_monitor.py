@@ -96,8 +96,7 @@ def test_refused_replies_are_those_that_may_be_logged(tmp_path: Path, caplog: py
     logger = logging.getLogger("fedflat.server")
     logger.addHandler(monitor)
     try:
-        counts = Counter(dict.fromkeys([*PROTOCOL_FAULTS, *DATA_FAULTS], 3))
-        Refusals(tmp_path / "operator.jsonl").note(0, counts)
+        Refusals(tmp_path / "operator.jsonl").note(0, Counter(dict.fromkeys([*PROTOCOL_FAULTS, *DATA_FAULTS], 3)))
     finally:
         logger.removeHandler(monitor)
     text = generate_latest(monitor.registry).decode()

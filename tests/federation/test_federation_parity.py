@@ -54,8 +54,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_without_noise_the_numbers_agree(name: str, tmp_path: Path) -> None:
-    recipe = small(**METHODS[name])
-    task, clients = deployed(tmp_path / "fed", recipe)
+    task, clients = deployed(tmp_path / "fed", small(**METHODS[name]))
     serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
     simulated = simulation.run(task.recipe, out=tmp_path / "sim")
     found, wanted = final_shared(tmp_path / "fed" / "run"), final_shared(tmp_path / "sim")

@@ -165,8 +165,7 @@ def test_an_ended_and_a_killed_launcher_leave_nothing(tmp_path: Path) -> None:
     """`python -m fedflat.federation.local`: SIGHUP (a closed terminal) in a round ends everything in order; the second
     launcher, which goes on from there, is killed, and everything ends by itself."""
     fed = tmp_path / "fed"
-    recipe = small(rounds=4, data={"clients": 2}, cohort={"size": 2})
-    write_project(recipe, fed, port=free_port())
+    write_project(small(rounds=4, data={"clients": 2}, cohort={"size": 2}), fed, port=free_port())
 
     def launched() -> subprocess.Popen[bytes]:
         surroundings = {**os.environ, "OMP_NUM_THREADS": "1"}

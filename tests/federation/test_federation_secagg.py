@@ -135,8 +135,7 @@ def test_without_the_seed_of_its_own_a_slow_clients_vector_could_be_unmasked() -
 
 
 def test_no_client_gives_both_shares_of_another() -> None:
-    held = {i: Shares(i, 10 + i) for i in range(5)}
-    seeds, masks = secagg.reveal(held, {0, 1, 2}, {0, 1, 2, 3, 4})
+    seeds, masks = secagg.reveal({i: Shares(i, 10 + i) for i in range(5)}, {0, 1, 2}, {0, 1, 2, 3, 4})
     assert seeds == {0: 0, 1: 1, 2: 2} and masks == {3: 13, 4: 14}
     for survivors, shared in (({0, 1}, {0, 1, 2, 3, 4}), ({0, 1, 9}, {0, 1, 2})):
         with pytest.raises(Aborted):

@@ -77,8 +77,7 @@ def weights_of(module: nn.Module) -> np.ndarray:
 
 
 def start_of(net: ref.Net) -> np.ndarray:
-    values = np.random.default_rng(8).normal(size=net.length) * 0.5
-    return values.astype(np.float32).astype(np.float64)
+    return (np.random.default_rng(8).normal(size=net.length) * 0.5).astype(np.float32).astype(np.float64)
 
 
 def pairs(clients: Sequence[ref.Batch]) -> list[tuple[torch.Tensor, torch.Tensor]]:

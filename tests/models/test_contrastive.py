@@ -68,8 +68,7 @@ def test_training_lowers_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(example, "info_nce", noted)
     for name, value in (("WARM", 1), ("JITTER", 0.1), ("SMALLEST", 0.7)):
         monkeypatch.setattr(example, name, value)
-    sizes = {**TINY, "steps": 30, "images": 20, "batch": 20, "side": 12}
-    example.pretrain(tmp_path / "network.safetensors", **sizes)
+    example.pretrain(tmp_path / "network.safetensors", **{**TINY, "steps": 30, "images": 20, "batch": 20, "side": 12})
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 

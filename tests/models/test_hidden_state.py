@@ -1,6 +1,7 @@
 """State that no clip sees, wherever a module keeps it: refused by name, before training or, if it hid, in the round."""
 
 import array
+import collections
 import contextvars
 import copy
 import functools
@@ -9,6 +10,7 @@ import itertools
 import os
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -116,6 +118,8 @@ def test_what_changes_nothing_passes_and_says_whether_it_draws() -> None:
     assert refuse_unclipped_state(Keeps(lambda m, x: setattr(m, "mean", torch.zeros(6))), X) is False
     assert refuse_unclipped_state(Keeps(lambda m, x: torch.rand(1)), X) is True
     assert refuse_unclipped_state(nn.Sequential(nn.Linear(6, 3), nn.Dropout()), X) is True
+    watched = StateWatch(shown := functools.singledispatch(lambda x: x))
+    assert shown(1.0) and watched.changed() is None  # what it looked up before is a memory of classes alone
 
 
 def test_the_twin_that_tries_with_zeros_only_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +239,18 @@ def _posing() -> Callable[[], list[float]]:
     return held
 
 
+@torch.no_grad()
+def _decorated() -> list[Tensor]:
+    return _MEMORY
+
+
+class Private:
+    __slots__ = ("__last",)
+
+    def remember(self) -> None:
+        self.__last = 1.0
+
+
 class Corners(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -248,6 +264,11 @@ class Corners(nn.Module):
         self.array, self.part, self.made = np.zeros(2).view(Viewed), functools.partial(int), types.new_class("Made")
         self.context = contextvars.ContextVar[float]("context")
         self.kept_by_wrapper = list[float]().__iadd__
+        self.decorated, self.private, self.event = _decorated, Private(), threading.Event()
+        self.objects, self.large = np.array([0.0], dtype=object), torch.arange(2e6).neg()
+        self.weak, self.error = weakref.ref(self.named), RuntimeError()
+        self.error.cause, self.numbered = None, type("Numbered", (array.array,), {})("f", [0.0])  # type: ignore[attr-defined]
+        self.late = collections.defaultdict(lambda held=[0.0]: held)  # type: ignore[misc]
 
     def seen(self) -> list[Tensor]:
         return _MEMORY
@@ -286,6 +307,15 @@ CORNERS: dict[str, Callable[[Any], Any]] = {
     "class made by types": lambda m: setattr(m.made, "last", 1.0),
     "context": lambda m: m.context.set(1.0),
     "global list": lambda m: _MEMORY.append(torch.zeros(1)),
+    "under a library's decorator": lambda m: setattr(m.decorated, "last", 1.0),
+    "private slot": lambda m: m.private.remember(),
+    "event": lambda m: m.event.set(),
+    "array of objects": lambda m: m.objects.__setitem__(0, 1.0),
+    "order of a large tensor": lambda m: m.large.numpy()[:2].sort(),
+    "behind a weak reference": lambda m: setattr(m.weak(), "last", 1.0),
+    "arguments of an error": lambda m: setattr(m.error, "args", (1.0,)),
+    "array of a class of one's own": lambda m: m.numbered.__setitem__(0, 1.0),
+    "factory of a dict": lambda m: m.late.default_factory().append(1.0),
 }
 
 

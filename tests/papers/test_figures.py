@@ -112,8 +112,7 @@ def test_lines_are_told_apart() -> None:
 
 
 def test_points_have_the_t_interval_of_their_seeds() -> None:
-    panel = find_figure("000", "figure-4").panels[0]
-    figure = drawn(panel, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    figure = drawn(find_figure("000", "figure-4").panels[0], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     [series] = figure.series
     assert figure.kind == "points" and series.x["round"] == (0.01, 0.1, 0.3, 0.5, 0.7, 1.0)
     assert series.y == pytest.approx([level + 0.035 for level in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)])

@@ -165,8 +165,7 @@ def test_the_report_shows_it(folder: Path) -> None:
 
 
 def test_a_seeded_run_bounds_no_attacker(tmp_path: Path) -> None:
-    seeded = recipe(privacy={"clip": 0.5, "epsilon": 2, "randomness": "seeded"})
-    fedflat.run(seeded, out=tmp_path / "run")
+    fedflat.run(recipe(privacy={"clip": 0.5, "epsilon": 2, "randomness": "seeded"}), out=tmp_path / "run")
     assert "Any attacker" not in html(card(read_run(tmp_path / "run")))
 
 

@@ -107,6 +107,5 @@ def test_one_run_has_no_total_and_runs_of_one_name_are_told_apart(tmp_path: Path
 
 @pytest.mark.parametrize(("epsilon", "text"), [(0.1234, "ε = 0.124 at"), (12345.6, "ε = 12,346 at")])
 def test_small_and_large_totals(epsilon: float, text: str) -> None:
-    many = Total(("a", "b"), tuple("cdefg"), epsilon, 1e-5, "add-remove")
-    found = cost_sentences([Cost("digits", many, True)])
+    found = cost_sentences([Cost("digits", Total(("a", "b"), tuple("cdefg"), epsilon, 1e-5, "add-remove"), True)])
     assert text in found[0] and found[1] == "With 5 runs without a finite ε published too, there is no guarantee."

@@ -190,8 +190,7 @@ def reveal(own: Mapping[int, Shares], survivors: set[int], shared: set[int]) -> 
     those that the client checked and signed in step 3.
     """
     seeds = {client: own[client].seed for client in survivors}
-    masks = {client: own[client].mask for client in shared - survivors}
-    return seeds, masks
+    return seeds, {client: own[client].mask for client in shared - survivors}
 
 
 @dataclass

@@ -304,8 +304,7 @@ class ClientShares(Mechanism):
         total = nothing if aggregate.exact is None else aggregate.exact
         lacking = (self.inner.shares or aggregate.count) - aggregate.count
         if lacking > 0:
-            rest = replace(self.inner, shares=lacking)
-            return rest.release(key, broadcast, replace(aggregate, exact=total), bound)
+            return replace(self.inner, shares=lacking).release(key, broadcast, replace(aggregate, exact=total), bound)
         return self.inner.mechanism.decode(total, self.inner._signs(broadcast))
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
