@@ -14,7 +14,7 @@ from torch import nn
 import fedflat
 from fedflat.algorithms import ALGORITHMS
 from fedflat.config import reference
-from fedflat.config.reading import override, parse_value
+from fedflat.config.reading import dumped, override, parse_value
 from fedflat.config.recipe import BESIDE_CLIENTS, Recipe
 from fedflat.config.sections import DataSection, NamedSection, Only, section_in
 from fedflat.core.checks import InputError
@@ -120,6 +120,7 @@ def test_all_missing_keys_are_named_at_once() -> None:
 
 
 def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    assert parse_value(dumped("12e3")) == "12e3" != parse_value("12e3")
     (tmp_path / "twice.yaml").write_text("rounds: 3\nrounds: 4\n")
     with pytest.raises(InputError, match=r"line 2: found the key rounds twice"):
         Recipe.load(tmp_path / "twice.yaml")

@@ -29,6 +29,7 @@ from fedflat.privacy.tuning import Selection
 from fedflat.privacy.verify import verify
 from fedflat.records import keys
 from fedflat.records.opening import Opening
+from fedflat.records.signing import Operator
 from fedflat.report import card
 from fedflat.report.metrics import read_run
 from fedflat.simulation import run as simulation
@@ -219,7 +220,9 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Here, tuning.
     return folder, ran, found
 
 
-def test_a_selection_is_charged_first_and_releases_one_trial_only(tuned: tuple[Path, Here, tuning.Selected]) -> None:
+def test_a_selection_is_charged_first_and_releases_one_trial_only(
+    tuned: tuple[Path, Here, tuning.Selected], tmp_path: Path
+) -> None:
     folder, ran, found = tuned
     drawn = json.loads((folder / tuning.DRAW).read_text())["trials"]
     assert len(drawn) == len(ran.recipes) > 1
@@ -230,6 +233,11 @@ def test_a_selection_is_charged_first_and_releases_one_trial_only(tuned: tuple[P
     assert (found.winner, found.settings, found.score) == (folder / WINNER, best["settings"], best["score"])
     assert not (folder / tuning.TRIALS).exists() and os.stat(folder / "private").st_mode & 0o077 == 0
     assert checks(folder) == []
+    Operator.create(tmp_path / "operator.pem")
+    asked_for = inspect_run(folder, tmp_path / "operator.pub")
+    assert ("winner/signature", "wrong") in {check[:2] for check in asked_for}, (
+        "a key that was given has signed nothing"
+    )
 
     said = json.loads((folder / WINNER / "privacy.json").read_text())
     assert said["proven_epsilon"] == found.asked.plan.epsilon() == read(folder / CHARGE)[0]["epsilon"]
@@ -293,8 +301,7 @@ def test_trials_that_are_left_or_fail_select_nothing(tmp_path: Path, monkeypatch
 def test_losers_leave_no_key_and_no_mark(tmp_path: Path, here: Callable[..., Here]) -> None:
     known = set(keys.folder().parent.rglob("*"))
     here()
-    secret = {"clip": 0.5, "epsilon": 8, "secure_rng": True}
-    found = tuning.tune(asked(privacy=secret), tmp_path / "tuned")
+    found = tuning.tune(asked(privacy={"clip": 0.5, "epsilon": 8, "secure_rng": True}), tmp_path / "tuned")
     left = [path for path in set(keys.folder().parent.rglob("*")) - known if path.is_file()]
     winner = Opening.read(tmp_path / "tuned" / WINNER).run
     assert found.winner is not None and {path.name for path in left} == {winner, f"{winner}.checkpoints"}

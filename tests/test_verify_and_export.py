@@ -512,7 +512,9 @@ def test_signed_records_notice_that_all_was_rewritten(tmp_path: Path) -> None:
     simulation.run(again, out=tmp_path / "forged")
     assert {check.verdict for check in check_signed(Records(tmp_path / "forged"))} == {"unchecked"}  # the twin
     found = check_signed(Records(tmp_path / "forged"), read_public(public), tmp_path / "client.tip")
-    assert [check.verdict for check in found] == ["wrong", "wrong"]
+    assert [check.verdict for check in found] == ["wrong", "wrong", "wrong"]
+    (tmp_path / "forged/charge.jsonl").write_text("")  # no folder of tune, whatever lies in it
+    assert "wrong" in {check.verdict for check in inspect_run(tmp_path / "forged", public)}
     shutil.copyfile(tmp_path / "run/signature.json", tmp_path / "forged/signature.json")
     assert "wrong" in {check.verdict for check in check_signed(Records(tmp_path / "forged"), operator.public)}
 
@@ -552,7 +554,7 @@ def test_a_reviewer_checks_an_attested_folder_alone(tmp_path: Path, reviewer: An
     (tmp_path / "out/privacy.json").write_bytes(whole["privacy.json"])
     for name, changed in (("ledger.jsonl", b"\n".join(whole["ledger.jsonl"].split(b"\n")[:2]) + b"\n"),
                           ("signature.json", whole["signature.json"].replace(b'"sig": "', b'"sig": "AA')),
-                          ("tips.jsonl", whole["tips.jsonl"].replace(b'"sig":"', b'"sig":"AA')),
+                          ("tips.jsonl", whole["tips.jsonl"].replace(b'"sig":"', b'"sig":"AA', 1)),
                           ("tips.jsonl", whole["tips.jsonl"].replace(b'"events":2', b'"events":1')),
                           ("tips.jsonl", whole["tips.jsonl"].split(b"\n")[0] + b"\n")):  # fmt: skip
         (tmp_path / "out" / name).write_bytes(changed)

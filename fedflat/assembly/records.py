@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedflat.assembly.plans import is_public, server_of
-from fedflat.config.reading import GIVEN
+from fedflat.config.reading import GIVEN, dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
 from fedflat.core.durable import write_tensors
@@ -94,8 +94,6 @@ def settled(recipe: Recipe, parts: RoundParts, clients: int, module: nn.Module |
 
 def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
     """recipe.yaml of a run: every default resolved, and the versions of what runs it. run: the name of its key file."""
-    import yaml
-
     dump = settled(recipe, job.parts, job.data.clients, job.problem.pristine)
     # The back end that was chosen, so that a resumed run adds in the same order, bit for bit.
     dump["engine"] |= {"backend": job.backend.name, "block": getattr(job.backend, "block", None)}
@@ -107,7 +105,7 @@ def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
         dump["model"] |= _origin(type(job.problem.pristine))
     name = {} if run is None else {"run": run}
     dump["versions"] = versions(("fedflat", "torch", "numpy", "dp-accounting")) | name
-    return yaml.safe_dump(dump, sort_keys=False, allow_unicode=True)
+    return dumped(dump)
 
 
 def _origin(kind: type) -> dict[str, str]:

@@ -120,10 +120,8 @@ class AuditResult:
     @property
     def exceeds_proven(self) -> bool:
         """The proof or the code is wrong: more leaks than is proven to leak at most, or contract 2b is broken."""
-        over = self.lower_bound is not None and self.lower_bound > self.proven
-        return over or bool(self.violations)
+        return (self.lower_bound is not None and self.lower_bound > self.proven) or bool(self.violations)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values for JSON; an infinite number becomes None."""
-        facts = asdict(self) | {"exceeds_proven": self.exceeds_proven}
-        return {name: plain(value) for name, value in facts.items()}
+        return {name: plain(value) for name, value in (asdict(self) | {"exceeds_proven": self.exceeds_proven}).items()}

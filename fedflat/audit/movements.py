@@ -162,8 +162,7 @@ def _of_a_run(folder: Path, recipe: Recipe, method: Algorithm, module: nn.Module
     if not (folder / OPENING).is_file():
         return "Nothing in the folder tells which data the run had: it is exported."
     plain = recipe.model_copy(update={"engine": type(recipe.engine)(backend="sequential", device="cpu")})
-    here = prepare(plain, module, data=data).identity
-    return CHANGED if "data" in Opening.read(folder).differing(here) else ""
+    return CHANGED if "data" in Opening.read(folder).differing(prepare(plain, module, data=data).identity) else ""
 
 
 CHANGED = "The data at hand are not those that the run had: their shapes were used."

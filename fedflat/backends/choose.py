@@ -16,6 +16,7 @@ from fedflat.backends.in_process import Sequential, Vectorized
 from fedflat.backends.ray import RayTasks
 from fedflat.backends.workers import Workers, portable
 from fedflat.core.checks import one_of, wrong
+from fedflat.core.held import own_rule
 from fedflat.core.imports import missing
 from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
@@ -104,11 +105,14 @@ def _isolated(parts: RoundParts, problem: ModuleProblem) -> tuple[RoundParts, st
 
     A piece that cannot be recorded stays as it is, and a warning says why.
     """
+    rule = own_rule((problem.module, parts.algorithm))
     try:
         parts = replace(parts, algorithm=isolated(parts.algorithm, parts.layout, parts.local))
     except Refused as error:
         warnings.warn(f"{error}, so clients train one by one, which is slower (docs/own.md)", stacklevel=4)
         return parts, f"a piece that trains clients one by one ({error})"
+    if rule:
+        return parts, f"{rule}, which has a vmap rule of its own"
     if problem.objective.own is not None:  # what it does to the rows of a block, no trial can show
         return parts, "a loss of one's own"
     if any(isinstance(layer, nn.RNNBase) for layer in problem.module.modules()):  # weights in a list: vmap changes them

@@ -271,8 +271,7 @@ def data(
         separator: What stands between two values of a CSV file.
         encoding: Encoding of a CSV file, for example latin-1.
     """
-    import yaml
-
+    from fedflat.config.reading import dumped
     from fedflat.data.encoding import clean
     from fedflat.data.locate import Written, locate
 
@@ -301,7 +300,7 @@ def data(
     mark = "# " if recipe is not None and not sys.stdout.isatty() else ""
     print("\n".join(mark + line for line in about))
     if recipe is not None:
-        print(f"\n{READ_OFF}\n{GIVEN_UP}\n{yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)}", end="")
+        print(f"\n{READ_OFF}\n{GIVEN_UP}\n{dumped(recipe)}", end="")
 
 
 def _spread(count: int | None, each: dict[str, Any] | None) -> str:

@@ -90,9 +90,14 @@ def _extended(mapping: dict[str, Any], path: Path, depth: int) -> dict[str, Any]
     return merged
 
 
+_FLOATS = (
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)  # fmt: skip
+"""YAML 1.2's floats: ``1e-5`` is a number."""
+
+
 @cache
 def _loader() -> Any:
-    """YAML 1.2's floats: ``1e-5`` is a number."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -104,9 +109,19 @@ def _loader() -> Any:
                 seen.add(str(key.value))
             return super().construct_mapping(node, deep)
 
-    number = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    Loader.add_implicit_resolver(*_FLOATS)
     return Loader
+
+
+def dumped(values: Any, **form: Any) -> str:
+    """Return values as YAML that ``read`` takes as they were: a text such as 12e3 in quotes. form: as in yaml.dump."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    Dumper.add_implicit_resolver(*_FLOATS)
+    return str(yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, **form))
 
 
 def parse_value(text: str) -> Any:

@@ -13,6 +13,7 @@ import inspect
 import pickle
 import random
 import sys
+import sysconfig
 import threading
 import types
 import warnings
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from fedflat.core.identity import names_in
 
@@ -39,6 +41,7 @@ _INSTALLED = (
 )  # fmt: skip
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "fedflat", *_INSTALLED}
 """Packages whose functions and classes hold nothing of a client's (their objects may)."""
+_PYTHON = tuple(filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib"))))
 _OF_PYTHON = frozenset(dir(type)) | {
     "__weakref__", "__slots__", "__match_args__", "__orig_bases__", "__parameters__", "__classcell__", "_abc_impl",
     "__dataclass_fields__", "__dataclass_params__", "__slotnames__",
@@ -70,6 +73,13 @@ def own_code(root: object) -> bool:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     own = any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in parts)
     return own or any(not is_library(_home(thing)) for _, thing, _ in _walk(root))
+
+
+def own_rule(root: object) -> str:
+    """Return the name of a user's torch.autograd.Function that says itself how vmap runs it; "" if there is none."""
+    kinds = (thing for _, thing, _ in _walk(root) if isinstance(thing, type) and not is_library(_home(thing)))
+    own = (kind for kind in kinds if getattr(kind, "vmap", Function.vmap) is not Function.vmap)
+    return next((kind.__name__ for kind in own if issubclass(kind, Function)), "")
 
 
 def _home(thing: object) -> str:
@@ -328,7 +338,10 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 def is_library(module: str) -> bool:
     """Return whether a module's functions and classes hold nothing of a client's."""
-    return module.partition(".")[0] in _LIBRARIES
+    name = module.partition(".")[0]
+    # A user's own file may have the name of one of Python's.
+    file = getattr(sys.modules.get(name), "__file__", None) if name in sys.stdlib_module_names else None
+    return name in _LIBRARIES and (file is None or file.startswith(_PYTHON))
 
 
 # Pickled and not shown: what is shown of an array leaves its middle out where somebody sets NumPy to do so.

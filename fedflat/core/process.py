@@ -156,8 +156,7 @@ def free_memory() -> float | None:
     try:
         group = Path("/sys/fs/cgroup")
         # A container sees the whole machine's memory in /proc.
-        limit = float((group / "memory.max").read_text()) - float((group / "memory.current").read_text())
-        return min(free, limit)
+        return min(free, float((group / "memory.max").read_text()) - float((group / "memory.current").read_text()))
     except (OSError, ValueError):  # no limit is the word max
         return free
 

@@ -125,8 +125,7 @@ def is_image(value: Any) -> bool:
     """Return whether a cell holds an image: bytes, ``{"bytes": …, "path": …}``, or one of Pillow."""
     from PIL import Image
 
-    encoded = isinstance(value, dict) and bool({"bytes", "path"} & set(value))
-    return encoded or isinstance(value, (bytes, Image.Image))
+    return (isinstance(value, dict) and bool({"bytes", "path"} & set(value))) or isinstance(value, (bytes, Image.Image))
 
 
 def decode(cells: Sequence[Any], place: Callable[[int], str]) -> torch.Tensor:

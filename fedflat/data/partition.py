@@ -112,8 +112,7 @@ def _natural(ids: npt.NDArray[Any] | None, by: str, clients: int | None, seed: i
     if wanted > len(counts):
         raise wrong("data.clients", wanted, f"at most {len(counts)}, the number of different values of {by}")
     rows = np.split(np.argsort(codes.reshape(-1), kind="stable"), np.cumsum(counts)[:-1])
-    chosen = stream(seed, "natural clients").permutation(len(counts))[:wanted]
-    return tuple(rows[i].astype(np.int64) for i in chosen)
+    return tuple(rows[i].astype(np.int64) for i in stream(seed, "natural clients").permutation(len(counts))[:wanted])
 
 
 @contextlib.contextmanager

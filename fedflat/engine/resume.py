@@ -283,8 +283,7 @@ def update_plan(job: Job, ledger: Ledger, start: int, round: int) -> None:
     """Set the job's plan and count of charges to those after ``round``. start: where the run goes on."""
     if job.folder is None:
         return
-    drawn = [{**entry, "attempt": 2} for entry in ledger.drawn_before(round)]
-    planned = [*ledger.entries, *drawn]
+    planned = [*ledger.entries, *[{**entry, "attempt": 2} for entry in ledger.drawn_before(round)]]
     plan = job.parts.plan.standing(planned, ledger.key_id, start)
     job.parts = job.parts if plan == job.parts.plan else replace(job.parts, plan=plan)
     latest = {entry["round"]: entry.get("key_id") for entry in ledger.entries}

@@ -98,8 +98,7 @@ class Limits:
         arrays = parts.layout.dimension * (4 * (1 + len(parts.broadcast)) + 1)  # and a mask
         facts = FACTS + 512 * cohort  # keys and boxes of a cohort
         # The ledger's signed history, and everybody's commitments to everybody; FACTS more for heads of arrays.
-        ask = Limit(arrays + FACTS, facts + 256 * plan.rounds + 80 * cohort**2)
-        return cls(ask, Limit(reply + FACTS, facts))
+        return cls(Limit(arrays + FACTS, facts + 256 * plan.rounds + 80 * cohort**2), Limit(reply + FACTS, facts))
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> Limits:

@@ -11,12 +11,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import fedflat
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.records import settled
+from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, require, wrong
 from fedflat.core.types import Algorithm
@@ -149,7 +148,7 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
     keys = [_write_client(client_folder(out, client), data, client) for client in range(data.clients)]
     # With all that depends on data or calibration as numbers: every party has the same.
     frozen = settled(recipe, job.parts, data.clients, job.problem.pristine)
-    (app / RECIPE).write_text(yaml.safe_dump(frozen, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    (app / RECIPE).write_text(dumped(frozen), encoding="utf-8")
     Task(recipe, DataSpec.of(data), Roster(tuple(keys)), Limits.of(job)).write(app)
     for folder in ("server", "flower"):
         (out / folder).mkdir(mode=0o700)

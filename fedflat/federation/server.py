@@ -194,8 +194,6 @@ def job_of(task: Task, settings: Settings) -> Job:
 
 def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     """Return the run's folder: new, or that of the same recipe, data form and model. The job gets what the run is."""
-    import yaml
-
     from fedflat.assembly.records import settled, write_frozen
     from fedflat.records.opening import versions
 
@@ -211,7 +209,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
         name = secrets.token_hex(16)
         known = versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting"))
         marks = {**known, "run": name, "task": task.identity}
-        text = yaml.safe_dump({**dump, "versions": marks}, sort_keys=False, allow_unicode=True)
+        text = reading.dumped({**dump, "versions": marks})
         terms = Terms.of(task.recipe, job, deployment=True).record()
         job.opening = Opening.of(job.identity, fresh_key(), text, {}, name, terms)
         job.opening.write(out)

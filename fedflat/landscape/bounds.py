@@ -248,8 +248,7 @@ def generalization_bound(
     high, low = 1 - miss / (1 + math.exp(-eps)), 1 - miss * math.exp(-eps) / (1 + math.exp(-eps))
     jumps = math.ceil(prime / eps)
     delta_prime = math.exp(log_first) + 2 - high**jumps * low ** (rounds - jumps) - low**rounds
-    failure = 2 * math.exp(-1.7 * prime) * delta_prime / prime * math.log(2 / prime)
-    return 4 * prime, 1 - failure
+    return 4 * prime, 1 - (2 * math.exp(-1.7 * prime) * delta_prime / prime * math.log(2 / prime))
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,7 @@ class GRU(Recurrence):
         r, z, n = now.chunk(3, -1)
         hr, hz, hn = F.linear(state, self.weight_hh).chunk(3, -1)
         update = torch.sigmoid(z + hz)
-        candidate = torch.tanh(n + torch.sigmoid(r + hr) * hn)
-        return (1 - update) * candidate + update * state, memory
+        return (1 - update) * torch.tanh(n + torch.sigmoid(r + hr) * hn) + update * state, memory
 
 
 class CharacterModel(nn.Module):

@@ -81,8 +81,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def setting(run: Run, engine: bool = False) -> dict[str, Any]:
     """The flat recipe without seeds and without what only describes the machine, unless ``engine`` is asked for."""
     # Seeds of one setting may have met different back ends, as ``auto`` chose.
-    keys = (*SETTING, "engine") if engine else SETTING
-    return flatten({key: run.recipe[key] for key in keys if key in run.recipe})
+    return flatten({key: run.recipe[key] for key in ((*SETTING, "engine") if engine else SETTING) if key in run.recipe})
 
 
 def group_runs(runs: Iterable[Run]) -> list[Group]:

@@ -47,9 +47,10 @@ def inspect_run(folder: str | Path, key: Path | None = None, witness: Path | Non
     path = Path(folder)
     require(witness is None or witness.is_file(), "--witness", f"{witness}, no such file", "a tip that a client kept")
     public = None if key is None else signing.read_public(key)
-    if (path / CHARGE).is_file():
-        return [*check_selection(path)]
-    if not any((path / name).is_file() for name in (RECIPE, LEDGER, STATEMENT)):
+    runs = any((path / name).is_file() for name in (RECIPE, LEDGER, STATEMENT))
+    if (path / CHARGE).is_file() and not runs:
+        return [*check_selection(path, key, witness)]
+    if not runs:
         found = "a folder without recipe.yaml, ledger.jsonl and privacy.json" if path.is_dir() else "no folder"
         raise wrong("verify", f"{path}, {found}", "the folder of a run, or an exported one")
     attested = (path / "check.py").is_file() and not (path / RECIPE).is_file()
@@ -60,7 +61,7 @@ def inspect_run(folder: str | Path, key: Path | None = None, witness: Path | Non
     return [*(check for each in CHECKS for check in each(run)), *check_signed(run, public, witness)]
 
 
-def check_selection(path: Path) -> Iterator[Check]:
+def check_selection(path: Path, key: Path | None, witness: Path | None) -> Iterator[Check]:
     """Check a folder of fedflat tune: what was charged, what was public, what the winner states."""
     try:
         found = faults(path)
@@ -73,7 +74,7 @@ def check_selection(path: Path) -> Iterator[Check]:
     if not (path / WINNER).is_dir():
         yield Check(WINNER, "unchecked", "there is none (yet)")
         return
-    yield from (check._replace(record=f"{WINNER}/{check.record}") for check in inspect_run(path / WINNER))
+    yield from (check._replace(record=f"{WINNER}/{check.record}") for check in inspect_run(path / WINNER, key, witness))
 
 
 def refuse_damage(folder: Path) -> None:
@@ -357,8 +358,7 @@ def check_sums(run: Records) -> Iterator[Check]:
         yield Check(name, "wrong", f"not in {SUMS}: nobody exported it")
     for known, name in wanted:
         # A name that is none of the folder's files may lead out of it.
-        good = name in run.files and _sha256(path / name) == known != ""
-        yield _same(name or SUMS, good, "as it was exported")
+        yield _same(name or SUMS, name in run.files and _sha256(path / name) == known != "", "as it was exported")
     if run.recipe is not None and (path / RECIPE).read_bytes() != recomputed.exported_recipe(run.recipe):
         yield Check(RECIPE, "wrong", "has a comment, or another form than an export writes")
     if files.whole_lines(path / METRICS) is None:
@@ -403,8 +403,9 @@ def check_signed(run: Records, public: Ed25519PublicKey | None = None, witness: 
     bad = [line["round"] for line in signed if not _tip_fits(run, line, public)]
     if bad:
         yield Check(TIPS, "wrong", f"round {bad[0]}: not what the operator signed")
-    elif run.tips and public is not None and (run.folder / SIGNATURE).is_file():
-        whole: Verdict = "ok" if len(signed) == len(run.tips) else "unchecked"
+    elif run.tips and public is not None:
+        some = bool(signed) or (run.folder / SIGNATURE).is_file()
+        whole: Verdict = "ok" if len(signed) == len(run.tips) else "unchecked" if some else "wrong"
         yield Check(TIPS, whole, f"{len(signed)} of {len(run.tips)} rounds signed by this key")
     if witness is not None:
         yield Check(f"witness {witness.name}", *_witnessed(run, public, witness))

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from fedflat.assembly.stating import Terms, plan_again, restated, tested
-from fedflat.config.reading import GIVEN
+from fedflat.config.reading import GIVEN, dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError, require
 from fedflat.core.durable import contents_of, digest_of, read_about
@@ -227,7 +227,7 @@ class Records:
 
 def exported_recipe(recipe: Any) -> bytes:
     """Return recipe.yaml as an export writes it."""
-    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).encode()
+    return dumped(recipe).encode()
 
 
 # ------------------------------------------------------------------------------------------- statement and metrics
@@ -472,8 +472,7 @@ def made_for(path: Path, rounds: int) -> Any:
 def made_for_digest(run: Records) -> str | None:
     """Return the digest of what the weights were made for; None of a run without weights here."""
     found = made_for(run.folder, run.finished_rounds)
-    weightless = found is None and not (run.folder / MODEL).is_file()
-    return None if weightless else checkpoint.made_for_digest(found)
+    return None if (found is None and not (run.folder / MODEL).is_file()) else checkpoint.made_for_digest(found)
 
 
 def metadata_faults(run: Records) -> Iterator[str]:

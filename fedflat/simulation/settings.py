@@ -21,7 +21,7 @@ import numpy as np
 import yaml
 
 from fedflat.assembly.plans import algorithm_of
-from fedflat.config.reading import parse_value
+from fedflat.config.reading import dumped, parse_value
 from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
 from fedflat.core.checks import InputError, nearest, require, wrong
@@ -184,7 +184,7 @@ def claim(folder: Path, settings: Sequence[Setting]) -> None:
     """Note in each setting's folder what it is for. Raises InputError if it cannot be written."""
     for setting in settings:
         place = folder / setting.slug
-        text = yaml.safe_dump(_asked(setting), sort_keys=False, allow_unicode=True)
+        text = dumped(_asked(setting))
         try:
             place.mkdir(parents=True, exist_ok=True)
             if not (place / REQUESTED).is_file():

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from fedflat.assembly.inputs import data_of, on_proxy
 from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.assembly.tasks import objective_of
+from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, require, wrong
@@ -166,7 +166,7 @@ def _claim(place: Path, asked: Asked) -> None:
     keys.check_outside(place)
     try:
         (place / "private").mkdir(mode=0o700, parents=True, exist_ok=True)
-        durable.replace(place / PUBLIC, yaml.safe_dump(public, sort_keys=False, allow_unicode=True), mode=0o644)
+        durable.replace(place / PUBLIC, dumped(public), mode=0o644)
     except OSError as error:
         raise unwritable(place, error) from error
 
@@ -331,7 +331,7 @@ def tune_on_proxy(
     runs = tasks(place, expand(recipes, (), 1))
     rows = sorted(zip(tried, (_accuracy(run.folder) for run in runs)), key=lambda row: -row[1])
     chosen = space.applied(recipe, rows[0][0])
-    text = yaml.safe_dump(chosen.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)
+    text = dumped(chosen.model_dump(mode="json", exclude_defaults=True))
     durable.replace(place / CHOSEN, text, mode=0o644)
     table = pandas.DataFrame([{**settings, "accuracy": f"{found:.6g}"} for settings, found in rows])
     table.to_csv(place / TABLE, index=False, lineterminator="\n")

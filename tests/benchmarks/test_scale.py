@@ -37,8 +37,7 @@ def test_empty_clients_send_whole_messages_and_add_up_to_nothing() -> None:
     found = timed_round(inner, inner)
     assert found.total.shape == (50_890,) and not found.total.any() and min(found.seconds, found.driver, found.cpu) > 0
     assert min(alone(inner)) > 0
-    waiting = loop(dataclasses.replace(small, pause=0.05))
-    seconds, cpu = alone(waiting)
+    seconds, cpu = alone(loop(dataclasses.replace(small, pause=0.05)))
     assert seconds - cpu >= 0.149  # three pauses, in which nothing is worked
     assert torch.equal(Pause(0.0)(torch.ones(2), None), torch.ones(2))  # type: ignore[arg-type]
 

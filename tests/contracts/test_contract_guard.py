@@ -146,8 +146,7 @@ def test_rounds_and_guards_share_no_noise(tmp_path: Path) -> None:
 def test_it_is_the_engines_arithmetic(tmp_path: Path) -> None:
     key, draw = bytes(range(32)), stream(1, "vectors")
     with made(tmp_path, secure=False, key=key, cohort=10) as guard:
-        cohort = guard.cohort(0)
-        vectors = {int(i): draw.standard_normal(40) for i in cohort}
+        vectors = {int(i): draw.standard_normal(40) for i in guard.cohort(0)}
         found = guard.release(0, vectors)
         clipped = sum(v * min(1.0, 0.5 / float(np.linalg.norm(v))) for v in vectors.values())
         noise = gaussian(40, guard.plan.std(0.5), stream(key, "noise", 0)).numpy()

@@ -88,6 +88,26 @@ def test_blocks_of_a_users_method_are_one_client_after_the_other_up_to_rounding(
     torch.testing.assert_close(trained(OWN, "vectorized"), trained(OWN, "sequential"), rtol=1e-4, atol=1e-6)
 
 
+class Ruled(torch.autograd.Function):
+    @staticmethod
+    def forward(w: Tensor) -> Tensor:  # type: ignore[override]
+        return w / w.nan_to_num().abs().max().clamp_min(1.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        return None
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, w: Tensor) -> tuple[Tensor, Any]:  # type: ignore[override]
+        return Ruled.apply(w), dims[0]  # type: ignore[no-untyped-call]
+
+
+def test_a_vmap_rule_of_a_users_own_trains_one_by_one() -> None:
+    """It sees the whole block, and the trial's numbers need not show it."""
+    with pytest.raises(InputError, match="Ruled, which has a vmap rule of its own"):
+        trained(Algorithm("own", transforms=(lambda update, view: Ruled.apply(update),)), "vectorized")
+
+
 def plain(w: Tensor) -> Tensor:
     """All rows of what escaped from a block."""
     inside = torch._C._functorch  # type: ignore[attr-defined]

@@ -132,8 +132,7 @@ def test_a_secure_release_is_whole_steps_of_the_grid_whatever_was_sent(case):
     hostile = torch.cat([updates(3), torch.full((1, dimension()), 3e38), torch.full((1, dimension()), math.nan)])
     broadcast, aggregate = held(made, hostile)
     released = noisy_sum(made.parts, broadcast, aggregate, KEY).double()
-    pitch = made.parts.mechanism.grid(0.5, dimension()).pitch
-    steps = released / pitch
+    steps = released / made.parts.mechanism.grid(0.5, dimension()).pitch
     assert float((steps - steps.round()).abs().max()) < 1e-3 * float(steps.abs().max().log2())
     assert float(aggregate.total.norm()) <= 5 * 0.5
 

@@ -158,8 +158,7 @@ def test_a_users_own_rule_and_odd_messages() -> None:
         lambda update, view: update.bfloat16() if view.steps == 3 else update,
         lambda update, view: update * float("nan"),
     ):
-        own = Algorithm("own", phases=(sign,), transforms=(transform,))
-        same(*both(algorithm=own))
+        same(*both(algorithm=Algorithm("own", phases=(sign,), transforms=(transform,))))
     short = Algorithm("own", phases=(sign,), transforms=(lambda u, view: u[..., :-1] if view.steps == 3 else u,))
     for engine in (RAY, {"backend": "sequential"}):
         with pytest.raises(InputError, match=r"^algorithm\.transforms\[0\].*\(52,\) returned for \(53,\)"):

@@ -118,8 +118,7 @@ def test_noise_has_the_stated_law_and_is_fresh_for_each_draw() -> None:
 
 
 def test_an_empty_cohort_is_noised_and_charged() -> None:
-    job = prepare(recipe())
-    new, lines, _ = one_round(job, votes=lambda draw, accumulator: None)
+    new, lines, _ = one_round(prepare(recipe()), votes=lambda draw, accumulator: None)
     assert len(lines) == 6
     assert new.slots["labels"].shape == (6,) and int(new.slots["labels"].min()) >= 0
 

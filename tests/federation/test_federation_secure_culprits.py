@@ -439,8 +439,7 @@ def test_a_mask_that_is_not_bound_to_its_pair_is_cancelled_by_the_negative_of_an
     vector = vectors([1])[1]
 
     def left() -> np.ndarray:
-        sent = secagg.masked(lone, keys, keys, vector, BITS)
-        return secagg.wrap(sent - secagg.prg(lone.seed, SIZE, BITS), BITS)
+        return secagg.wrap(secagg.masked(lone, keys, keys, vector, BITS) - secagg.prg(lone.seed, SIZE, BITS), BITS)
 
     assert not np.array_equal(left(), vector)
     derived = secagg._derived

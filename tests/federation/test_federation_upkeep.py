@@ -113,8 +113,7 @@ def test_a_client_s_new_key_in_mid_run(
     assert renewed.pin != task.pin and renewed.identity == task.identity
     with pytest.raises(InputError, match="pin"):
         Client(renewed, 0, clients[0].data, clients[0].store, task.pin)
-    again = [client_at(tmp_path, renewed, number) for number in range(task.form.clients)]
-    grid = grid_of(renewed, again)
+    grid = grid_of(renewed, [client_at(tmp_path, renewed, number) for number in range(task.form.clients)])
     assert set(renewed.roster.connected(grid.get_nodes())) == {0, 1, 2, 3}
     assert set(renewed.roster.connected(grid_of(task, clients).get_nodes())) == {0, 2, 3}  # the old key: nobody
     facts = server.serve(grid, renewed, settings(tmp_path))

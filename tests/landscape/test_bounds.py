@@ -160,8 +160,7 @@ def without_replacement(q: float, sigma: float, order: int) -> float:
     def base(j: int) -> float:
         return j / (2 * sigma**2)
 
-    pairs = min(4 * math.expm1(base(2)), 2 * math.exp(base(2)))
-    terms = [2 * math.log(q) + math.log(math.comb(order, 2) * pairs)]
+    terms = [2 * math.log(q) + math.log(math.comb(order, 2) * min(4 * math.expm1(base(2)), 2 * math.exp(base(2))))]
     terms += [j * math.log(q) + math.log(2 * math.comb(order, j)) + (j - 1) * base(j) for j in range(3, order + 1)]
     return float(np.logaddexp.reduce([0.0, *terms])) / (order - 1)
 

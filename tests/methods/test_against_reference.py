@@ -156,8 +156,7 @@ def test_method(method: str, net: ref.Net, clip: float, backend: str) -> None:
         pytest.skip("a single layer cannot be both head and shared part")
     clip = min(clip, 0.02) if clip < 1 and method in PGN else clip  # β < 1 makes small messages
     clip = min(clip, 0.5) if method == "fed-normec" else clip  # a message's length is nearly C, however large
-    s = setting(method, clip=clip, lr_decay=0.8, weight_decay=0.01)
-    _, expected = compare(s, net, backend)
+    _, expected = compare(setting(method, clip=clip, lr_decay=0.8, weight_decay=0.01), net, backend)
     if method not in ref.NOT_PRIVATE and method != "fed-normec":
         clipped = [n > clip for norms in expected.norms for n in norms]
         assert any(clipped) if clip < 1 else not any(clipped)

@@ -35,8 +35,7 @@ def released(
         "privacy": {"clip": clip, "noise_multiplier": 0.0},
         "engine": {"backend": backend},
     }
-    job = prepare(Recipe.of(recipe | changes), module, federation(), algorithm=twin)
-    return train(job).state.shared * len(SIZES)
+    return train(prepare(Recipe.of(recipe | changes), module, federation(), algorithm=twin)).state.shared * len(SIZES)
 
 
 def sums(limit: float = 1e6) -> Tensor:

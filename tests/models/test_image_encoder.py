@@ -53,8 +53,7 @@ def bodies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         resnet = transformers.ResNetForImageClassification(transformers.ResNetConfig(**small))
     vit.save_pretrained(folder / "vit")
     resnet.save_pretrained(folder / "resnet")
-    size = {"height": 12, "width": 12}
-    transformers.ViTImageProcessorPil(size=size).save_pretrained(folder / "vit")
+    transformers.ViTImageProcessorPil(size={"height": 12, "width": 12}).save_pretrained(folder / "vit")
     transformers.ConvNextImageProcessorPil(size={"shortest_edge": 28}, crop_pct=0.875).save_pretrained(
         folder / "resnet"
     )

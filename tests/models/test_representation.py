@@ -98,8 +98,7 @@ def test_mirror_images_have_the_same_features() -> None:
 def test_principal_directions_are_the_synthetic_images_own() -> None:
     projection = made(body={**SMALL, "whitening": 1.0, "dimension": 8}).body.projection
     whole = made(body={**SMALL, "whitening": 0.0}).body
-    x = dead_leaves(100, SHAPE, 0)
-    directions = whole.projection._directions(whole.maps(x))[:, whole.projection.chosen]
+    directions = whole.projection._directions(whole.maps(dead_leaves(100, SHAPE, 0)))[:, whole.projection.chosen]
     variance = directions.var(0, correction=0)
     assert bool((variance[:-1] >= variance[1:] * 0.999).all())
     torch.testing.assert_close(projection.weight, (variance[:8] + 0.5 * variance[7]).rsqrt(), rtol=1e-3, atol=0)
@@ -335,8 +334,7 @@ def test_one_client_s_images_move_a_release_by_the_clip_at_most(method: str, eng
     privacy = {"clip": 0.05, "noise_multiplier": 1.0, "delta": 1e-5}
     local = {"steps": 2, "batch_size": 3, "lr": 0.3}
     settings = {"rounds": 1, "algorithm": method, "cohort": {"size": 6}, "local": local, "privacy": privacy}
-    template = from_pairs([(images(40), torch.arange(40) % 3)])
-    worlds = Worlds(Scenario(Recipe.of(settings), made(), template))
+    worlds = Worlds(Scenario(Recipe.of(settings), made(), from_pairs([(images(40), torch.arange(40) % 3)])))
     for case in (Case("ordinary"), Case("cancelling 1e6"), Case("huge 1e14"), Case("pixels", others="pixels")):
         moved = worlds.movement(engine, case)
         assert not moved.over, f"{case.name}: {moved.value} {moved.stopped}"

@@ -134,8 +134,7 @@ def test_dry_run_as_text() -> None:
 
 
 def test_a_smaller_scale_says_what_it_changes() -> None:
-    found = dry(find("000", "1").only(["CIFAR-10, IID"], ["DP-FedSAM"]), "small")
-    text = " ".join(lines(found, dry_run=True))
+    text = " ".join(lines(dry(find("000", "1").only(["CIFAR-10, IID"], ["DP-FedSAM"]), "small"), dry_run=True))
     assert "NOT COMPARABLE" in text and "data.clients 500 → 100" in text
     full = find("000", "1").cells[0].recipe
     assert full is not None and differences(full, full) == []

@@ -63,8 +63,7 @@ def test_dispersion_tells_poisson_from_its_broken_twin() -> None:
 
 
 def test_truncated_is_poisson_up_to_the_maximum_then_a_uniform_subset() -> None:
-    sampler = Truncated(40, 8, 9)
-    cohorts = draws(sampler)
+    cohorts = draws(Truncated(40, 8, 9))
     sizes = np.array([len(ids) for ids in cohorts])
     assert sizes.max() == 9
     assert np.mean(sizes == 9) == pytest.approx(stats.binom(40, 0.2).sf(8), abs=0.035)

@@ -62,8 +62,7 @@ def test_the_default_grid_hardly_changes_an_update(dimension, std):
 
 def test_blocks_and_single_vectors_agree():
     grid = GridGaussian(1.0, 1.0, 64)
-    block = torch.stack(list(ROWS.values()))
-    steps = grid.quantize(block)
+    steps = grid.quantize(torch.stack(list(ROWS.values())))
     assert steps.shape == (len(ROWS), 64) and steps.dtype == np.int64
     assert all(np.array_equal(steps[i], grid.quantize(row)) for i, row in enumerate(ROWS.values()))
     assert grid.quantize(torch.zeros(0, 64)).shape == (0, 64)
@@ -80,8 +79,7 @@ def test_the_noise_has_the_stated_std_and_not_two_thirds_or_three_halves_of_it()
 
 def test_release_is_the_rounded_continuous_mechanism():
     """On a coarse grid the law of the release equals that of ⌊s + N(0, σ²)⌉, which carries the plain Gaussian's ε."""
-    grid = GridGaussian(1.0, 1.0, 200_000, 1)
-    released = grid.perturb(np.full(200_000, 3), SecureBits(KEY, "law"))
+    released = GridGaussian(1.0, 1.0, 200_000, 1).perturb(np.full(200_000, 3), SecureBits(KEY, "law"))
     x = np.arange(-3, 10)
     expected = stats.norm.cdf((x - 3 + 0.5) / 2) - stats.norm.cdf((x - 3 - 0.5) / 2)
     seen = np.array([(released == v).sum() for v in x])

@@ -155,8 +155,7 @@ def test_methods_without_privacy() -> None:
 
 
 def test_the_ledger_line_is_json_and_enough_to_recompute() -> None:
-    plan = plan_of(sampling="truncated", max_cohort=14)
-    line = json.loads(json.dumps(plan.record(4, 0.25), allow_nan=False))
+    line = json.loads(json.dumps(plan_of(sampling="truncated", max_cohort=14).record(4, 0.25), allow_nan=False))
     assert (line["round"], line["mechanism"], line["sampling"], line["cohort_max"]) == (4, "gaussian", "truncated", 14)
     assert line["std"] == pytest.approx(line["noise_multiplier"] * line["clip"] * (1 + line["rounding"]))
     assert line["rounding"] == ROUNDING

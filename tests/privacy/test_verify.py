@@ -203,8 +203,7 @@ def test_a_second_attempt_counts() -> None:
 def test_ddgauss_is_recomputed_from_its_own_fields() -> None:
     from fedflat.methods.plans import DDGaussPlan
 
-    made = DDGaussPlan(dimension=100, clip=0.2)
-    plan = plan_of(trust="distributed", mechanism=made, rounds=20)
+    plan = plan_of(trust="distributed", mechanism=DDGaussPlan(dimension=100, clip=0.2), rounds=20)
     found = verify(lines(plan), plan.epsilon())
     assert found.ok and found.epsilon_recomputed == pytest.approx(plan.epsilon(), rel=1e-9)
     assert not verify(lines(plan), 0.99 * plan.epsilon()).ok

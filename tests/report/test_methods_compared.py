@@ -28,8 +28,7 @@ def test_equal_privacy_starts_at_nothing(tmp_path: Path) -> None:
 
 def test_an_axis_of_shares_begins_at_zero_and_marks_guessing(tmp_path: Path) -> None:
     """Accuracies of 94.3 and 95.0 % must not look like a climb, on the page or in a file."""
-    series = Series("a", {"round": (1.0, 2.0, 3.0)}, (0.943, 0.948, 0.95))
-    high = Figure("accuracy", "", (series,), "%", percent=True)
+    high = Figure("accuracy", "", (Series("a", {"round": (1.0, 2.0, 3.0)}, (0.943, 0.948, 0.95)),), "%", percent=True)
     assert pages._y_scale(high).low == 0.0
     (folder,) = write_many(tmp_path / "runs", 1, 1, rounds=20)
     accuracy = figures_of_run(metrics.read_run(folder))[0]

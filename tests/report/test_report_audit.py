@@ -28,8 +28,7 @@ OLDER = {"kind": "canaries", "lower_bound": None, "confidence": None}
 
 def run_with(folder: Path, *results: AuditResult, **statement: Any) -> metrics.Run:
     path = write_run(folder, rounds=3, statement=statement)
-    text = json.dumps({"audits": [each.as_dict() for each in results]})
-    (path / "audit.json").write_text(text)
+    (path / "audit.json").write_text(json.dumps({"audits": [each.as_dict() for each in results]}))
     return metrics.read_run(path)
 
 

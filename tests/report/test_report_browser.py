@@ -111,8 +111,7 @@ def test_a_phone_scrolls_one_way_only(tmp_path: Path, kind: str) -> None:
         write_run(tmp_path / "runs" / ("a-long-name-of-a-run-" * 4), rounds=8, statement=none)
     page = write_report([tmp_path / "runs"], tmp_path / "report.html")
     inside = page.read_text(encoding="utf-8").replace("</body>", "<script>document.title = 'x'</script></body>")
-    framed = tmp_path / "framed.html"
-    framed.write_text(re.sub(r"<meta http-equiv[^>]*>", "", inside), encoding="utf-8")
+    (tmp_path / "framed.html").write_text(re.sub(r"<meta http-equiv[^>]*>", "", inside), encoding="utf-8")
     # Headless windows are never narrower than 500 px: a frame of 360 px stands for the phone.
     measure = "const d = f.contentDocument.documentElement; document.title = d.scrollWidth + '/' + d.clientWidth"
     outer = tmp_path / "outer.html"

@@ -77,8 +77,7 @@ def check_page(page: str) -> None:
 
 
 def test_full_run(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    page = page_of([folder], tmp_path)
+    page = page_of([write_run(tmp_path / "run")], tmp_path)
     check_page(page)
     assert len(page.encode()) < 300_000
     assert set(figures_in(page)) == RELEASED

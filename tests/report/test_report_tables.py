@@ -94,8 +94,7 @@ def test_mean_sd_and_paired_interval_against_scipy(three: list[groups.Group]) ->
 
 
 def test_pairs_are_the_common_seeds(three: list[groups.Group]) -> None:
-    fewer = groups.Group("fewer", three[1].runs[3:])
-    found = groups.paired_difference(three[0], fewer, metrics.final_accuracy)
+    found = groups.paired_difference(three[0], groups.Group("fewer", three[1].runs[3:]), metrics.final_accuracy)
     assert found is not None and found.pairs == 2
     single = groups.paired_difference(three[0], groups.Group("one", three[1].runs[:1]), metrics.final_accuracy)
     assert single is not None and single.low is None
@@ -184,8 +183,7 @@ def test_a_share_never_leaves_its_axis(tmp_path: Path) -> None:
 
 
 def test_user_names_cannot_break_a_table(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "x", "a|b_50%&[red]<b>", rounds=3)
-    table = tables.comparison_table(grouped([folder]))
+    table = tables.comparison_table(grouped([write_run(tmp_path / "x", "a|b_50%&[red]<b>", rounds=3)]))
     assert "a\\|b_50%&[red]&lt;b>" in tables.to_markdown(table)
     assert "a|b\\_50\\%\\&[red]<b>" in tables.to_latex(table)
     assert "[red]" in tables.to_terminal(table)
