@@ -211,7 +211,9 @@ class Vectorized:
             for block, ready in zip(blocks, outcomes):
                 try:
                     part = ready()
-                except (RuntimeError, MemoryError) as error:
+                except (InputError, RunError):
+                    raise
+                except Exception as error:  # a user's module may fail in any way
                     self._halve(error, size, broadcast)
                     return
                 yield block[block != EMPTY], part

@@ -34,8 +34,7 @@ def filters(layout: Layout) -> list[tuple[slice, int]]:
 
 def raw_direction(layout: Layout, seed: int, index: int) -> Tensor:
     """Return a standard normal vector ``(D,)``: the same for every run that is compared, before it is normalised."""
-    drawn = stream(seed, "landscape direction", index).standard_normal(layout.size, dtype=np.float32)
-    return torch.from_numpy(drawn)
+    return torch.from_numpy(stream(seed, "landscape direction", index).standard_normal(layout.size, dtype=np.float32))
 
 
 def normalised(direction: Tensor, weights: Tensor, layout: Layout) -> Tensor:

@@ -178,6 +178,5 @@ def levels(low: float, high: float, count: int = 9) -> list[float]:
     if not (0 < low < high) or high / low < 1.0005:
         return []
     ratio = (high / low) ** (1 / (count + 1))
-    digits = 2 if ratio > 1.1 else 4
-    found = {float(f"{low * ratio**place:.{digits}g}") for place in range(1, count + 1)}
+    found = {float(f"{low * ratio**place:.{(2 if ratio > 1.1 else 4)}g}") for place in range(1, count + 1)}
     return sorted(level for level in found if low < level < high)
