@@ -113,8 +113,7 @@ class Factor:
             return math.sqrt(spaced_maximum((self.columns[first:stop] ** 2).sum(axis=1), separation)) * UP
         if self.falling:
             # The worst pattern is known: as often, and as early, as it may come.
-            worst = self.matrix[:, first:stop:separation].sum(axis=1)
-            return math.sqrt(float((worst**2).sum())) * UP
+            return math.sqrt(float((self.matrix[:, first:stop:separation].sum(axis=1) ** 2).sum())) * UP
         return math.sqrt(_pattern_bound(self._overlaps[first:stop, first:stop], separation)) * UP
 
     @cached_property
@@ -164,8 +163,7 @@ def on_grid(columns: Floats) -> Floats:
 def cut(columns: Floats) -> Floats:
     """Return the same without what would lie below the last row."""
     rounds, bands = columns.shape
-    inside = np.arange(rounds)[:, None] + np.arange(bands)[None, :] < rounds
-    return np.where(inside, columns, 0.0)
+    return np.where(np.arange(rounds)[:, None] + np.arange(bands)[None, :] < rounds, columns, 0.0)
 
 
 def tree(rounds: int) -> Factor:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fedflat.core.identity import names_in
+from fedflat.core.identity import names_in, slots_of
 
 LARGE = 1_000_000
 """Entries of a tensor from which a digest is kept of it, and no copy."""
@@ -226,7 +226,7 @@ def _attributes(thing: Any) -> list[tuple[str, Any]]:
     if kind in (dict, list, tuple, set):
         return []
     found = [(f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items() if not _noted(name)]
-    slots = (name for base in kind.__mro__ for name in _slots(base) if hasattr(thing, name))
+    slots = (name for base in kind.__mro__ for name in slots_of(base) if hasattr(thing, name))
     found += [(f".{name}", getattr(thing, name)) for name in slots]
     return found if is_library(_home(thing)) else [*found, (f"<{kind.__name__}>", kind)]
 
@@ -261,16 +261,9 @@ def _of_object(thing: Any) -> list[tuple[str, Any]] | None:
         own = [(f".{name}", value) for held in inner for name, value in vars(thing)[held].items()]
         rest = [(f".{name}", value) for name, value in vars(thing).items() if name not in inner and not _noted(name)]
         return [*own, *rest, *whole]
-    if not hasattr(thing, "__dict__") and not any(map(_slots, kind.__mro__)):
+    if not hasattr(thing, "__dict__") and not any(map(slots_of, kind.__mro__)):
         return None
     return [*_compiled(thing), *_attributes(thing)] or None  # what has nothing to show may still say what it is
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    names = kind.__dict__.get("__slots__", ())
-    names = (names,) if isinstance(names, str) else names
-    mangled = (f"_{kind.__name__.lstrip('_')}{n}" if n[:2] == "__" != n[-2:] else n for n in names)
-    return tuple(name for name in mangled if name not in ("__dict__", "__weakref__"))
 
 
 def _compiled(thing: Any) -> list[tuple[str, Any]]:

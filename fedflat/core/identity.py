@@ -1,5 +1,6 @@
 """What a Python object is, as a digest: code, constants and values, however deep. None where that cannot be told."""
 
+import builtins
 import dis
 import enum
 import functools
@@ -29,6 +30,7 @@ _OUTSIDE = frozenset((
     "__globals__", "__dict__", "__builtins__", "read_text", "read_bytes", "import_module",
 ))  # fmt: skip
 """Names by which code reaches what no digest of it covers: files, the environment, names made as it runs."""
+_BUILTINS = frozenset(dir(builtins))
 _FILES = frozenset(("load", "fromfile", "from_file", "fromregex", "loadtxt", "genfromtxt", "memmap", "open_memmap"))
 """The same, of numpy and torch."""
 _MODE = "training"
@@ -157,6 +159,8 @@ def _function(value: types.FunctionType, total: Any, walk: Any) -> None:
         used = value.__globals__.get(name, names_in)
         if used is not names_in:
             walk(used)
+        elif name in vars(builtins) and name not in _BUILTINS:  # put there by somebody
+            raise _Unknown
         if isinstance(used, types.ModuleType) and not _known(used.__name__):
             for inner in (vars(used)[n] for n in names if n in vars(used)):  # what the code may read of a user's module
                 if isinstance(inner, types.ModuleType) and not _known(inner.__name__):
@@ -234,6 +238,14 @@ POINTER = struct.calcsize("P")
 """Bytes of a reference: each slot has one, and so may ``__dict__`` and ``__weakref__``."""
 
 
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Return the names by which an object has the slots of a class: a private one has the class's name in it."""
+    names = kind.__dict__.get("__slots__", ())
+    names = (names,) if isinstance(names, str) else names
+    mangled = (f"_{kind.__name__.lstrip('_')}{n}" if n[:2] == "__" != n[-2:] else n for n in names)
+    return tuple(name for name in mangled if name not in ("__dict__", "__weakref__"))
+
+
 def _instance(value: Any, total: Any, walk: Any) -> None:
     array = value
     if hasattr(value, "detach") and hasattr(value, "layout"):  # a torch tensor, without importing torch
@@ -247,8 +259,12 @@ def _instance(value: Any, total: Any, walk: Any) -> None:
         array = np.asarray(array)
         if vars(value):
             walk(vars(value))
+        if type(value).__module__.partition(".")[0] != "torch":
+            walk(type(value))
+        if not value.is_contiguous():
+            _add(total, value.stride())
     if isinstance(array, (np.ndarray, np.generic)):
-        if array.dtype.hasobject:
+        if array.dtype.hasobject or type(array).__module__ != "numpy":  # a mask is not in its bytes
             raise _Unknown
         content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
         _add(total, "array", array.dtype, array.shape, content)
@@ -257,7 +273,7 @@ def _instance(value: Any, total: Any, walk: Any) -> None:
         _add(total, value)
         return
     state = getattr(value, "__dict__", None)
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
+    slots = [name for kind in type(value).__mro__ for name in slots_of(kind) if hasattr(value, name)]
     if isinstance(value, functools._lru_cache_wrapper):
         # Not the cache: it only saves time.
         walk(value.__wrapped__)
@@ -266,7 +282,7 @@ def _instance(value: Any, total: Any, walk: Any) -> None:
         raise _Unknown
     walk(type(value))
     kept = {name: inner for name, inner in (state or {}).items() if name != _MODE or "_modules" not in (state or {})}
-    kept |= {name: getattr(value, name) for name in slots if name not in ("__dict__", "__weakref__")}
+    kept |= {name: getattr(value, name) for name in slots}
     for name in sorted(kept):
         _add(total, name)
         walk(kept[name])

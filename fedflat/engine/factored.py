@@ -361,8 +361,7 @@ class LowRankProblem(StackProblem):
         for index in range(len(self.layers) - 1, 0, -1):
             delta = through(self.layers[index - 1].activation, layers[index].backward(delta), states[index])
             deltas.append(delta)
-        vector = Factored(trace, [], {trace.record(slots, deltas[::-1]): 1.0})
-        return Gradient(cast(Tensor, vector), loss, right)
+        return Gradient(cast(Tensor, Factored(trace, [], {trace.record(slots, deltas[::-1]): 1.0})), loss, right)
 
 
 class _At:

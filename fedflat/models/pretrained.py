@@ -323,8 +323,7 @@ def _part(ids: Tensor, keep: Tensor) -> Tensor:
 
     The separator is a text's last token, as BERT's and RoBERTa's tokenizers write it.
     """
-    last = (keep.sum(1, keepdim=True) - 1).clamp(min=0)
-    ends = (ids == ids.gather(1, last)) & keep
+    ends = (ids == ids.gather(1, (keep.sum(1, keepdim=True) - 1).clamp(min=0))) & keep
     return (ends.long().cumsum(1) - ends.long()).clamp(max=1)
 
 

@@ -126,8 +126,7 @@ class Projection(nn.Module):
         pairs = list(zip(*(view.split(BLOCK) for view in views)))
         shift = self._mean(pairs[0]).mean(0)  # for the sake of the subtraction's accuracy
         sums = cast(Tensor, sum(_sums(self._mean(pair) - shift) for pair in pairs)) / len(maps)
-        found = sums[1] - sums[0].square()
-        variance, order = found.float().clamp_min(0).sort(descending=True)
+        variance, order = (sums[1] - sums[0].square()).float().clamp_min(0).sort(descending=True)
         kept = order[: options.dimension]
         used, rows = torch.unique(kept // maps.shape[2], return_inverse=True)
         self.channels, self.chosen = self.channels[used].contiguous(), rows * maps.shape[2] + kept % maps.shape[2]

@@ -183,8 +183,7 @@ def _varied(line: Line, vary: Mapping[str, Any]) -> Iterable[Line]:
     whole = flatten(_known(line.cell).dump())
     for value in vary["values"]:
         changes = [f"{key}={value}"] + ([f"{more}={whole[more] * value / whole[key]:g}"] if more else [])
-        varied = (key, more) if more else (key,)
-        yield replace(line, x=float(value), changes=(*line.changes, *changes), varied=varied)
+        yield replace(line, x=float(value), changes=(*line.changes, *changes), varied=(key, more) if more else (key,))
 
 
 Ran = Sequence[tuple[Line, Sequence[Run]]]

@@ -50,8 +50,7 @@ def environment() -> Environment:
 
 def _markdown(text: str) -> str:
     """Return a text in one line whose marks Markdown and HTML do not read."""
-    marked = re.sub(r"[\\`*_\[\]|#]", r"\\\g<0>", html.escape(text, quote=False))
-    return " ".join(marked.split())
+    return " ".join(re.sub(r"[\\`*_\[\]|#]", r"\\\g<0>", html.escape(text, quote=False)).split())
 
 
 def texts(name: str, values: Mapping[str, Any]) -> Any:
@@ -70,8 +69,7 @@ def _filled_in(tree: Any, values: Mapping[str, Any]) -> Any:
         return [line for item in tree for line in _filled_in(item, values).split("\n") if line]
     if not isinstance(tree, str):
         return tree
-    plain = environment().overlay(autoescape=False, undefined=Undefined)
-    lines = plain.from_string(tree).render(values).split("\n")
+    lines = environment().overlay(autoescape=False, undefined=Undefined).from_string(tree).render(values).split("\n")
     return "\n".join(kept for line in lines if (kept := " ".join(line.split())))
 
 

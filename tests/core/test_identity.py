@@ -155,6 +155,8 @@ ONLY: dict[str, Callable[[float], Any]] = {
     "a tensor's attribute": lambda value: _attribute(torch.ones(2), value),
     "a name taken from torch": lambda value: functools.wraps(torch.relu)(eval(f"lambda x: x * {value}")),
     "what a partial's class does": lambda value: type("Own", (functools.partial,), {"__call__": plus(value)})(len),
+    "a tensor's class": lambda value: torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {"act": plus(value)})),
+    "order in memory": lambda value: torch.ones(2, 3).as_strided((2, 3), (3, 1) if value > 1 else (1, 2)),
     "bf16": lambda value: torch.ones(2, dtype=torch.bfloat16 if value > 1 else torch.float32),
 }
 
@@ -190,7 +192,7 @@ def test_a_trained_mode_changes_nothing_and_a_weight_does() -> None:
     assert identity_of(net) != identity_of(Net())
 
 
-@pytest.mark.parametrize("value", [iter([1]), np.array([object()]), Holder(iter("a")), (x for x in "a")])
+@pytest.mark.parametrize("value", [iter([1]), np.ma.masked, np.array([object()]), Holder(iter("a")), (x for x in "a")])
 def test_what_cannot_be_looked_into_is_not_identified(value: Any) -> None:
     assert identity_of(value) is None
 

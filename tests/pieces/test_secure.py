@@ -70,8 +70,7 @@ def test_blocks_and_single_vectors_agree():
 
 def test_the_noise_has_the_stated_std_and_not_two_thirds_or_three_halves_of_it():
     grid = GridGaussian(0.5, 0.7, 20_000)
-    total = grid.quantize(torch.zeros(20_000))
-    noise = grid.to_float(grid.perturb(total, SecureBits(KEY, "noise"))).numpy()
+    noise = grid.to_float(grid.perturb(grid.quantize(torch.zeros(20_000)), SecureBits(KEY, "noise"))).numpy()
     assert stats.kstest(noise / 0.7, "norm").pvalue > 1e-4
     assert stats.kstest(noise / 0.7 * 1.5, "norm").pvalue < 1e-4
     assert stats.kstest(noise / 0.7 / 1.5, "norm").pvalue < 1e-4

@@ -28,8 +28,7 @@ def begun(folder: Path, rounds: int) -> Path:
     """A run that is going on: some of its rounds are recorded, and there is no statement."""
     write_run(folder, rounds=20)
     for name in ("metrics.jsonl", "private/private.jsonl"):
-        lines = (folder / name).read_text().splitlines(keepends=True)
-        (folder / name).write_text("".join(lines[:rounds]))
+        (folder / name).write_text("".join((folder / name).read_text().splitlines(keepends=True)[:rounds]))
     (folder / "privacy.json").unlink()
     return folder
 
