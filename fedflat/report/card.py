@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from markupsafe import Markup, escape
 
-from fedflat.config.reading import dumped
 from fedflat.core.checks import InputError, readable, require, wrong
 from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.statement import FALSE_POSITIVES, SEEDED, refuse_seeded, true_positives
@@ -34,7 +34,7 @@ UNSAID = "not stated"
 
 def as_yaml(entry: dict[str, Any]) -> str:
     """Return the entry as text; dates stay text, no text is folded."""
-    return dumped(entry, width=10**6)
+    return yaml.safe_dump(entry, sort_keys=False, allow_unicode=True, width=10**6)
 
 
 @dataclass(frozen=True)

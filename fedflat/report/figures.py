@@ -309,8 +309,7 @@ def class_bars(figure: Figure, groups: Sequence[Group]) -> Figure | None:
     """Return the accuracy by class at the last evaluation: one series per group, the mean over its seeds."""
     series = []
     for group in groups:
-        rows = [row for row in map(last_classes, group.runs) if row]
-        means = [spread(values) for values in zip(*rows)]
+        means = [spread(values) for values in zip(*[row for row in map(last_classes, group.runs) if row])]
         kept = [(float(index), found.mean) for index, found in enumerate(means) if found is not None]
         x = {"round": tuple(index for index, _ in kept)}
         series.append(Series(group.label, x, tuple(value for _, value in kept), style=group.style))

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from fedflat.config.reading import dumped
 from fedflat.privacy.statement import SEEDED
 from fedflat.report import metrics, pages, statement, tables, wording
 from fedflat.report.card import Card, brief
@@ -176,10 +175,12 @@ def _audit(run: Run) -> dict[str, Any] | None:
 
 
 def _recipe(run: Run) -> dict[str, Any] | str:
+    import yaml
+
     if not run.recipe:
         return "The folder holds no recipe.yaml."
     shown = {key: value for key, value in run.recipe.items() if key != "versions"}
-    text = dumped(_given(shown), width=78)
+    text = yaml.safe_dump(_given(shown), sort_keys=False, allow_unicode=True, width=78)
     versions = section(run.recipe, "versions")
     return {"text": text, "versions": facts(versions, verbatim=True) if versions else None}
 
