@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedflat.core.checks import RunError, wrong
-from fedflat.federation import processes
+from fedflat.federation import processes, project
 from fedflat.federation.lock import ADDRESSES_FILE, Addresses
 from fedflat.federation.project import PACKAGE, REASON, STATUS, environment, superlink_command, supernode_command
+from fedflat.federation.secagg.client import signing_key
 from fedflat.federation.task import Task
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.report import Progress
@@ -65,6 +66,8 @@ class Federation:
         for host, port in (self.addresses.listen, self.addresses.control):
             processes.must_be_free(str(self.project / ADDRESSES_FILE), host, port)
         processes.check_trusted(self.project / "certificates", self.host)
+        for client in chosen:  # said now, and not by one that has ended
+            signing_key(project.client_folder(self.project, client) / "auth.key")
         self.start_superlink()
         for client in chosen:
             self.start_node(client)

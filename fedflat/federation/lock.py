@@ -157,8 +157,7 @@ def write_authority_and_server(folder: Path, hosts: list[str], *, keep: bool = T
     signers = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedflat test authority")])
     kept = (("ca", authority), ("server", server)) if keep else (("server", server),)
     for name, key in kept:
-        secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        write_new(folder / f"{name}.key", secret, 0o600)
+        write_new(folder / f"{name}.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), 0o600)
     write_new(folder / "ca.crt", _certificate(signers, signers, authority.public_key(), authority, []))
     own = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedflat SuperLink")])
     write_new(folder / "server.crt", _certificate(own, signers, server.public_key(), authority, hosts))

@@ -208,8 +208,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
         dump = settled(task.recipe, job.parts, job.data.clients, job.problem.pristine)
         name = secrets.token_hex(16)
         known = versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting"))
-        marks = {**known, "run": name, "task": task.identity}
-        text = reading.dumped({**dump, "versions": marks})
+        text = reading.dumped({**dump, "versions": {**known, "run": name, "task": task.identity}})
         terms = Terms.of(task.recipe, job, deployment=True).record()
         job.opening = Opening.of(job.identity, fresh_key(), text, {}, name, terms)
         job.opening.write(out)

@@ -36,8 +36,7 @@ def fresh_scalar() -> int:
 
 def public_half(scalar: int) -> bytes:
     """Return scalar·G, compressed; scalar in [1, ORDER)."""
-    key = ec.derive_private_key(scalar, CURVE).public_key()
-    return key.public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
+    return ec.derive_private_key(scalar, CURVE).public_key().public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
 
 
 def split(secret: int, threshold: int, holders: Iterable[int]) -> tuple[dict[int, int], list[bytes]]:
