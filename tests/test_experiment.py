@@ -313,6 +313,7 @@ def says_how_to_go_on(status: int | None, number: int, out: str, err: str, folde
 ENDLESS = {**TINY, "rounds": 100_000, "privacy": {"noise_multiplier": 1e3}}
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     recipe, folder = tmp_path / "tiny.yaml", tmp_path / "stopped"
     recipe.write_text(yaml.safe_dump(ENDLESS))

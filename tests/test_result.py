@@ -193,8 +193,7 @@ def test_tensors_numbers_and_labels_are_answered(tmp_path: Path) -> None:
 
 
 def test_an_export_without_what_the_seed_drew_says_so(tmp_path: Path) -> None:
-    personal = {**RECIPE, "rounds": 1, "algorithm": "dp2-fedsam", "model": "mlp"}
-    ran = fedflat.run(personal, out=tmp_path / "a")
+    ran = fedflat.run({**RECIPE, "rounds": 1, "algorithm": "dp2-fedsam", "model": "mlp"}, out=tmp_path / "a")
     assert torch.equal(flat(fedflat.load(tmp_path / "a").model), flat(ran.model))
     export(tmp_path / "a", tmp_path / "out")
     with pytest.raises(InputError, match="drawn by the run's seed"):

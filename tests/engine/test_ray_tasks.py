@@ -144,10 +144,12 @@ class Layered(nn.Module):
         return self.above(self.drop(torch.tanh(self.below(x)))) * self.factor
 
 
+@pytest.mark.long
 def test_frozen_layers_dropout_and_buffers() -> None:
     same(*both(network=Layered))
 
 
+@pytest.mark.long
 def test_a_users_own_rule_and_odd_messages() -> None:
     """Lambdas travel; what is no number counts as zero, as everywhere, and a wrong length is refused by name.
 
@@ -217,6 +219,7 @@ class Rude(nn.Linear):
 DRIVER = os.getpid()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_users_code_meets_nothing_that_another_run_left(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its twin shares the processes."""
@@ -294,6 +297,7 @@ def killing(folder: Path, every: bool) -> dict[str, Any]:
     return recipe("dp-fedavg", RAY | {"block": 2}, **changes)
 
 
+@pytest.mark.long
 def test_a_worker_killed_in_the_middle_of_a_task_changes_nothing(tmp_path: Path) -> None:
     given = killing(tmp_path, every=False)
     found = fedflat.run(given)
@@ -301,6 +305,7 @@ def test_a_worker_killed_in_the_middle_of_a_task_changes_nothing(tmp_path: Path)
     same(found, fedflat.run(given | {"engine": {"backend": "sequential"}}))
 
 
+@pytest.mark.long
 def test_a_task_that_always_loses_its_worker_ends_the_run_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +335,7 @@ def test_a_method_that_cannot_be_sent_is_refused_with_one_line() -> None:
         both(algorithm=own)
 
 
+@pytest.mark.long
 def test_another_number_of_workers_gives_the_same_numbers() -> None:
     """The last here with a session: it closes that of two workers for one of one."""
     found, expected = both(method="dp-fedsam")

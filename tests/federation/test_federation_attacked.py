@@ -82,6 +82,7 @@ def flood(port: int, path: str, mebibytes: int) -> int:
     return taken
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_attacked_federation_stays_up(tmp_path: Path) -> None:
     folder = tmp_path / "fed"

@@ -61,8 +61,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def test_the_sum_is_that_of_the_simulation_up_to_its_noise(tmp_path: Path) -> None:
     """Little noise, a fine grid: the movement of w agrees with the simulation's to a few noise stds."""
-    recipe = ddgauss(noise=0.05, local={"steps": 5, "lr": 0.5})
-    task, clients, _ = run(tmp_path / "fed", recipe)
+    task, clients, _ = run(tmp_path / "fed", ddgauss(noise=0.05, local={"steps": 5, "lr": 0.5}))
     simulated = simulation.run(task.recipe, out=tmp_path / "sim")
     first = clients[0].job.initial_weights
     found, wanted = final_shared(tmp_path / "fed" / "run") - first, final_shared(tmp_path / "sim") - first
@@ -92,8 +91,7 @@ def test_the_noise_in_a_sum_is_n_max_shares(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", STEPS)
 def test_a_client_that_drops_out_at_any_step(stage: str, tmp_path: Path) -> None:
-    recipe = ddgauss(noise=0.05, local={"steps": 5, "lr": 0.5})
-    _, clients, _ = run(tmp_path / "fed", recipe, {1: stage})
+    _, clients, _ = run(tmp_path / "fed", ddgauss(noise=0.05, local={"steps": 5, "lr": 0.5}), {1: stage})
     assert rows(tmp_path / "fed" / "run" / "metrics.jsonl")[0]["aborted"] is False
     first = clients[0].job.initial_weights
     moved = (final_shared(tmp_path / "fed" / "run") - first) * 4
@@ -269,8 +267,7 @@ def test_what_a_client_refuses_of_a_server(tmp_path: Path) -> None:
     refused(one, question(one, dealing.SHARES, facts={"keys": dealing.write_keys(own)}), "too few")
     for bad in (b"", b"x" * 9, wire.write_map({0: b"x" * 64})):
         refused(one, question(one, dealing.SHARES, facts={"keys": bad}), "")
-    plain = small()
-    _, others = deployed(tmp_path / "plain", plain)
+    _, others = deployed(tmp_path / "plain", small())
     with pytest.raises(Refused, match="not distributed"):
         others[0].answer(question(others[0], dealing.KEYS))
 

@@ -92,8 +92,7 @@ def test_restarts_bring_nobody_back_early(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_first_log_line_counts_every_key(caplog: pytest.LogCaptureFixture) -> None:
     numbers: dict[str, Any] = {"clients": 40, "cohort": 8, "rounds": 12, "noise_multiplier": 0.9}
     plan = build_plan(**numbers, sampling="min-separation", noise="toeplitz", bands=2)
-    keys = ["a"] * 4 + ["b"] * 4 + ["c"] * 2
-    entries = [{**plan.record(t, 0.5), "key_id": key} for t, key in enumerate(keys)]
+    entries = [{**plan.record(t, 0.5), "key_id": key} for t, key in enumerate(["a"] * 4 + ["b"] * 4 + ["c"] * 2)]
     job = SimpleNamespace(parts=SimpleNamespace(plan=plan))
     with caplog.at_level("INFO", "fedflat.server"):
         server._tell_start(job, SimpleNamespace(state=state(10), entries=entries))  # type: ignore[arg-type]

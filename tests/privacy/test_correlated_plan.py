@@ -199,8 +199,7 @@ def test_statement_says_what_is_and_what_is_not() -> None:
     early = statement(plan, rounds_run=3, entries=entries[:3], **arguments)
     assert early["epsilon"] == pytest.approx(plan.epsilon())
     assert any("12 planned rounds" in reason for reason in early["reasons"])
-    stopped = replace(plan, budget=plan.epsilon(6))
-    in_time = statement(stopped, rounds_run=10, entries=entries[:10], **arguments)
+    in_time = statement(replace(plan, budget=plan.epsilon(6)), rounds_run=10, entries=entries[:10], **arguments)
     assert in_time["epsilon"] == pytest.approx(plan.epsilon(10))
     restarted = [*entries[:7], *lines(plan, 12, "b", 6)]
     two = statement(plan, rounds_run=12, entries=restarted, **arguments)

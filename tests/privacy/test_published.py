@@ -76,8 +76,7 @@ def test_proven_composes_the_busiest_clients_messages() -> None:
     made = plan(tensors=8, rounds=20)
     sampler = made.sampler
     assert isinstance(sampler, FromRound)
-    most = sampler.busiest(20)
-    reach = 2 * math.sqrt(most * 50 * 8) / 0.95
+    reach = 2 * math.sqrt(sampler.busiest(20) * 50 * 8) / 0.95
     assert made.epsilon(20) == gaussian_epsilon(reach, 1 / 500)
     assert mechanism(made).proven(made, 20, 1.0) == gaussian_epsilon(reach / 2, 1 / 500)
     assert made.epsilon(0) == 0 and made.epsilon(5) < made.epsilon(20)
