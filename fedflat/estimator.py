@@ -192,7 +192,7 @@ class PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Any:
         """Return the most probable class of each row ``(n,)``."""
-        return self.classes_[self._outputs(X).argmax(-1).numpy()]
+        return np.take(indices=self._outputs(X).argmax(-1).numpy(), a=self.classes_)  # first what says "not fitted"
 
     def predict_proba(self, X: Any) -> Any:
         """Return the probability of each class ``(n, classes)``, in the order of ``classes_``."""
@@ -230,7 +230,7 @@ class PrivateRegressor(RegressorMixin, _Private):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Any:
         """Return the prediction of each row ``(n,)``, in y's own units."""
-        return self.middle_ + self.half_ * self._outputs(X).reshape(-1).numpy()
+        return self._outputs(X).reshape(-1).numpy() * self.half_ + self.middle_
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
