@@ -114,7 +114,6 @@ def test_an_nvflare_aggregator(tmp_path: Path) -> None:
             "w": (2, 3),
             "b": (2,),
         }
-        length = float(np.sqrt(sum((v**2).sum() for v in released.params.values())))
-        assert length == pytest.approx(0.5, rel=1e-3)
+        assert float(np.sqrt(sum((v**2).sum() for v in released.params.values()))) == pytest.approx(0.5, rel=1e-3)
         assert len(read(path)) == turn + 1
     aggregator.guard.close()

@@ -295,8 +295,7 @@ def test_a_killed_experiment_ends_with_the_table_of_one_that_was_not(
     assert process.exitcode == -signal.SIGKILL, [path.read_text() for path in said]
     wait_for(lambda: all(map(let_go, folder.glob("*/seed-*/ledger.lock"))))  # a worker dies a moment after its parent
     assert len(list(folder.glob("*/seed-*/privacy.json"))) < 4
-    found = compare([recipe], METHODS, 2, folder, 1)
-    assert found.complete
+    assert compare([recipe], METHODS, 2, folder, 1).complete
     assert without_seconds(folder) == without_seconds(done[0].folder)
     for name in ("tiny_dp-fedavg/seed-0", "tiny_dp-fedsam/seed-1"):
         same = [(place / name / "ledger.jsonl").read_bytes() for place in (folder, done[0].folder)]

@@ -217,5 +217,4 @@ def test_a_path_of_pathlib_is_one_and_no_data_are_shown(tmp_path: Path) -> None:
     table = tmp_path / "people.csv"
     assert Recipe.of(RECIPE | {"data": {"dataset": table}}).data.dataset == str(table)
     x, y = clients()[0]
-    shown = repr(from_pairs(clients(), (x + 1, y)))
-    assert shown == "<5 clients, inputs (5,), 3 classes, 6 public test examples>"
+    assert repr(from_pairs(clients(), (x + 1, y))) == "<5 clients, inputs (5,), 3 classes, 6 public test examples>"

@@ -47,8 +47,7 @@ NAMES_NOT_TO_USE = {"utils", "helpers", "common", "base", "manager"}
 
 def room(path: Path) -> str:
     """The room of a file: the folder, or the module's own name at the top."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return parts[0]
+    return path.relative_to(ROOT).with_suffix("").parts[0]
 
 
 def imported(tree: ast.AST, path: Path) -> Iterator[list[str]]:

@@ -172,10 +172,8 @@ def test_every_alternative_has_its_own_noise() -> None:
     assert len(found) == len(ALTERNATIVES) == 6
     full = found["full participation"].noise_multiplier
     assert full is not None and gaussian_epsilon(math.sqrt(30) / full, 5e-4) == pytest.approx(4, rel=1e-3)
-    half = found["half the rounds"]
-    assert half.noise_multiplier == pytest.approx(plan_of(rounds=15).noise_multiplier, rel=2e-3)
-    more = found["twice the cohort"]
-    assert more.noise_multiplier == pytest.approx(plan_of(cohort=40).noise_multiplier, rel=2e-3)
+    assert found["half the rounds"].noise_multiplier == pytest.approx(plan_of(rounds=15).noise_multiplier, rel=2e-3)
+    assert found["twice the cohort"].noise_multiplier == pytest.approx(plan_of(cohort=40).noise_multiplier, rel=2e-3)
     same = best(plan, 1000, noise)
     tenth, twice = found["a tenth of the parameters"].best, found["twice the clients, twice the cohort"].best
     assert same is not None and tenth is not None and twice is not None

@@ -295,8 +295,7 @@ def test_accepted_spellings() -> None:
     assert job(privacy={"clip": {"kind": "constant", "value": 0.4}}).threshold == 0.4
     assert job("dp-fedpgn", privacy={"clip": {"kind": "median"}}).threshold == math.inf
     assert job(privacy={"budget": 1.0}).last_round == 0  # a budget is one for what is proven
-    parsed = Recipe.of(recipe(), ["privacy.published=003"])
-    assert parsed.privacy.published == "003"
+    assert Recipe.of(recipe(), ["privacy.published=003"]).privacy.published == "003"
     assert Recipe.of(recipe(), ["privacy.published=000"]).privacy.published == "000"
 
 

@@ -279,11 +279,9 @@ def _moved(images: Tensor, draw: np.random.Generator, down: int, across: int) ->
     up, left = (torch.from_numpy(draw.integers(-most, most + 1, size=count)) for most in (down, across))
     rows = (torch.arange(height)[None] + up[:, None]) % height
     columns = (torch.arange(width)[None] + left[:, None]) % width
-    at = torch.arange(count)
-    return images[at[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    return images[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 def _turned(images: Tensor, draw: np.random.Generator) -> Tensor:
     """Return each image, or its mirror image."""
-    mirrored = torch.from_numpy(draw.random(len(images)) < 0.5)[:, None, None, None]
-    return torch.where(mirrored, images.flip(-1), images)
+    return torch.where(torch.from_numpy(draw.random(len(images)) < 0.5)[:, None, None, None], images.flip(-1), images)

@@ -118,8 +118,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
     )
     plan = noising.with_fixed_numbers(plan)
     if ballot is not None:  # the draws are those of the non-private twin too
-        unused = recipe.privacy.clip != PrivacySection().clip
-        warned = (*plan.warnings, *([votes.UNUSED_CLIP] if unused else []))
+        warned = (*plan.warnings, *([votes.UNUSED_CLIP] if recipe.privacy.clip != PrivacySection().clip else []))
         plan = replace(plan, mechanism=ballot, warnings=warned)
     if privacy.budget is not None:
         plan = replace(plan, budget=privacy.budget if plan.budget is None else min(privacy.budget, plan.budget))

@@ -263,8 +263,7 @@ def auc(outputs: Tensor, targets: Tensor) -> float:
 
 def top5(outputs: Tensor, targets: Tensor) -> float:
     """Return the share of examples whose class is among the five likeliest."""
-    best = outputs.topk(min(5, outputs.shape[-1]), dim=-1).indices
-    return float((best == targets[:, None]).any(-1).double().mean())
+    return float((outputs.topk(min(5, outputs.shape[-1]), dim=-1).indices == targets[:, None]).any(-1).double().mean())
 
 
 def perplexity(outputs: Tensor, targets: Tensor) -> float:

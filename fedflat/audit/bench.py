@@ -194,8 +194,7 @@ def examples_of(
     examples = [torch.zeros(1, ENTRIES) for _ in range(clients)]
     if inputs is not None:
         examples[-1] = inputs.reshape(1, ENTRIES)
-    pairs = [(x, torch.zeros(1, dtype=torch.int64)) for x in examples]
-    return pairs, (torch.zeros(2, ENTRIES), torch.tensor([0, 1]))
+    return [(x, torch.zeros(1, dtype=torch.int64)) for x in examples], (torch.zeros(2, ENTRIES), torch.tensor([0, 1]))
 
 
 Slots = dict[str, Tensor]

@@ -398,8 +398,7 @@ class Worlds:
         planted: bool = True,
     ) -> tuple[Outcome, RoundParts]:  # fmt: skip
         stage = self.stage
-        rounds = 1 if state is None else state.round + 1
-        recipe = world_recipe(stage.recipe, stage.clients, engine, rounds, case)
+        recipe = world_recipe(stage.recipe, stage.clients, engine, 1 if state is None else state.round + 1, case)
         module = headless(stage.module) if case.start == "even" else stage.module
         job = prepare(recipe, module, algorithm=stage.algorithm, data=data)
         # Both worlds draw with one key, so only the client's data differ.

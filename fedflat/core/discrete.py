@@ -258,8 +258,7 @@ def uniform_below(limit: int, count: int, source: Source) -> Integers:
 
 def _signs(count: int, source: Source) -> Integers:
     """`(count,)` fair signs, ±1."""
-    bits = np.unpackbits(random_words(source, -(-count // 64)).view(np.uint8))[:count]
-    return 1 - 2 * bits.astype(np.int64)
+    return 1 - 2 * np.unpackbits(random_words(source, -(-count // 64)).view(np.uint8))[:count].astype(np.int64)
 
 
 def _laplace(scale: int, count: int, source: Source) -> Integers:

@@ -77,9 +77,13 @@ def own_code(root: object) -> bool:
 
 def own_rule(root: object) -> str:
     """Return the name of a user's torch.autograd.Function that says itself how vmap runs it; "" if there is none."""
-    kinds = (thing for _, thing, _ in _walk(root) if isinstance(thing, type) and not is_library(_home(thing)))
-    own = (kind for kind in kinds if getattr(kind, "vmap", Function.vmap) is not Function.vmap)
-    return next((kind.__name__ for kind in own if issubclass(kind, Function)), "")
+    kinds = (thing for _, thing, _ in _walk(root) if isinstance(thing, type) and issubclass(thing, Function))
+    return next((k.__name__ for k in kinds if not is_library(_home(k)) and k.vmap is not Function.vmap), "")
+
+
+def _module(kind: type) -> str:
+    named: Any = kind.__module__  # a compiled class may describe there what its objects say
+    return named if isinstance(named, str) else "builtins"
 
 
 def _home(thing: object) -> str:
@@ -87,7 +91,7 @@ def _home(thing: object) -> str:
     if isinstance(thing, types.FunctionType):
         return str(thing.__globals__.get("__name__"))  # functools.wraps gives a function another one's __module__
     kind = thing if isinstance(thing, type) else type(thing)
-    home = kind.__module__ or "builtins"
+    home = _module(kind)
     if kind.__flags__ & _IMMUTABLE or home.partition(".")[0] not in sys.stdlib_module_names:
         return home
     # types.new_class and ABCMeta call the user's classes their own; only the module's own are under their names.
@@ -159,6 +163,8 @@ def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None
     waiting: deque[tuple[str, Any]] = deque([("", root)])
     while waiting:
         path, thing = waiting.popleft()
+        if type(thing) in weakref.ProxyTypes:
+            thing = _behind(thing)
         if type(thing) in _EXACTLY or (isinstance(thing, _PLAIN) and is_library(_home(thing))):
             yield path, thing, None
             continue
@@ -172,6 +178,14 @@ def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None
         yield path, thing, children
         for label, child in _beside(thing) if children is None else children:
             waiting.append((f"{path}{label}".lstrip("."), child))
+
+
+def _behind(proxy: Any) -> Any:
+    """Return what a weak proxy stands for, None where that is gone: it answers every question with an error then."""
+    try:
+        return proxy.__repr__.__self__
+    except ReferenceError:
+        return None
 
 
 def _form(thing: Any, children: list[tuple[str, Any]]) -> tuple[Any, ...]:
@@ -208,7 +222,7 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
         return [(f".{name}", value) for name, value in own.items()]
     if isinstance(thing, weakref.ref):
         return [("", thing())]
-    if isinstance(thing, threading.local | weakref.ProxyType):
+    if isinstance(thing, threading.local):
         return _attributes(thing)
     if isinstance(thing, types.MethodType):
         return [("", thing.__self__), ("()", thing.__func__)]
@@ -226,7 +240,8 @@ def _attributes(thing: Any) -> list[tuple[str, Any]]:
     if kind in (dict, list, tuple, set):
         return []
     found = [(f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items() if not _noted(name)]
-    slots = (name for base in kind.__mro__ for name in slots_of(base) if hasattr(thing, name))
+    every = (base for base in kind.__mro__ if _module(base) != "pathlib")  # whose slots are worked out when asked for
+    slots = (name for base in every for name in slots_of(base) if hasattr(thing, name))
     found += [(f".{name}", getattr(thing, name)) for name in slots]
     return found if is_library(_home(thing)) else [*found, (f"<{kind.__name__}>", kind)]
 
@@ -241,7 +256,8 @@ def _beside(leaf: Any) -> list[tuple[str, Any]]:
         return _attributes(leaf)
     # Subclasses may answer for attributes with anything, a computation even.
     if type(leaf) not in (Tensor, nn.Parameter):
-        return list(object.__getattribute__(leaf, "__dict__").items()) if not is_library(_home(leaf)) else []
+        own = isinstance(leaf, Tensor) and not is_library(_home(leaf))
+        return list(object.__getattribute__(leaf, "__dict__").items()) if own else []
     found = [(".grad", leaf.grad)] if leaf.is_leaf else []
     found += [(f".{name}", getattr(leaf, name, None)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
     return found + _attributes(leaf)
@@ -253,12 +269,12 @@ def _opaque(module: str) -> bool:
 
 def _of_object(thing: Any) -> list[tuple[str, Any]] | None:
     kind = type(thing)
-    if _opaque(kind.__module__) or isinstance(thing, functools._lru_cache_wrapper):
+    if _opaque(_module(kind)) or isinstance(thing, functools._lru_cache_wrapper):
         return None
     if isinstance(thing, nn.Module):
         whole = [] if is_library(_home(thing)) else [(f"<{kind.__name__}>", kind)]
         inner = ("_parameters", "_buffers", "_modules")
-        own = [(f".{name}", value) for held in inner for name, value in vars(thing)[held].items()]
+        own = [(f".{name}", value) for held in inner for name, value in getattr(thing, held).items()]
         rest = [(f".{name}", value) for name, value in vars(thing).items() if name not in inner and not _noted(name)]
         return [*own, *rest, *whole]
     if not hasattr(thing, "__dict__") and not any(map(slots_of, kind.__mro__)):
@@ -344,6 +360,7 @@ _STATE: dict[type, Callable[[Any], Any]] = {
     np.random.Generator: lambda leaf: pickle.dumps(leaf.bit_generator.state),
     np.random.BitGenerator: lambda leaf: pickle.dumps(leaf.state),
     np.random.RandomState: lambda leaf: pickle.dumps(leaf.get_state()),
+    random.SystemRandom: lambda leaf: None,
     random.Random: lambda leaf: leaf.getstate(),
     bytearray: bytes,
     memoryview: bytes,
@@ -369,7 +386,7 @@ def _value(leaf: Any, skipped: set[int]) -> Any:
 
 def _pickled(leaf: Any) -> bytes:
     """Return what a compiled object says of itself, such as an array or a counter; never read back."""
-    if isinstance(leaf, type | types.ModuleType | types.BuiltinFunctionType) or _opaque(type(leaf).__module__):
+    if isinstance(leaf, type | types.ModuleType | types.BuiltinFunctionType) or _opaque(_module(type(leaf))):
         return b""
     try:
         with warnings.catch_warnings():
@@ -381,6 +398,8 @@ def _pickled(leaf: Any) -> bytes:
 
 def _entries(tensor: Tensor) -> Any:
     """Return a tensor's form and bits; of a large one a checksum."""
+    if tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.layout is not torch.strided:
+        return id(tensor), tensor.dtype, _pickled(tensor)
     form = tensor.dtype, tuple(tensor.shape), str(tensor.device), tensor.requires_grad
     try:
         gradient = None if not tensor.is_leaf or tensor.grad is None else _entries(tensor.grad)

@@ -211,8 +211,7 @@ def _public(test: Any, names: list[str], encoding: Encoding, by: Any) -> tuple[A
     require(_is_table(test), "clients: test", type(test).__name__, "a table with the same columns")
     rows = _frame(test)
     check_columns("clients: test", (*encoding.inputs, *encoding.target), rows.columns)
-    named = isinstance(by, str) and by in rows.columns
-    compared = named and refuse_users(names, rows[by].tolist(), "clients: test")
+    compared = isinstance(by, str) and by in rows.columns and refuse_users(names, rows[by].tolist(), "clients: test")
     return encoding.examples_of(rows, lambda row: f"test row {row}"), compared
 
 

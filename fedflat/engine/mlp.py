@@ -135,8 +135,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
     """``log_softmax`` over few classes: PyTorch's is several times faster along rows that are long."""
     if logits.shape[-1] > FEW_CLASSES or logits.device.type != "cpu":
         return torch.log_softmax(logits, -1)
-    rows = torch.log_softmax(logits.flatten(0, -2).T.contiguous(), 0)
-    return rows.T.contiguous().view(logits.shape)
+    return torch.log_softmax(logits.flatten(0, -2).T.contiguous(), 0).T.contiguous().view(logits.shape)
 
 
 def through(activation: Activation, delta: Tensor, state: Tensor) -> Tensor:

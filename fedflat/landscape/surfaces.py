@@ -170,8 +170,7 @@ def trace(product: Product, size: int, seed: int, draws: int = 30) -> Trace:
     whole("trace draws", draws, 1)
     found = []
     for draw in range(draws):
-        signs = stream(seed, "hutchinson", draw).integers(0, 2, size).astype(np.float32) * 2 - 1
-        z = torch.from_numpy(signs)
+        z = torch.from_numpy(stream(seed, "hutchinson", draw).integers(0, 2, size).astype(np.float32) * 2 - 1)
         found.append(float(z.double() @ product(z).double()))
     error = float(np.std(found, ddof=1)) / math.sqrt(draws) if draws > 1 else math.nan
     return Trace(float(np.mean(found)), error, draws)

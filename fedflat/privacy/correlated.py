@@ -86,8 +86,7 @@ class ScheduledPlan(Accounted):
     def guarantees(self, plan: Any, rounds: int) -> tuple[Guarantee, ...]:
         """Towards recipients after ``rounds`` rounds, a number that is fixed in advance."""
         how = COINS if self.chance is not None else PUBLIC
-        found = self.epsilon(plan, rounds)
-        return (Guarantee("recipients", how, self.relation, found, plan.delta, plan.accountant),)
+        return (Guarantee("recipients", how, self.relation, self.epsilon(plan, rounds), plan.delta, plan.accountant),)
 
     def known_epsilon(self, plan: Any, rounds: int) -> float:
         """ε towards somebody who learns which coins fell: Gaussians over Bin(turns, p) participations."""

@@ -32,9 +32,9 @@ CHOOSING = (
     "OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS", "OMP_NESTED", "OMP_SCHEDULE", "KMP_",
     "NVIDIA_TF32_OVERRIDE", "CUBLAS", "CUDNN_", "TORCH_CUDNN_", "DISABLE_ADDMM_CUDA_LT", "PYTORCH_TUNABLEOP_",
 )  # fmt: skip
+"""How the names begin of environment variables by which numerical libraries choose their instructions and threads."""
 KEPT = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 """What scikit-learn sets when it is loaded, which changes no number."""
-"""How the names begin of environment variables by which numerical libraries choose their instructions and threads."""
 _ROUNDING = re.compile(r"_get_(\w*(sdp|allow|precision|preferred|determin)\w*|(cudnn|mkldnn|nnpack)_\w+)$").match
 """Matches the names of torch's own getters of such settings."""
 

@@ -31,8 +31,7 @@ def cautions(privacy: Mapping[str, Any], released: Sequence[Record], private: Se
     """
     listed = privacy.get("warnings")
     found = [str(text) for text in listed] if isinstance(listed, list) else []
-    rest = [*_loss(released, private), *_chance(released), *_clipped(private), *_drowned(released, private)]
-    return [*found, *rest]
+    return [*found, *_loss(released, private), *_chance(released), *_clipped(private), *_drowned(released, private)]
 
 
 class DivergenceWatch:

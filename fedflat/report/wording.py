@@ -147,7 +147,7 @@ def shortened(name: str, most: int = 20) -> str:
 
 def measured(value: float) -> str:
     """Return a loss or another measured number with four digits, as every table, page and command prints it."""
-    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+    return f"{value:,.0f}" if 9_999.5 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def share_bound(value: float) -> str:

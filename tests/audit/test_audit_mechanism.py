@@ -170,8 +170,7 @@ def test_copies_are_not_used_where_they_would_differ():
         def noise(self, key, round, broadcast, aggregate, bound):
             size = neighbours.bench.state.shared.numel()
             one = dataclasses.replace(aggregate, total=aggregate.total[:size])
-            drawn = real.noise(key, round, broadcast, one, bound)
-            return drawn.repeat(aggregate.total.numel() // size)
+            return real.noise(key, round, broadcast, one, bound).repeat(aggregate.total.numel() // size)
 
     assert must_loop(dataclasses.replace(neighbours, bench=neighbours.bench.changed(mechanism=Shared())))
 

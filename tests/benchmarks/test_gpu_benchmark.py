@@ -97,8 +97,7 @@ def test_a_step_of_the_limit_is_forward_backward_and_sgd(kind: str, monkeypatch:
 
 def test_a_rate_counts_examples_and_synchronizes_before_each_reading() -> None:
     calls: list[str] = []
-    rate = work().rate("eager", 5, lambda: calls.append("wait"), wanted=10)
-    assert rate > 0 and len(calls) == 6
+    assert work().rate("eager", 5, lambda: calls.append("wait"), wanted=10) > 0 and len(calls) == 6
 
 
 def entry(seconds: float, **facts: Any) -> dict[str, Any]:

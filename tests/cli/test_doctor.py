@@ -73,8 +73,7 @@ def test_keys_that_others_may_see(said: Any, tmp_path: Path) -> None:
     keys = tmp_path / "state" / "fedflat" / "keys"
     keys.mkdir(parents=True)
     keys.chmod(0o755)
-    found = findings(said, 1)
-    assert found["noise keys"]["remedy"] == f"chmod 700 '{keys}'"
+    assert findings(said, 1)["noise keys"]["remedy"] == f"chmod 700 '{keys}'"
     keys.chmod(0o700)
     assert findings(said)["noise keys"]["state"] == "ok"
 

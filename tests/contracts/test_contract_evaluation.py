@@ -133,8 +133,7 @@ def test_a_resumed_run_ends_bit_for_bit(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="as if killed"):
         fedflat.run(seeded, clients=clients(), out=tmp_path / "half", on_round=killed)
-    rest = fedflat.run(seeded, clients=clients(), out=tmp_path / "half", resume=True)
-    assert rest.history == whole.history
+    assert fedflat.run(seeded, clients=clients(), out=tmp_path / "half", resume=True).history == whole.history
 
 
 @pytest.mark.parametrize(

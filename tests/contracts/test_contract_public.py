@@ -258,8 +258,7 @@ def test_a_model_by_name_needs_a_public_number_of_classes() -> None:
     few = {**recipe, "data": {"classes": 2}}
     with pytest.raises(fedflat.InputError, match=r"clients\[4\] targets\[0\] is 2"):
         fedflat.run(few, clients=[*CLIENTS[:4], LAST])
-    more = fedflat.run({**recipe, "data": {"classes": 5}}, clients=CLIENTS)
-    assert more.model(torch.zeros(1, 6)).shape == (1, 5)
+    assert fedflat.run({**recipe, "data": {"classes": 5}}, clients=CLIENTS).model(torch.zeros(1, 6)).shape == (1, 5)
 
 
 def test_a_device_is_tried_on_made_up_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,5 +313,4 @@ def test_a_record_s_name_is_on_disk_with_its_lines(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(module, "flush", lambda path: order.append(str(path.relative_to(tmp_path))))
     fedflat.run(recipe("dp2-fedsam") | {"rounds": 1}, out=tmp_path / "run")
     for name in ("metrics.jsonl", "private/private.jsonl", "private/private.seals", "checkpoints", "private/heads"):
-        parent = str(Path("run", name).parent)
-        assert parent in order[order.index(f"run/{name}") :], name
+        assert str(Path("run", name).parent) in order[order.index(f"run/{name}") :], name

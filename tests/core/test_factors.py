@@ -100,8 +100,7 @@ def test_tree_is_the_tree_with_estimates_from_below() -> None:
     """A·C⁻¹Z has the covariance of the tree's prefix estimates: 1 node, 2 in one, 2 + 1, 4 in one."""
     made = tree(4)
     prefixes = np.tril(np.ones((4, 4))) @ made.inverse
-    variances = (prefixes**2).sum(axis=1)
-    assert variances == pytest.approx([1, 2 / 3, 2 / 3 + 1, 4 / 7], rel=1e-3)
+    assert (prefixes**2).sum(axis=1) == pytest.approx([1, 2 / 3, 2 / 3 + 1, 4 / 7], rel=1e-3)
     shared = float(prefixes[1] @ prefixes[3])  # the first half, of which 1 − w = 3/7 is in the whole
     assert shared == pytest.approx(3 / 7 * 2 / 3, rel=1e-3)
 

@@ -110,8 +110,7 @@ def test_a_run_reaches_the_median_of_its_own_norms(initial, tmp_path):
         assert both**-0.5 == pytest.approx(0.4)
     assert entries[0]["count_std"] == 25 / 20
     assert verify_run(tmp_path / "run").ok
-    resumed = simulation.run(Recipe.load(tmp_path / "run"), out=tmp_path / "run", resume=True)
-    assert resumed.history == result.history
+    assert simulation.run(Recipe.load(tmp_path / "run"), out=tmp_path / "run", resume=True).history == result.history
 
 
 def test_blur_follows_the_round_s_clip(caplog):

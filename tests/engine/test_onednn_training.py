@@ -182,8 +182,7 @@ def test_one_run_in_every_back_end() -> None:
     found = {}
     for name, engine in engines.items():
         module = build("cnn", (1, 16, 16), 4, 0)
-        job = prepare(Recipe.of({**recipe, "engine": engine}), module, clients)
-        assert job.problem.onednn
+        assert prepare(Recipe.of({**recipe, "engine": engine}), module, clients).problem.onednn
         model = fedflat.run({**recipe, "engine": engine}, model=module, clients=clients).model
         found[name] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     assert torch.equal(found["workers"], found["sequential"])

@@ -145,8 +145,7 @@ def test_ddgauss_runs_from_a_recipe_the_same_on_every_back_end(tmp_path):
     account = DDGaussAccount(clients=30, cohort=15, delta=0.003, **numbers)
     assert account.epsilon(6, "server") == pytest.approx(server["epsilon"]) and entry["dimension"] == 650
     assert verify_run(tmp_path / "one").ok
-    resumed = simulation.run(Recipe.load(tmp_path / "one"), out=tmp_path / "one", resume=True)
-    assert resumed.privacy == one.privacy
+    assert simulation.run(Recipe.load(tmp_path / "one"), out=tmp_path / "one", resume=True).privacy == one.privacy
     assert [line["aborted"] for line in read_lines(tmp_path / "one" / "metrics.jsonl")] == [False] * 6
 
 

@@ -8,6 +8,7 @@ import functools
 import io
 import itertools
 import os
+import random
 import threading
 import types
 import weakref
@@ -16,13 +17,14 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fedflat
 from fedflat.core.checks import InputError
-from fedflat.core.held import StateWatch, own_code
+from fedflat.core.held import StateWatch, own_code, own_rule
 from fedflat.models import build, refuse_unclipped_state
 
 X = torch.zeros(2, 6)
@@ -120,6 +122,29 @@ def test_what_changes_nothing_passes_and_says_whether_it_draws() -> None:
     assert refuse_unclipped_state(nn.Sequential(nn.Linear(6, 3), nn.Dropout()), X) is True
     watched = StateWatch(shown := functools.singledispatch(lambda x: x))
     assert shown(1.0) and watched.changed() is None  # what it looked up before is a memory of classes alone
+
+
+Bare, Nameless = type("Bare", (), {"__slots__": ()}), type("Nameless", (type,), {"__getattr__": lambda cls, n: {}[n]})
+ODD: dict[str, Callable[[], object]] = {
+    "a class without attributes of its own": Bare,
+    "a class that knows no name": lambda: Nameless("Own", (), {}),
+    "a proxy of what is gone": lambda: weakref.proxy(Keeps(len)),
+    "no memory": lambda: torch.empty(3, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "traced": lambda: torch.jit.trace(nn.Linear(6, 3), X),
+    "the system's randomness": random.SystemRandom,
+    "a table": lambda: pd.DataFrame({"a": [1, 2]}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_odd_ends_nothing(odd: str) -> None:
+    watched = StateWatch(held := [ODD[odd]()])
+    assert watched.changed() is None and not own_rule(held)
+    held[0] = None
+    assert watched.changed() is not None or odd.endswith("gone")
 
 
 def test_the_twin_that_tries_with_zeros_only_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,8 +145,7 @@ def test_logistic_regression_on_words_has_counts_of_length_one() -> None:
     ],
 )
 def test_the_share_of_words_that_one_sentence_has_alone(text: list[int], share: float) -> None:
-    module = build("bow-overlap", (6,), 2, 0)
-    assert module.features(torch.tensor([text])).item() == share
+    assert build("bow-overlap", (6,), 2, 0).features(torch.tensor([text])).item() == share
 
 
 def test_the_hashed_separator_is_the_one_that_sentences_end_at() -> None:

@@ -31,8 +31,7 @@ def test_a_random_mask_is_uniform() -> None:
     """Every coordinate equally often, and pairs as a uniform subset has them."""
     masks = np.stack([random_mask(0.4)(view(round)).numpy() for round in range(4000)])
     assert stats.chisquare(masks.sum(0)).pvalue > 1e-6  # conservative: a subset's counts vary less
-    pairs = (masks[:, 0] & masks[:, 7]).mean()
-    assert pairs == pytest.approx(8 / 20 * 7 / 19, abs=0.04)
+    assert (masks[:, 0] & masks[:, 7]).mean() == pytest.approx(8 / 20 * 7 / 19, abs=0.04)
     assert abs(np.corrcoef(masks[:-1, 0], masks[1:, 0])[0, 1]) < 0.08  # rounds are independent
 
 

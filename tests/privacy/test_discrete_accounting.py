@@ -149,8 +149,7 @@ def test_participation_counts():
     curve = sum_curve(1.0, 1, 0.95**2, 1)
     every_round = curve_epsilon(ORDERS, 30 * curve(ORDERS), 1e-3)
     assert participation_epsilon(curve, 30, 1.0, 1e-3) == pytest.approx(every_round, rel=1e-9)
-    rare = participation_epsilon(curve, 30, 0.1, 1e-3)
-    assert rare < every_round
+    assert participation_epsilon(curve, 30, 0.1, 1e-3) < every_round
     # By hand at one round: δ(ε) = q·δ_1(ε).
     epsilon = participation_epsilon(curve, 1, 0.25, 1e-3)
     assert 0.25 * curve_delta(ORDERS, curve(ORDERS), epsilon) == pytest.approx(1e-3, rel=1e-6)

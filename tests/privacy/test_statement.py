@@ -132,8 +132,7 @@ def test_what_an_infinite_or_missing_epsilon_is() -> None:
 
 def test_the_rounding_that_the_sensitivity_allows_for() -> None:
     assert make()["rounding"] is None
-    named = make(entries=[{"round": 0, "rounding": 2**-10}, {"round": 1}])
-    assert named["rounding"] == 2**-10
+    assert make(entries=[{"round": 0, "rounding": 2**-10}, {"round": 1}])["rounding"] == 2**-10
     assert make(FakePlan(private=False), entries=[{"round": 0, "rounding": 2**-10}])["rounding"] is None
 
 
@@ -357,5 +356,4 @@ def test_no_attacker_has_more_true_positives() -> None:
     """0.01·e^ε + δ; the Gaussian of that ε, whose best attacker is known, has fewer."""
     assert true_positives(0.0, 0.0) == 0.01 and true_positives(1000.0, 1e-5) == 1.0
     for mu in (0.1, 0.5, 1.0):
-        best = float(norm.cdf(norm.ppf(0.01) + mu))
-        assert best <= true_positives(gaussian_epsilon(mu, 1e-3), 1e-3)
+        assert float(norm.cdf(norm.ppf(0.01) + mu)) <= true_positives(gaussian_epsilon(mu, 1e-3), 1e-3)

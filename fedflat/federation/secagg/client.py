@@ -257,8 +257,7 @@ def _reveal(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     """Give shares for the survivors that this client signed, and for no others; once."""
     survivors = set(state["survivors"])
     signatures = wire.read_map(content[wire.FACTS].get("signatures"), dealing.SIGNATURE_BYTES)
-    seen = _seen(client, state, survivors)
-    dealing.require_consent(signatures, _keys(state), survivors, seen, state["threshold"])
+    dealing.require_consent(signatures, _keys(state), survivors, _seen(client, state, survivors), state["threshold"])
     seeds, masks = secagg.reveal(_shares(state), survivors, _shared(state))
     return _Reply({"seeds": dealing.write_numbers(seeds), "masks": dealing.write_numbers(masks)}, None)
 

@@ -131,8 +131,7 @@ def _one_direction(q: float, sigma: float, rounds: int, delta: float, remove: bo
         return 0.0, math.inf
     step = max(deviation * 4e-4, span / _POINTS)
     probs, first, shift = _discretise(q, sigma, remove, step)
-    width = _width(probs, rounds, failure)
-    composed, start = _compose(probs, rounds, width)
+    composed, start = _compose(probs, rounds, _width(probs, rounds, failure))
     losses: Floats = (np.arange(len(composed), dtype=np.float64) + (start + rounds * first)) * step + rounds * shift
     # Hoeffding: errors of rounding to the nearest point are centred, so they grow with √T, not with T.
     slack = step * math.sqrt(rounds / 2 * math.log(2 / failure))
