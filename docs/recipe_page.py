@@ -5,10 +5,8 @@ Run it: python docs/recipe_page.py > docs/recipe.md
 
 import re
 
+from fedflat.config.recipe import UNLISTED
 from fedflat.config.reference import Key, recipe_keys
-
-UNLISTED = ("data.input", "data.label", "privacy.selection", "engine.compile")
-"""Old keys, and those that ``fedflat tune`` writes: ``fedflat explain`` knows them, the page does not list them."""
 
 
 def markdown() -> str:

@@ -105,8 +105,7 @@ def test_commands_that_are_shown_only_are_right() -> None:
 def test_every_target_named_is_one_of_the_makefile() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        named = re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE)
-        assert set(named) <= make_targets(), page.name
+        assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE)) <= make_targets(), page.name
 
 
 def anchors(page: Path) -> set[str]:

@@ -289,8 +289,7 @@ def must_loop(neighbours: Neighbours, law: bool = True) -> bool:
 
     Exactly: the first copy is the single run of the same key. law: in distribution as well, by many single runs.
     """
-    bench = neighbours.bench
-    if bench.parts.clip.moves:
+    if neighbours.bench.parts.clip.moves:
         return True
     for present in (False, True):
         keys = [run_key(n, "faithful", int(present)) for n in range(2)]

@@ -20,7 +20,7 @@ from typer import Argument, Option
 
 from fedflat import cli
 from fedflat.core import process
-from fedflat.core.checks import counted, one_of, require, wrong
+from fedflat.core.checks import counted, one_of, placed, require, wrong
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,7 +113,7 @@ def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, p
     from fedflat.simulation.inspection import refuse_damage
 
     for run in runs:
-        require(run.is_dir(), "report", str(run), "the folder of a run")
+        require(run.is_dir(), "report", placed(run), "the folder of a run")
     verdicts = [_verified(run) for run in runs] if verify else []
     if not all(verdicts):
         raise typer.Exit(1)
@@ -197,7 +197,7 @@ def watch(
     from fedflat.records import keys
     from fedflat.report.live import Live, Server
 
-    require(folder.is_dir(), "watch", str(folder), "the folder of a run, an experiment or a federation")
+    require(folder.is_dir(), "watch", placed(folder), "the folder of a run, an experiment or a federation")
     with (
         Server(Live(folder, private, keys.folder().parent / "operator"), port) as server,
         process.on_request("the page"),
@@ -295,12 +295,17 @@ def data(
     for name, one in looked.items():
         role = f"target{one.get('skew', '')}" if name == target else one["becomes"]
         about.append(f"  {name}: {one['type']}, {counted(one['values'], 'value')}, {one['missing']} missing → {role}")
-    about += [f"Fault: {fault}" for fault in found["faults"]] or ["No faults."]
+    about += _faults(found["faults"], recipe) or ["No faults."]
     # Written to a file, what is said of the table stands in comments, so that the whole is a recipe.
     mark = "# " if recipe is not None and not sys.stdout.isatty() else ""
     print("\n".join(mark + line for line in about))
     if recipe is not None:
         print(f"\n{READ_OFF}\n{GIVEN_UP}\n{dumped(recipe)}", end="")
+
+
+def _faults(faults: list[str], recipe: dict[str, Any] | None) -> list[str]:
+    filled = [f"data.fill.{name}," for name in ((recipe or {"data": {}})["data"].get("fill") or ())]
+    return [f"{'Filled below' if any(key in fault for key in filled) else 'Fault'}: {fault}" for fault in faults]
 
 
 def _spread(count: int | None, each: dict[str, Any] | None) -> str:
@@ -390,7 +395,8 @@ def _alike(values: Iterable[Any]) -> str:
 def _target(looked: dict[str, dict[str, Any]]) -> str | None:
     from fedflat.data.tables import LABELS
 
-    return next((name for name in looked if name.lower() in LABELS), next(reversed(looked), None))
+    likely = [name for name, one in looked.items() if not one["becomes"].startswith("nothing")]
+    return next((name for name in looked if name.lower() in LABELS), [None, *looked, *likely][-1])
 
 
 def _facts(rows: pd.DataFrame, by: str | None, target: str | None, looked: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -144,8 +144,7 @@ def refuse_beside(recipe: Recipe, given: Mapping[str, bool], written: Iterable[s
             if name not in BESIDE_CLIENTS and (name in written or value != info.default):
                 shown = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
                 refuse("clients", f"data.{name}", shown, CLIENTS_HINTS.get(name, "Leave it out of the recipe."))
-    default = Recipe.model_fields["model"].default
-    if recipe.model.name != GIVEN and recipe.model != default:
+    if recipe.model.name != GIVEN and recipe.model != Recipe.model_fields["model"].default:
         refuse("model", "model", recipe.model.name, "Leave one of them out.")
     if recipe.loss not in (None, GIVEN):
         refuse("loss", "loss", recipe.loss, "Leave one of them out.")
@@ -213,7 +212,7 @@ def _allowed(message: str) -> str:
     signs = {"greater than or equal to": "≥", "less than or equal to": "≤", "greater than": ">", "less than": "<"}
     for words, mark in signs.items():
         text = re.sub(rf"^{words} ", f"a number {mark} ", text)
-    return text.split(", unable to")[0]
+    return text.split(", unable to")[0].split(", got a")[0]
 
 
 def _fields(path: list[str]) -> list[str]:
@@ -221,4 +220,8 @@ def _fields(path: list[str]) -> list[str]:
     model: type[BaseModel] = Recipe
     for part in path:
         model = section_in(model.model_fields[part].annotation) or model
-    return list(model.model_fields)
+    return [name for name in model.model_fields if ".".join([*path, name]) not in UNLISTED]
+
+
+UNLISTED = ("data.input", "data.label", "privacy.selection", "engine.compile")
+"""Old keys, and those that ``fedflat tune`` writes: ``fedflat explain`` knows them, the docs do not list them."""

@@ -5,6 +5,7 @@ import difflib
 import math
 import unicodedata
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -46,6 +47,11 @@ def require(holds: bool, where: str, found: Any, allowed: str, *, hint: str = ""
     """
     if not holds:
         raise wrong(where, found, allowed, hint=hint)
+
+
+def placed(path: Path) -> str:
+    """Return a path as a message shows it, which says so where nothing is there."""
+    return f"{path}{'' if path.exists() else ', no such file or folder'}"
 
 
 class gather(contextlib.AbstractContextManager["gather"]):

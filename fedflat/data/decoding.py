@@ -160,16 +160,17 @@ def decode(cells: Sequence[Any], place: Callable[[int], str]) -> torch.Tensor:
 
 
 def sizes(cells: Iterable[Any]) -> Counter[str]:
-    """Return how many images there are of each size, height × width, and how many that Pillow cannot read."""
+    """Return how many images there are of each size, height × width, and the files that Pillow cannot read."""
     from PIL import Image
 
     found: Counter[str] = Counter()
     for cell in cells:
         try:
             image = cell if isinstance(cell, Image.Image) else Image.open(io.BytesIO(_content(cell)))
+            image.load()  # a file that was cut off opens
             found[f"{image.height} × {image.width}"] += 1
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-            found["no image that Pillow reads"] += 1
+            found[f"no image that Pillow reads{_file(cell)}"] += 1
     return found
 
 

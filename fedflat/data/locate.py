@@ -189,7 +189,7 @@ def _open(files: tuple[Path, ...], written: Written, key: str) -> Split:
     if not ending or not first.stat().st_size:
         found = f"{first}, {'an empty file' if ending else 'a file of another kind'}"
         raise wrong(key, found, f"{TABLES}, {FOLDERS}", hint=JSON if first.suffix in (".json", ".jsonl") else "")
-    with _readable(first, key):
+    with _readable(first, key, written.encoding):
         if ending == ".parquet":
             whole, schema = None, pq.read_schema(first)
         else:
@@ -203,7 +203,7 @@ def _open(files: tuple[Path, ...], written: Written, key: str) -> Split:
 
     def read(columns: list[str]) -> Any:
         asked = [original for original, name in names.items() if name in columns]
-        with _readable(first, key):
+        with _readable(first, key, None):
             found = joined(pq.read_table(file, columns=asked) for file in files) if whole is None else whole
             found = found.select(asked)
             return found.rename_columns([names[name] for name in asked])
@@ -212,17 +212,17 @@ def _open(files: tuple[Path, ...], written: Written, key: str) -> Split:
 
 
 @contextlib.contextmanager
-def _readable(file: Path, key: str) -> Iterator[None]:
+def _readable(file: Path, key: str, encoding: str | None) -> Iterator[None]:
     """Turn what readers of files raise into one sentence with the way out."""
     try:
         yield
     except (InputError, MemoryError):
         raise
     except Exception as error:  # on a damaged file readers raise many unrelated types
-        raise _unreadable(error, file, key) from None
+        raise _unreadable(error, file, key, encoding) from None
 
 
-def _unreadable(error: Exception, file: Path, key: str) -> InputError:
+def _unreadable(error: Exception, file: Path, key: str, encoding: str | None) -> InputError:
     """Return what is said of a file that cannot be read; of a CSV file's rows, which are private, never a word."""
     said, hint = str(error), ""
     if ending_of(file) not in COMMAS or isinstance(error, OSError):
@@ -234,6 +234,7 @@ def _unreadable(error: Exception, file: Path, key: str) -> InputError:
         hint = "Another separator is data.separator, or --separator."
     else:
         reason = "a file without rows" if "Empty CSV" in said else "no CSV"
+        hint = "" if encoding is None else f"It was read as {encoding}; is that its encoding?"
     return wrong(key, f"{file} ({reason})", f"a readable file: {TABLES}", hint=hint)
 
 

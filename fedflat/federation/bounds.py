@@ -269,8 +269,7 @@ class ReplyKeeper:
                     self.state._cleanup_push_session(name, cleanup_messages=True)
                     self._refuse(reply.message)
             for number, question in list(self.state.message_ins_store.items()):
-                known = self.state.message_ins_id_to_message_res_id
-                if question.metadata.dst_node_id == node and number not in known:
+                if question.metadata.dst_node_id == node and number not in self.state.message_ins_id_to_message_res_id:
                     self._refuse(answer_to(question))
 
     def _refuse(self, message: Any) -> tuple[bool, list[str]]:

@@ -147,8 +147,7 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
     lock.write_authority_and_server(out / "certificates", list(dict.fromkeys([host, HERE, "localhost"])))
     keys = [_write_client(client_folder(out, client), data, client) for client in range(data.clients)]
     # With all that depends on data or calibration as numbers: every party has the same.
-    frozen = settled(recipe, job.parts, data.clients, job.problem.pristine)
-    (app / RECIPE).write_text(dumped(frozen), encoding="utf-8")
+    (app / RECIPE).write_text(dumped(settled(recipe, job.parts, data.clients, job.problem.pristine)), encoding="utf-8")
     Task(recipe, DataSpec.of(data), Roster(tuple(keys)), Limits.of(job)).write(app)
     for folder in ("server", "flower"):
         (out / folder).mkdir(mode=0o700)

@@ -106,8 +106,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         outcome = stored_outcome(job, folder.path)
         # A complete run needs no key and no clients, only its statement; if its mark is ahead, it is charged first.
         if not outcome.complete or keys.compare(folder.run, outcome.entries)[0]:
-            excluded = _operator_file(folder.run, ".excluded")
-            culprits = Culprits(excluded, settings.exclusion_limit, settings.abort_limit)
+            culprits = Culprits(_operator_file(folder.run, ".excluded"), settings.exclusion_limit, settings.abort_limit)
             job.backend = _backend(grid, task, job, settings, culprits)
             job.check_ins = _check_ins(grid, task, job, culprits, folder.run, outcome)
             _tell_start(job, outcome)

@@ -101,8 +101,7 @@ def renyi_divergence(q: float, noise_multiplier: float, alpha: float) -> float:
         ratio = np.logaddexp(np.log1p(-q), np.log(q) + (2 * z - 1) / (2 * sigma**2))
     exponent = alpha * ratio - z**2 / (2 * sigma**2)
     top = float(exponent.max())
-    total = top + math.log(float(np.exp(exponent - top).sum()) / 16 / math.sqrt(2 * math.pi))
-    return max(0.0, total) / (alpha - 1)
+    return max(0.0, top + math.log(float(np.exp(exponent - top).sum()) / 16 / math.sqrt(2 * math.pi))) / (alpha - 1)
 
 
 def epsilon_at(alpha: float, *, q: float, rounds: int, noise_multiplier: float, delta: float) -> float:

@@ -212,8 +212,7 @@ def mixed_by(plan: Plan) -> str:
 
 def _discrete(plan: Plan, account: DDGaussPlan, recipe: Recipe) -> SharedDiscreteNoise:
     numbers = account.account(plan)
-    shared = {each.name: getattr(numbers, each.name) for each in fields(ShareNumbers)}
-    mechanism = DistributedDiscreteGaussian(**shared)
+    mechanism = DistributedDiscreteGaussian(**{each.name: getattr(numbers, each.name) for each in fields(ShareNumbers)})
     return SharedDiscreteNoise(mechanism, recipe.seed, numbers.n_max, recipe.privacy.secure_rng)
 
 

@@ -20,7 +20,7 @@ from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.curves import compose_epsilon
 from fedflat.privacy.accounting.epsilon import calibrate, default_delta
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
-from fedflat.privacy.plan import Plan
+from fedflat.privacy.plan import Plan, check_target
 from fedflat.privacy.trust import Accounted, Guarantee, accountable
 
 _DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
@@ -260,8 +260,7 @@ def published_plan(
     whole("rounds", rounds, 1)
     # The papers' δ, though it is too large: the warning says so.
     spent = 1 / clients if delta is None else in_range("privacy.delta", delta, 0, 1, open_low=True, open_high=True)
-    if (noise_multiplier is None) == (epsilon is None):
-        raise wrong("privacy", "neither" if epsilon is None else "both", "exactly one of noise_multiplier and epsilon")
+    check_target(noise_multiplier, epsilon)
     if noise_multiplier is None:
         target = in_range("privacy.epsilon", epsilon, 0, open_low=True)
         sigma = calibrate(lambda s: formula(sampler, s, spent, rounds), target)

@@ -230,8 +230,7 @@ class Scattering(nn.Module):
         for at, level in enumerate(bank["phi"]["levels"]):
             self.register_buffer(f"mean{at}", _filters([level], options.scales - at))
         for j in range(options.scales):
-            angles = [one["levels"] for one in bank["psi"] if one["j"] == j]
-            for at, levels in enumerate(zip(*angles)):
+            for at, levels in enumerate(zip(*[one["levels"] for one in bank["psi"] if one["j"] == j])):
                 self.register_buffer(f"wave{j}_{at}", _filters(levels, j - at))
         rows, columns = (to // step - 2 for to in padded)
         self.register_buffer("pool", pooling(rows, columns, options.cells) if options.cells else None)

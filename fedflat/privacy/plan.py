@@ -311,9 +311,7 @@ def build_plan(
         return _without_privacy(
             params, protocol, bool(noise_multiplier) or epsilon is not None or noise != "independent"
         )
-    if (noise_multiplier is None) == (epsilon is None):
-        found = "neither" if epsilon is None else "both"
-        raise wrong("privacy", found, "exactly one of noise_multiplier and epsilon")
+    check_target(noise_multiplier, epsilon)
     scheduled = scheduled_plan(params.sampler, rounds, noise, bands, momentum)
     if scheduled is not None:
         _check_scheduled(scheduled, mechanism, params.trust, noise_cohort, adaptive)
@@ -334,6 +332,13 @@ def build_plan(
         plan = replace(plan, noise_multiplier=_calibrated(plan, epsilon))
     plan = _with_count_noise(plan, adaptive, count_noise)
     return replace(plan, warnings=tuple(_warnings(plan)))
+
+
+def check_target(noise_multiplier: float | None, epsilon: float | None) -> None:
+    """Refuse a plan with neither or both of its two targets."""
+    if (noise_multiplier is None) == (epsilon is None):
+        found = "neither noise_multiplier nor epsilon" if epsilon is None else "both noise_multiplier and epsilon"
+        raise wrong("privacy", found, "exactly one of the two")
 
 
 def _check_scheduled(

@@ -225,8 +225,7 @@ def default_min_cohort(sampler: Sampler, rounds: int, delta: float, colluders: i
     Raises:
         InputError: even a minimum of 1 is too likely to abort.
     """
-    high = math.ceil(sampler.size)
-    for min_cohort in range(high, 0, -1):
+    for min_cohort in range(math.ceil(sampler.size), 0, -1):
         one = _too_few(sampler, min_cohort, colluders)
         if one < 1 and -math.expm1(rounds * math.log1p(-one)) <= delta / 100:
             return min_cohort

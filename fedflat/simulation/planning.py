@@ -80,8 +80,8 @@ def drowning(found: Best | None) -> str:
     if found is None or found.run >= DROWNED:
         return ""
     return (
-        f"The noise drowns the signal: at best it is {1 / found.round:.3g} times as long as a round's mean update, and "
-        f"{1 / found.run:.3g} times as long as all rounds together."
+        f"The noise drowns the signal, and only an easy task is learnt: at best it is {1 / found.round:.3g} times as "
+        f"long as a round's mean update, and {1 / found.run:.3g} times as long as all rounds together."
     )
 
 

@@ -285,8 +285,7 @@ def differences(stated: Any, found: Any, place: str = "") -> Iterator[Difference
 
 
 def _same(stated: Any, found: Any) -> bool:
-    both = (stated, found)
-    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in both):
+    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (stated, found)):
         return math.isclose(stated, found, rel_tol=CLOSE, abs_tol=1e-12)
     return type(stated) is type(found) and bool(stated == found)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedflat.assembly.inputs import options_for
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import counted, require, whole, wrong
+from fedflat.core.checks import counted, placed, require, whole, wrong
 from fedflat.core.durable import contents_of
 from fedflat.core.params import put
 from fedflat.data.own import prepared
@@ -182,7 +182,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Result:
     1
     """
     folder = Path(path)
-    require((folder / RECIPE).is_file(), "load", str(path), "the folder of a run, or an exported one")
+    require((folder / RECIPE).is_file(), "load", placed(folder), "the folder of a run, or an exported one")
     if not (folder / STATEMENT).is_file():
         hint = f"Go on with: fedflat run --resume {path}"
         raise wrong("load", f"{path} without {STATEMENT}", "a run that ended", hint=hint)

@@ -85,8 +85,7 @@ def test_every_form_gives_the_same_federation(tmp_path: Path) -> None:
     same(expected, fedflat.clients(TensorDataset(*whole), by=np.array(owners)))
     plain = fedflat.clients(list(pairs.values()))
     assert plain.names == () and torch.equal(plain.inputs, expected.inputs)
-    listed = fedflat.clients([rows for _, rows in frame.groupby("user")], **FORM)
-    assert torch.equal(listed.inputs, expected.inputs)
+    assert torch.equal(fedflat.clients([rows for _, rows in frame.groupby("user")], **FORM).inputs, expected.inputs)
 
 
 class Examples(Dataset):
@@ -444,10 +443,11 @@ def test_a_folder_of_images_by_user(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(InputError, match=r"1\.png; allowed: images as USER/CLASS/FILE"):
         locate(str(tmp_path / "ann" / "cat"))
     Image.new("L", (5, 4)).save(tmp_path / "bob" / "cat" / "1.png")
-    (tmp_path / "bob" / "dog" / "1.png").write_text("no image", encoding="utf-8")
+    broken = tmp_path / "bob" / "dog" / "1.png"
+    broken.write_bytes(broken.read_bytes()[:40])  # its head says 4 × 4
     command.data(tmp_path)
     shown = capsys.readouterr().out
-    assert "Fault: column image: images of 4 × 4 (2), 4 × 5 (1), no image that Pillow reads (1); save all at" in shown
+    assert "images of 4 × 4 (2), 4 × 5 (1), no image that Pillow reads, bob/dog/1.png (1); save all at" in shown
     with pytest.raises(InputError, match=r"row 2, client bob, bob/cat/1\.png: found an image of 4 × 5 pixels"):
         load({**spec, "categories": {"label": ["cat", "dog"]}})
 
@@ -476,6 +476,10 @@ def test_a_look_at_a_table_gives_a_recipe_that_loads(tmp_path: Path, capsys: pyt
     assert load(fedflat.Recipe.of(found["recipe"]).data).left_out == 2
     with pytest.raises(InputError, match=r"--by: found usr; .* Did you mean user\?"):
         look(tmp_path / "visits.csv", by="usr", separator=";")
+    numbered = ("user,late,row", *(f"{i % 9},{i % 2},{i}" for i in range(90)))
+    (tmp_path / "numbered.csv").write_text("\n".join(numbered), encoding="utf-8")
+    look(tmp_path / "numbered.csv")
+    assert "Guessed: --target late" in capsys.readouterr().out, "no number of a row is a target"
 
 
 def test_a_look_says_what_to_do_about_dates_decimal_commas_and_empty_cells(
@@ -487,7 +491,8 @@ def test_a_look_says_what_to_do_about_dates_decimal_commas_and_empty_cells(
     rows = [f"{row};;{i or 'lots'};{f'it is {i}' * (i % 3)};{i % 2}" for i, row in enumerate(rows)]
     (tmp_path / "visits.csv").write_text("\n".join(["user;price;day;plan;void;size;note;y", *rows]), encoding="utf-8")
     look(tmp_path / "visits.csv", separator=";", target="y")
-    assert "\n# Guessed: --by user\n#   price:" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\n# Guessed: --by user\n#   price:" in shown and "\n# Filled below: column plan: 30 missing" in shown
     look(tmp_path / "visits.csv", separator=";", as_json=True)
     found = json.loads(capsys.readouterr().out)
     price, day, plan, *void, size = found["faults"]  # none of the column of texts: a missing one is empty

@@ -308,8 +308,7 @@ def test_other_commands_decline(tmp_path: Path) -> None:
 def test_released_metrics_do_not_tell_which_classes_clients_have() -> None:
     pairs = clients("classification")
     pairs[3] = (pairs[3][0], pairs[3][1] + 6)
-    found = trained("classification", 9, clients=pairs)
-    assert len(found.history[-1]["class_accuracy"]) == 2
+    assert len(trained("classification", 9, clients=pairs).history[-1]["class_accuracy"]) == 2
 
 
 def test_errors_by_name_are_in_the_target_s_own_units() -> None:

@@ -170,8 +170,7 @@ def test_public_examples_belong_to_no_client() -> None:
 
 
 def test_public_examples_from_the_test_set_are_not_evaluated() -> None:
-    job = prepare(recipe(o={"algorithm.public": "test"}))
-    assert len(job.data.test_inputs) == 359 - 12
+    assert len(prepare(recipe(o={"algorithm.public": "test"})).data.test_inputs) == 359 - 12
     named = prepare(recipe(o={"algorithm.public": "digits"}))  # the recipe's own set: held out of it
     assert len(np.concatenate(named.data.parts)) == 1438 - 12
 

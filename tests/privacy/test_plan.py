@@ -204,7 +204,7 @@ def test_defaults_and_warnings() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"epsilon": 1.0}, "privacy: found both; allowed: exactly one of noise_multiplier and epsilon"),
+        ({"epsilon": 1.0}, "privacy: found both noise_multiplier and epsilon; allowed: exactly one of the two"),
         ({"noise_multiplier": None}, "privacy: found neither"),
         ({"noise_multiplier": -1}, "privacy.noise_multiplier: found -1"),
         ({"noise_multiplier": None, "epsilon": 0}, "privacy.epsilon: found 0"),

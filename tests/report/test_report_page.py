@@ -216,8 +216,7 @@ def test_long_runs_are_thinned(tmp_path: Path) -> None:
     places = thin(10_001)
     assert len(places) <= MAX_POINTS + 1 and places[0] == 0 and places[-1] == 10_000
     assert thin(1) == [0] and thin(0) == []
-    page = page_of([write_run(tmp_path / "run", rounds=3000)], tmp_path)
-    assert len(page.encode()) < 600_000
+    assert len(page_of([write_run(tmp_path / "run", rounds=3000)], tmp_path).encode()) < 600_000
 
 
 def test_the_best_tile_is_in_the_chart(tmp_path: Path) -> None:
@@ -236,8 +235,7 @@ def test_fifteen_methods_overlaid(tmp_path: Path) -> None:
     page = page_of([*write_many(tmp_path / "runs", 15, 1)], tmp_path)
     check_page(page)
     assert len(page.encode()) < 700_000
-    found = figures_in(page)
-    assert len(found["accuracy"]["series"]) == 15
+    assert len(figures_in(page)["accuracy"]["series"]) == 15
     styles = re.findall(r'<button type="button" aria-pressed="true" data-group="\d+">.*?class="line (c\d d\d)', page)
     assert len(styles) == len(set(styles)) == 15  # no two methods share colour and dash
 
