@@ -155,8 +155,7 @@ def write_authority_and_server(folder: Path, hosts: list[str], *, keep: bool = T
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     signers = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedflat test authority")])
-    kept = (("ca", authority), ("server", server)) if keep else (("server", server),)
-    for name, key in kept:
+    for name, key in (("ca", authority), ("server", server)) if keep else (("server", server),):
         write_new(folder / f"{name}.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), 0o600)
     write_new(folder / "ca.crt", _certificate(signers, signers, authority.public_key(), authority, []))
     own = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedflat SuperLink")])

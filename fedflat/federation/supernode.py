@@ -38,9 +38,13 @@ PAUSE, EACH_SECOND = 3.0, 25.0
 """Seconds between looks for a message, as Flower's own; looks, and signs of life, that all clients together may send in
 a second: each costs the SuperLink 7 ms, and those of hundreds would leave it no time for a round."""
 UPLOAD, AGAIN = 60.0, 0.5
-"""Seconds that the objects of a message may be on their way to the SuperLink, and between looks for one of them."""
-UNKNOWN = "the SuperLink no longer knows this SuperNode (was it started again?); start this one again"
-NOT_LET_IN = "this client's key is not in the SuperLink's roster, or a clock is wrong; ask the operator"
+"""Seconds that a message's objects may be on their way to the SuperLink, and between looks for one of them."""
+WHY = {
+    (401, False): "the SuperLink no longer knows this SuperNode (was it started again?); start this one again",
+    (401, True): "this client's key is not in the SuperLink's roster, or a clock is wrong; ask the operator",
+    (412, True): "another SuperNode has this client's key, or was killed less than a minute ago; end it, or wait",
+}
+"""What a SuperNode ends with, by the status it is answered with and whether it was about to begin."""
 CUT = ("EOF occurred", "timed out", "reset by peer")
 """Words of Python's ssl module for a handshake that another attempt may finish."""
 
@@ -49,8 +53,7 @@ def serve(given: argparse.Namespace) -> int:
     """Run the SuperNode until it is told to end.
 
     Raises:
-        InputError: files that are missing or open to others, a node config or data that do not fit the task, or another
-            SuperNode of this client is running.
+        InputError: files missing or open to others; config or data that do not fit the task; another SuperNode runs.
         RunError: the SuperLink lost the node.
     """
     app, key, authority = given.app.absolute(), given.auth_supernode_private_key.absolute(), given.root_certificates
@@ -135,17 +138,14 @@ def ask_again() -> None:
 
 
 def say_why(superlink: str) -> None:
-    """Let a SuperNode that gets no connection, or that the SuperLink does not know, end with a sentence.
-
-    After a 401 Flower interrupts its own process, which then says nothing; without a connection it says a page.
-    """
+    """Let a SuperNode that is refused, or gets no connection, end with a sentence: Flower says nothing, or a page."""
     from flwr.supernode import fleet_http_connection as connection
 
     class Signer(connection.NodeAuthHttpInterceptor):  # type: ignore[misc]
         def intercept(self, context: Any, call_next: Any) -> Any:
             answer = super().intercept(context, call_next)
-            if answer.status_code == 401:
-                raise RunError(NOT_LET_IN if "ActivateNode" in context.rpc_method else UNKNOWN)
+            if why := WHY.get((answer.status_code, "ActivateNode" in context.rpc_method)):
+                raise RunError(why)
             return answer
 
     def give_up(_: object, message: str) -> None:
@@ -159,10 +159,9 @@ def ask_seldom(clients: int) -> float:
     from flwr.supercore import heartbeat
     from flwr.supernode import fleet_http_connection as connection
 
-    apart = clients / EACH_SECOND
-    interval = max(connection.HEARTBEAT_DEFAULT_INTERVAL, int(apart))
+    interval = max(connection.HEARTBEAT_DEFAULT_INTERVAL, int(clients / EACH_SECOND))
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = connection.HEARTBEAT_DEFAULT_INTERVAL = interval
-    return max(PAUSE, apart)
+    return max(PAUSE, clients / EACH_SECOND)
 
 
 def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection, pause: float) -> Exception:
@@ -215,8 +214,7 @@ def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection,
 
 
 def when_there(pull: Callable[[int, str], bytes], run: int, name: str) -> bytes:
-    """Pull an object of a message. Flower gives a message out, once, when it is declared: its objects may still be on
-    their way from the ServerApp."""
+    """Pull an object of a message, which Flower gives out, once, while its objects may still be on their way."""
     from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
 
     until = time.monotonic() + UPLOAD

@@ -252,8 +252,7 @@ class Prepare(nn.Module):
             raise wrong("model.body", found, f"1 or {COLOURS} channels, at least {crop[0]} × {crop[1]} (model.size)")
         self.known = pixels is not None
         given = pixels or {"mean": (0.0,), "std": (1.0,)}
-        constants = {"mean": given["mean"], "std": given["std"], "less": seen.mean, "over": seen.std}
-        for name, values in constants.items():
+        for name, values in {"mean": given["mean"], "std": given["std"], "less": seen.mean, "over": seen.std}.items():
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32).reshape(-1, 1, 1))
         self.register_buffer("rows", resizing(shape[1], to[0], crop[0], seen.interpolation))
         self.register_buffer("columns", resizing(shape[2], to[1], crop[1], seen.interpolation).T.contiguous())

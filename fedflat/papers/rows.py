@@ -47,8 +47,7 @@ def planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Sequ
     # Anybody can have these data, and seeded noise gives the same table again.
     texts = ["privacy.randomness=seeded"]
     # The run must not depend on which of its numbers are shown, so the whole table decides.
-    whole = find(table.paper, table.table)
-    if cell.of in {each.of for each in whole.cells if each.measure in COUNTED}:
+    if cell.of in {each.of for each in find(table.paper, table.table).cells if each.measure in COUNTED}:
         # Rounds to a target can only be counted where every round is evaluated.
         texts.append("evaluation.every=1")
     return accounted(table, cell, Recipe.of(recipe, [*texts, *overrides], where=recipe.name))

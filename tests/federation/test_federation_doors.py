@@ -380,10 +380,13 @@ def test_a_node_that_the_superlink_does_not_know_ends_with_a_sentence(monkeypatc
     """Flower interrupts the process after a 401, and shows a page where there is no connection."""
     from flwr.supernode import fleet_http_connection as connection
 
-    answers = mock.Mock(**{"return_value.intercept.return_value.status_code": 401})
+    answers = mock.Mock(**{"return_value.intercept.return_value.status_code": 412})
     monkeypatch.setattr(connection, "NodeAuthHttpInterceptor", type("Signer", (), {"intercept": answers().intercept}))
     monkeypatch.setattr(connection, "flwr_exit", None)
     supernode.say_why("host:1")
+    with pytest.raises(RunError, match="another SuperNode has this client's key"):
+        connection.NodeAuthHttpInterceptor().intercept(mock.Mock(rpc_method="/ActivateNode"), None)  # type: ignore[call-arg]
+    answers.return_value.intercept.return_value.status_code = 401
     for method, said in {"/ActivateNode": "not in the SuperLink's roster", "/PullMessages": "no longer knows"}.items():
         with pytest.raises(RunError, match=said) as found:
             connection.NodeAuthHttpInterceptor().intercept(mock.Mock(rpc_method=method), None)  # type: ignore[call-arg]

@@ -173,7 +173,7 @@ def test_delta_near_one_over_m_warns() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"noise_multiplier": None}, "privacy: found neither; allowed: exactly one"),
+        ({"noise_multiplier": None}, "privacy: found neither noise_multiplier nor epsilon; allowed: exactly"),
         ({"epsilon": 3.0}, "privacy: found both"),
         ({"cohort": 50.5}, "cohort.size: found 50.5"),
         ({"delta": 1.5}, "privacy.delta: found 1.5"),
