@@ -240,10 +240,20 @@ def _attributes(thing: Any) -> list[tuple[str, Any]]:
     if kind in (dict, list, tuple, set):
         return []
     found = [(f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items() if not _noted(name)]
-    every = (base for base in kind.__mro__ if _module(base) != "pathlib")  # whose slots are worked out when asked for
-    slots = (name for base in every for name in slots_of(base) if hasattr(thing, name))
-    found += [(f".{name}", getattr(thing, name)) for name in slots]
+    found += [(f".{name}", getattr(thing, name)) for name in _slots(kind) if hasattr(thing, name)]
     return found if is_library(_home(thing)) else [*found, (f"<{kind.__name__}>", kind)]
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots of a class's objects, but pathlib's, which are worked out when asked for."""
+    if id(kind) not in _SLOTS:
+        every = (base for base in kind.__mro__ if _module(base) != "pathlib")
+        _SLOTS[id(kind)] = kind, tuple(name for base in every for name in slots_of(base))
+    return _SLOTS[id(kind)][1]
+
+
+_SLOTS: dict[int, tuple[type, tuple[str, ...]]] = {}
+"""By a class's number, which a class of the same number later cannot have while this holds on to it."""
 
 
 def _noted(name: str) -> bool:

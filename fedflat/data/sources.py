@@ -292,8 +292,7 @@ def public_training(
     """
     if source not in (dataset, HELD_OUT):
         return data, _elsewhere(data, source, seed)
-    count = max(1, sum(map(len, data.parts)) // 20)
-    rest, taken = _held_out(data, count, seed, None if own else dataset, "a data set")
+    rest, taken = _held_out(data, max(1, sum(map(len, data.parts)) // 20), seed, None if own else dataset, "a data set")
     taken = np.sort(taken)
     alone = dataclasses.replace(data, parts=(taken,), held_back=(taken[:0],), test_inputs=None, test_targets=None)
     return rest, alone

@@ -224,8 +224,7 @@ def sample_round_privacy(facts: Facts, *, samples: int, cohort: int, rho: float,
     spread = 2 * smoothness * rho / cohort * scale / cohort
     best = math.sqrt(2 * log_tilde) / spread if spread else math.inf
     t = min(max(best, 1.0), float(facts.rounds))
-    delta = math.exp(min(0.0, -math.sqrt(2 * log_tilde) * t * spread + (t * spread) ** 2 / 2))
-    return RoundPrivacy(epsilon, delta)
+    return RoundPrivacy(epsilon, math.exp(min(0.0, -math.sqrt(2 * log_tilde) * t * spread + (t * spread) ** 2 / 2)))
 
 
 def generalization_bound(

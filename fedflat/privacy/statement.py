@@ -38,8 +38,7 @@ FALSE_POSITIVES = 0.01
 def rounds_charged(rounds_run: int, entries: Sequence[Mapping[str, Any]]) -> int:
     """Rounds to compose: those run, or recorded although never released, and each further event of a round."""
     # A round with a line but no release still counts: its noise may have been seen.
-    recorded = {entry["round"] for entry in entries}
-    return max(whole("rounds_run", rounds_run), len(recorded)) + extra_rounds(entries)
+    return max(whole("rounds_run", rounds_run), len({entry["round"] for entry in entries})) + extra_rounds(entries)
 
 
 def least_noise(plan: Plan, entries: Sequence[Mapping[str, Any]]) -> float:

@@ -20,7 +20,7 @@ from fedflat.core.checks import InputError
 from fedflat.engine.train import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_workers", "noise_of_any_engine")]
-BOTH = pytest.mark.parametrize("backend", ["workers", "ray"])
+BOTH = pytest.mark.parametrize("backend", ["workers", pytest.param("ray", marks=pytest.mark.long)])
 
 
 @pytest.fixture(autouse=True)

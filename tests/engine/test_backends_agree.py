@@ -188,6 +188,7 @@ def test_a_block_of_few_weights_is_large_whatever_its_inputs_hold() -> None:
     assert [prepare(Recipe.of(asked), net, rows).backend.name for net in (wide, NORMED_WIDE)] == ["sequential"] * 2
 
 
+@pytest.mark.long
 def test_uneven_cohorts_of_large_models_get_all_cores_on_one_client() -> None:
     shapes = {"data": {"dataset": "random-process/3x32x32/10/50+10", "clients": 5}, "model": "resnet10"}
     asked = recipe("dp-fedavg", processes=2) | shapes

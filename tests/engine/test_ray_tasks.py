@@ -25,7 +25,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.types import Algorithm, Phase
 
-pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
+pytestmark = [pytest.mark.usefixtures("noise_of_the_seed"), pytest.mark.long]
 
 ray = pytest.importorskip("ray")
 
@@ -144,12 +144,10 @@ class Layered(nn.Module):
         return self.above(self.drop(torch.tanh(self.below(x)))) * self.factor
 
 
-@pytest.mark.long
 def test_frozen_layers_dropout_and_buffers() -> None:
     same(*both(network=Layered))
 
 
-@pytest.mark.long
 def test_a_users_own_rule_and_odd_messages() -> None:
     """Lambdas travel; what is no number counts as zero, as everywhere, and a wrong length is refused by name.
 
@@ -219,7 +217,6 @@ class Rude(nn.Linear):
 DRIVER = os.getpid()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_users_code_meets_nothing_that_another_run_left(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its twin shares the processes."""
@@ -297,7 +294,6 @@ def killing(folder: Path, every: bool) -> dict[str, Any]:
     return recipe("dp-fedavg", RAY | {"block": 2}, **changes)
 
 
-@pytest.mark.long
 def test_a_worker_killed_in_the_middle_of_a_task_changes_nothing(tmp_path: Path) -> None:
     given = killing(tmp_path, every=False)
     found = fedflat.run(given)
@@ -305,7 +301,6 @@ def test_a_worker_killed_in_the_middle_of_a_task_changes_nothing(tmp_path: Path)
     same(found, fedflat.run(given | {"engine": {"backend": "sequential"}}))
 
 
-@pytest.mark.long
 def test_a_task_that_always_loses_its_worker_ends_the_run_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,7 +330,6 @@ def test_a_method_that_cannot_be_sent_is_refused_with_one_line() -> None:
         both(algorithm=own)
 
 
-@pytest.mark.long
 def test_another_number_of_workers_gives_the_same_numbers() -> None:
     """The last here with a session: it closes that of two workers for one of one."""
     found, expected = both(method="dp-fedsam")
@@ -377,7 +371,6 @@ cluster.shutdown()
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_cluster_of_two_nodes(tmp_path: Path) -> None:
     """Two nodes with an object store each, on this machine: data and broadcast travel, messages come back.
 

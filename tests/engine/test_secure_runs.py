@@ -71,6 +71,7 @@ def mark_files(state: Path) -> list[Path]:
     return sorted(path for path in (state / "fedflat" / "marks").glob("*") if path.suffix != ".checkpoints")
 
 
+@pytest.mark.long
 def test_killed_and_resumed_with_the_key_ends_bit_for_bit(tmp_path, state_home):
     folder, twin = tmp_path / "run", tmp_path / "twin"
     assert start(folder, kill_at=2) == -signal.SIGKILL

@@ -563,6 +563,7 @@ superlink._run(*((doors.this_machine_only(app, lambda *_: True, gate), gate, own
 """
 
 
+@pytest.mark.long
 def test_idle_connections_leave_the_operators_door_open(tmp_path: Path) -> None:
     """1,100 connections that say nothing, against a limit of 1,024 descriptors."""
     processes.raise_descriptor_limit()

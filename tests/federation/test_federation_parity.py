@@ -52,7 +52,7 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * n.startswith("public")) for n in METHODS])
 def test_without_noise_the_numbers_agree(name: str, tmp_path: Path) -> None:
     task, clients = deployed(tmp_path / "fed", small(**METHODS[name]))
     serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
