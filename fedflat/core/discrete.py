@@ -292,8 +292,7 @@ def _fill(size: int, batch: Callable[[int], Integers]) -> Integers:
     done, yielded = 0, 0.3
     while done < size:
         # A little more than is needed as a rule, so that most draws take one batch.
-        asked = min(_CHUNK, int((size - done) / yielded * 1.02) + 16)
-        got = batch(asked)[: size - done]
+        got = batch(min(_CHUNK, int((size - done) / yielded * 1.02) + 16))[: size - done]
         out[done : done + got.size] = got
         done += got.size
     return out

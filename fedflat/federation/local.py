@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedflat.core.checks import RunError, wrong
+from fedflat.core.process import how_it_ended
 from fedflat.federation import processes, project
 from fedflat.federation.lock import ADDRESSES_FILE, Addresses
 from fedflat.federation.project import PACKAGE, REASON, STATUS, environment, superlink_command, supernode_command
@@ -87,10 +88,10 @@ class Federation:
         """Raise RunError, with the last line of its log, if a process that was started here has ended by itself."""
         for name, process in self.processes.items():
             if process.poll() is not None:
-                log = self.logs / f"{name}.log"
-                said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-                last = said[-1].removeprefix("error: ") if said else "no word"
-                raise RunError(f"{name} has ended: {last} (see {log})")
+                said = (self.logs / f"{name}.log").read_text(errors="replace").strip()
+                last = said.splitlines()[-1].strip().removeprefix("error: ") if said else "no word"
+                last = last if process.returncode >= 0 else how_it_ended(process.returncode, said)
+                raise RunError(f"{name} has ended: {last} (see {self.logs / name}.log)")
 
     def start_node(self, client: int) -> None:
         """Start (again) the SuperNode of one client."""

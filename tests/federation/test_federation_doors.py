@@ -296,6 +296,10 @@ def test_what_ended_by_itself_is_named_with_the_reason(
             federation.check_alive()
         federation._spawn("client-3", ["sleep", "1000"])
         federation.check_alive()
+        federation.processes["client-3"].kill()
+        federation.processes["client-3"].wait(PATIENCE)
+        with pytest.raises(RunError, match="client-3 has ended: it was killed by SIGKILL"):
+            federation.check_alive()
     status = tmp_path / "fed" / "server" / "status.json"
     status.write_text('{"run 1": "finished:failed", "run 1: why": "no luck"}')
     for name, found in {"start": None, "run": 1}.items():
