@@ -283,6 +283,7 @@ def let_go(lock: Path) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_a_killed_experiment_ends_with_the_table_of_one_that_was_not(
     done: tuple[Comparison, list[RunEvent]], tmp_path: Path
 ) -> None:

@@ -126,7 +126,7 @@ def _files_of(path: Path, shown: str, written: Written, key: str, owned: bool = 
     if pictures := sorted(p for p in path.rglob("*") if p.suffix.lower() in PICTURES):
         return {"train": _pictures(path, tuple(pictures), key, owned)}
     beside = sorted(p.name for p in path.iterdir() if ending_of(p)) if path.is_dir() else []
-    state = "a folder without parquet or CSV files" if path.is_dir() else "no such file or folder"
+    state = "a folder without train*.parquet or train*.csv" if path.is_dir() else "no such file or folder"
     hint = f"Did you mean {path / beside[0]}?" if beside else ""
     raise wrong(key, f"{shown} ({state})", f"{TABLES}, {FOLDERS}", hint=hint)
 

@@ -47,6 +47,7 @@ def test_a_figure_kept_and_shown_again(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("quick_workers")
+@pytest.mark.long
 def test_a_table_kept_and_shown_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,8 +114,7 @@ def test_another_factor_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_server_knows_each_rounds_noise() -> None:
-    made = job_of()
-    parts = made.parts
+    parts = job_of().parts
     assert isinstance(parts.mechanism.factor, Factor)
     for t in (0, 4, 8):
         expected = parts.plan.std(0.2) * parts.mechanism.row_norm(t) / 2

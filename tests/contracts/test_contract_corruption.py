@@ -56,8 +56,7 @@ class World:
 
     def at_home(self) -> Any:
         patch = pytest.MonkeyPatch.context()
-        inner = patch.__enter__()
-        inner.setenv("XDG_STATE_HOME", str(self.home))
+        patch.__enter__().setenv("XDG_STATE_HOME", str(self.home))
         return _Closing(patch)
 
     def resume(self, data: Any = None, own: bool = False, **changes: Any) -> Any:

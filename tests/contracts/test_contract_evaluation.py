@@ -189,8 +189,7 @@ def test_the_best_round_is_kept_in_model_folder_and_resume(tmp_path: Path) -> No
 
 
 def test_a_metric_that_is_not_there_keeps_what_was_best() -> None:
-    state = RoundState(1, torch.ones(2), 1.0, {})
-    first = best_so_far(state, {"test_accuracy": None, "test_loss": 2.0})
+    first = best_so_far(RoundState(1, torch.ones(2), 1.0, {}), {"test_accuracy": None, "test_loss": 2.0})
     assert float(first.slots[evaluate.BEST]) == -2.0
     for public in ({"test_accuracy": None, "test_loss": None}, {"test_accuracy": math.nan, "test_loss": 1.0}):
         assert best_so_far(first, public) is first

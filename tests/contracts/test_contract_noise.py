@@ -109,8 +109,7 @@ def test_event_times_sensitivity_is_the_std_drawn(method: str, size: int, sampli
         with pytest.raises(fedflat.InputError, match="independent coins only"):
             job(method, {"cohort": cohort})
         return
-    parts = job(method, {"cohort": cohort}).parts
-    plan = parts.plan
+    plan = job(method, {"cohort": cohort}).parts.plan
     assert plan.relation == {"poisson": "add-remove", "fixed": "replace-one"}[sampling]
     assert plan.sensitivity(0.2) == pytest.approx(factor * 0.2 * (1 + ROUNDING))
     assert _multiplier(plan.event()) * plan.sensitivity(0.2) == pytest.approx(plan.std(0.2), rel=1e-12)

@@ -211,16 +211,14 @@ def test_a_private_size_in_a_record_is_caught(tmp_path: Path, monkeypatch: pytes
 def test_steps_that_follow_the_clients_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: the number of steps that 0.2 counted from everybody's data."""
     monkeypatch.setattr(plans, "public_examples", lambda recipe, data: data.examples_per_client)
-    base = made(NAMED, LAST, tmp_path / "base")
-    found = moved(base, made(NAMED, WORLDS["many"], tmp_path / "many"))
+    found = moved(made(NAMED, LAST, tmp_path / "base"), made(NAMED, WORLDS["many"], tmp_path / "many"))
     assert any(text.startswith("recipe.yaml: local.steps") for text in found)
 
 
 def test_a_back_end_that_follows_the_largest_client_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: minibatches as wide as the largest client needs them, in the place of the recipe's."""
     monkeypatch.setattr(choose, "width_of", lambda data, batch_size: 100 * int(data.sizes.max()))
-    base = made(AUTO, LAST, tmp_path / "base")
-    found = moved(base, made(AUTO, WORLDS["many"], tmp_path / "many"))
+    found = moved(made(AUTO, LAST, tmp_path / "base"), made(AUTO, WORLDS["many"], tmp_path / "many"))
     assert any(text.startswith("recipe.yaml: engine.backend") for text in found)
 
 

@@ -200,6 +200,7 @@ def launch(project: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.long
 def test_every_signal_that_asks_for_an_end_ends_what_was_started(tmp_path: Path, number: int) -> None:
     fed = made(tmp_path / "fed", 2).project
     launcher = CONTEXT.Process(target=launch, args=(fed,))

@@ -208,6 +208,7 @@ def test_a_fault_that_is_explained_is_a_line_of_flower_s_log(caplog: pytest.LogC
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_certificate_is_renewed_while_rounds_run(tmp_path: Path) -> None:
     """New connections get the new certificate, old ones go on; a key that does not fit it changes nothing."""
     own, port, until = tmp_path / "ca", free_port(), time.monotonic() + PATIENCE

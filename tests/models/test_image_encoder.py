@@ -154,6 +154,7 @@ def recipe_of(body: str, **model: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_run_its_statement_its_export_and_its_body(bodies: dict[str, str], tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     result = fedflat.run(recipe_of(bodies["resnet"], projection="classifier"), out=tmp_path / "run")
