@@ -58,8 +58,7 @@ def noise(plan: Plan) -> float:
 
 
 def test_the_figures() -> None:
-    found = forecast(changed(), trial=False)
-    facts = found.as_dict()
+    facts = forecast(changed(), trial=False).as_dict()
     sigma = fedflat.noise_multiplier(epsilon=8, clients=40, cohort=20, rounds=6)
     assert facts["noise_multiplier"] == pytest.approx(sigma, rel=1e-3)
     assert facts["sound"] and facts["delta"] == 0.0025 and facts["dimension"] == DIMENSION
@@ -265,8 +264,7 @@ def test_a_drowned_run_says_so_before_it_starts(tmp_path: Any, capfd: pytest.Cap
     assert "stops after" in found.output
     assert "The noise drowns the signal" in " ".join(found.output.split())
     assert "A larger clip changes no figure" in " ".join(found.output.split())
-    result = run("run", *words, "--out", str(tmp_path / "run"))
-    told = result.output + capfd.readouterr().err
+    told = run("run", *words, "--out", str(tmp_path / "run")).output + capfd.readouterr().err
     assert "The noise drowns the signal" in told and "fedflat plan says" in told
 
 

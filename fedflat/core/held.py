@@ -37,7 +37,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _EXACTLY = frozenset(_PLAIN)
 _INSTALLED = (
     "transformers", "peft", "huggingface_hub", "accelerate", "tokenizers", "safetensors", "packaging", "tqdm",
-    "timm", "efficientnet_lite_pytorch",
+    "timm", "efficientnet_lite_pytorch", "pandas", "pyarrow", "scipy", "sklearn",
 )  # fmt: skip
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "fedflat", *_INSTALLED}
 """Packages whose functions and classes hold nothing of a client's (their objects may)."""
@@ -47,8 +47,9 @@ _OF_PYTHON = frozenset(dir(type)) | {
     "__dataclass_fields__", "__dataclass_params__", "__slotnames__",
 }  # fmt: skip
 """Names that Python itself gives to attributes of classes."""
-_IMMUTABLE = 1 << 8
-"""The flag of a compiled class that takes no attributes."""
+_IMMUTABLE, _HEAP = 1 << 8, 1 << 9
+"""The flags of a class that takes no attributes, as compiled ones, and of a class that is no static structure of C, as
+Cython's are."""
 _COMPILED = ("_is_torch_compile", "_compiled_call_impl")
 """What torch.compile notes on a module at its first pass; on tensors its names begin with ``_dynamo_``."""
 _OPAQUE = ("logging", "_thread", "weakref", "torch._ops", "torch._C", "enum", "importlib")
@@ -92,7 +93,7 @@ def _home(thing: object) -> str:
         return str(thing.__globals__.get("__name__"))  # functools.wraps gives a function another one's __module__
     kind = thing if isinstance(thing, type) else type(thing)
     home = _module(kind)
-    if kind.__flags__ & _IMMUTABLE or home.partition(".")[0] not in sys.stdlib_module_names:
+    if _compiled_class(kind) or home.partition(".")[0] not in sys.stdlib_module_names:
         return home
     # types.new_class and ABCMeta call the user's classes their own; only the module's own are under their names.
     found: Any = sys.modules.get(home)
@@ -247,7 +248,7 @@ def _attributes(thing: Any) -> list[tuple[str, Any]]:
 def _slots(kind: type) -> tuple[str, ...]:
     """Return the names of the slots of a class's objects, but pathlib's, which are worked out when asked for."""
     if id(kind) not in _SLOTS:
-        every = (base for base in kind.__mro__ if _module(base) != "pathlib")
+        every = (base for base in kind.__mro__ if _home(base) != "pathlib")
         _SLOTS[id(kind)] = kind, tuple(name for base in every for name in slots_of(base))
     return _SLOTS[id(kind)][1]
 
@@ -292,9 +293,13 @@ def _of_object(thing: Any) -> list[tuple[str, Any]] | None:
     return [*_compiled(thing), *_attributes(thing)] or None  # what has nothing to show may still say what it is
 
 
+def _compiled_class(kind: type) -> bool:
+    return bool((kind.__flags__ ^ _HEAP) & (_IMMUTABLE | _HEAP))
+
+
 def _compiled(thing: Any) -> list[tuple[str, Any]]:
     """Return what the compiled class that a thing derives from, such as an array or an exception, keeps of it."""
-    if next(base for base in type(thing).__mro__ if base.__flags__ & _IMMUTABLE) is object:
+    if next(filter(_compiled_class, type(thing).__mro__)) is object:
         return []
     try:
         return [("<held>", thing.__reduce_ex__(4)[1:])]
@@ -366,7 +371,7 @@ def is_library(module: str) -> bool:
 # Pickled and not shown: what is shown of an array leaves its middle out where somebody sets NumPy to do so.
 _STATE: dict[type, Callable[[Any], Any]] = {
     torch.Generator: lambda leaf: bytes(leaf.get_state().numpy()),
-    np.ndarray: lambda leaf: (leaf.dtype.str, leaf.shape, leaf.tobytes()),
+    np.ndarray: lambda leaf: (leaf.dtype.str, leaf.shape, np.asarray(leaf).tobytes()),  # a masked one fills itself
     np.random.Generator: lambda leaf: pickle.dumps(leaf.bit_generator.state),
     np.random.BitGenerator: lambda leaf: pickle.dumps(leaf.state),
     np.random.RandomState: lambda leaf: pickle.dumps(leaf.get_state()),
@@ -410,16 +415,16 @@ def _entries(tensor: Tensor) -> Any:
     """Return a tensor's form and bits; of a large one a checksum."""
     if tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.layout is not torch.strided:
         return id(tensor), tensor.dtype, _pickled(tensor)
-    form = tensor.dtype, tuple(tensor.shape), str(tensor.device), tensor.requires_grad
     try:
+        form = tensor.dtype, tuple(tensor.shape), str(tensor.device), tensor.requires_grad
         gradient = None if not tensor.is_leaf or tensor.grad is None else _entries(tensor.grad)
         # Bits, not values: NaN equals NaN, and -0.0 is not 0.0.
-        flat = tensor.detach().reshape(-1)
+        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
         if tensor.numel() >= LARGE:
-            return *form, zlib.crc32(flat.contiguous().view(torch.uint8).cpu().numpy().data), gradient
+            return *form, zlib.crc32(flat.view(torch.uint8).cpu().numpy().data), gradient
         return *form, flat.view(torch.uint8).clone(), gradient
     except (RuntimeError, NotImplementedError):  # a tensor without plain memory, such as one that leaked out of vmap
-        return *form, id(tensor), None
+        return id(tensor), tensor.dtype
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -233,8 +233,7 @@ def _fixed(entries: Entries, delta: float) -> Recomputed:
     revealed = participation(rounds, float(first["q"]), sigma, delta)
     made, sizes = dp_accounting.SampledWithoutReplacementDpEvent, (int(first["clients"]), int(first["cohort"]))
     event = made(*sizes, dp_accounting.GaussianDpEvent(sigma))
-    orders = [1.5, *range(2, 65), 80, 96, 128]
-    accountant = rdp.RdpAccountant(orders, dp_accounting.NeighboringRelation.REPLACE_ONE)
+    accountant = rdp.RdpAccountant([1.5, *range(2, 65), 80, 96, 128], dp_accounting.NeighboringRelation.REPLACE_ONE)
     accountant.compose(event, rounds)
     found = min(float(accountant.get_epsilon(delta)), revealed)
     checked = Recomputed(found, found * (1 - LIBRARY_SLACK), "dp-accounting RDP, or the schedule revealed if smaller")

@@ -37,8 +37,7 @@ def test_chosen_event_separates_either_way_round(shift):
     generator = stream(0, "test")
     absent, present = generator.standard_normal(4000), generator.standard_normal(4000) + shift
     event, promised = choose_event(absent[:2000], present[:2000], 1e-5, 0.05)
-    bound = event_bound(event, absent[2000:], present[2000:], 1e-5, 0.05)
-    assert 2.0 < bound < gaussian_epsilon(3.0, 1e-5)
+    assert 2.0 < event_bound(event, absent[2000:], present[2000:], 1e-5, 0.05) < gaussian_epsilon(3.0, 1e-5)
     assert promised > 2.0
 
 

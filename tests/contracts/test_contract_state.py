@@ -107,8 +107,7 @@ def test_a_message_that_is_not_finite_moves_no_state() -> None:
         message = torch.full((parts.message_length,), 1.0)
         message[3] = number
         result = LocalResult(message, torch.zeros(0), zero, zero)
-        reduced = RoundSum(parts.algorithm, parts.local, broadcast, accumulator, heads)
-        reduced.add(Trained.of([client], [5], result))
+        RoundSum(parts.algorithm, parts.local, broadcast, accumulator, heads).add(Trained.of([client], [5], result))
     states = heads.states["sent"]
     assert not bool(states[0].any()) and not bool(states[1].any())
     torch.testing.assert_close(states[2].double(), accumulator.result().total)

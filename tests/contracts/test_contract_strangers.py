@@ -95,8 +95,7 @@ def messages_of(made: Any, change: Any = None) -> dict[int, Tensor]:
     broadcast = broadcast_of(parts, parts.first_state(made.initial_weights[: parts.layout.dimension], 1.0), made.seed)
     sink = Messages(parts)
     kept = PersonalState(made.initial_weights[parts.layout.dimension :])
-    reduced = RoundSum(parts.algorithm, parts.local, broadcast, sink, kept)
-    reduced.add_cohort(backend, np.arange(made.data.clients))
+    RoundSum(parts.algorithm, parts.local, broadcast, sink, kept).add_cohort(backend, np.arange(made.data.clients))
     if hasattr(backend, "close"):
         backend.close()
     present = [client for client in range(made.data.clients) if made.data.sizes[client]]

@@ -71,8 +71,7 @@ def test_it_converges_with_secure_noise_and_with_shares(secure, trust):
 
 
 def test_broken_twin_a_count_that_is_not_centred_goes_elsewhere():
-    made = job(1.0)
-    step = made.parts.clip.next
+    step = job(1.0).parts.clip.next
     clip, twin = 1.0, 1.0
     for _ in range(60):  # a cohort of 150 instead of m = 200, half of its norms inside
         clip = step(clip, 0.0, 200)

@@ -44,8 +44,7 @@ def test_trace_of_a_diagonal_matrix_is_exact() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_residuals_bound_the_error_and_stop_early(seed: int) -> None:
-    values = np.concatenate([[100.0, 40.0, -60.0], np.random.default_rng(seed).uniform(-1, 1, 197)])
-    matrix = symmetric(values, seed)
+    matrix = symmetric(np.concatenate([[100.0, 40.0, -60.0], np.random.default_rng(seed).uniform(-1, 1, 197)]), seed)
     found = lanczos(lambda v: matrix @ v, 200, seed, count=2, steps=100)
     assert found.products < 60
     for value, bound, exact in zip(found.top, found.errors, (100.0, 40.0), strict=True):

@@ -125,26 +125,33 @@ def test_what_changes_nothing_passes_and_says_whether_it_draws() -> None:
 
 
 Bare, Nameless = type("Bare", (), {"__slots__": ()}), type("Nameless", (type,), {"__getattr__": lambda cls, n: {}[n]})
-ODD: dict[str, Callable[[], object]] = {
-    "a class without attributes of its own": Bare,
-    "a class that knows no name": lambda: Nameless("Own", (), {}),
-    "a proxy of what is gone": lambda: weakref.proxy(Keeps(len)),
-    "no memory": lambda: torch.empty(3, device="meta"),
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
-    "traced": lambda: torch.jit.trace(nn.Linear(6, 3), X),
-    "the system's randomness": random.SystemRandom,
-    "a table": lambda: pd.DataFrame({"a": [1, 2]}),
+Slot = type("Slot", (), {"__module__": "pathlib", "__slots__": ("kept",)})
+ODD: dict[str, tuple[Callable[[], Any], Callable[[Any], object] | None]] = {
+    "a class without attributes of its own": (Bare, None),
+    "a class that knows no name": (lambda: Nameless("Own", (), {}), None),
+    "a proxy of what is gone": (lambda: weakref.proxy(Keeps(len)), None),
+    "no memory": (lambda: torch.empty(3, device="meta"), None),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), lambda x: x.values().add_(1)),
+    "quantized": (lambda: torch.quantize_per_tensor(X[0], 0.1, 0, torch.quint8), lambda x: x.copy_(torch.ones(6))),
+    "traced": (lambda: torch.jit.trace(nn.Linear(6, 3), X), lambda x: x.bias.data.add_(1)),
+    "the system's randomness": (random.SystemRandom, None),
+    "a column": (lambda: pd.Series([1.0, 2.0]), lambda x: x.__setitem__(0, 9.0)),
+    "every second number": (lambda: torch.zeros(6)[::2], lambda x: x.add_(1)),
+    "a conjugate": (lambda: torch.ones(2, dtype=torch.complex64).conj(), lambda x: x.mul_(2)),
+    "beneath a mask": (lambda: np.ma.array([1.0], mask=[True]), lambda x: x.data.fill(5)),
+    "a slot, as if pathlib's": (Slot, lambda x: setattr(x, "kept", 1)),
 }
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("odd", ODD)
-def test_what_is_odd_ends_nothing(odd: str) -> None:
-    watched = StateWatch(held := [ODD[odd]()])
+def test_what_is_odd_ends_nothing_and_is_seen(odd: str) -> None:
+    make, write = ODD[odd]
+    watched = StateWatch(held := [make()])
     assert watched.changed() is None and not own_rule(held)
-    held[0] = None
-    assert watched.changed() is not None or odd.endswith("gone")
+    if write is not None:
+        write(held[0])
+        assert watched.changed() is not None
 
 
 def test_the_twin_that_tries_with_zeros_only_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

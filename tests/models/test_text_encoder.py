@@ -101,8 +101,7 @@ def test_padding_and_an_empty_text(folders: dict[str, Path], pooling: str) -> No
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_clients_under_vmap_equal_single_calls(folders: dict[str, Path], train: str, pooling: str) -> None:
     module = encoder(folders["Bert"], train=train, rank=2, pooling=pooling)
-    x = padded("Bert", *SINGLE, PAIRS["Bert"]).reshape(2, 2, 10)
-    check_gradients(x, torch.tensor([[0, 1], [2, 0]]), module)
+    check_gradients(padded("Bert", *SINGLE, PAIRS["Bert"]).reshape(2, 2, 10), torch.tensor([[0, 1], [2, 0]]), module)
 
 
 def test_what_is_trained_and_what_is_frozen(folders: dict[str, Path]) -> None:

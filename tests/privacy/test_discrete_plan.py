@@ -36,8 +36,7 @@ def test_guarantees_are_those_of_the_account():
 
 
 def test_a_target_epsilon_is_reached_through_the_plan():
-    plan = plan_of(DDGaussPlan(1000, 0.5), epsilon=20.0)
-    assert 19.5 < plan.epsilon() <= 20.0
+    assert 19.5 < plan_of(DDGaussPlan(1000, 0.5), epsilon=20.0).epsilon() <= 20.0
 
 
 def test_most_messages_is_the_smallest_with_that_chance():

@@ -50,8 +50,7 @@ def test_the_claimed_figures_of_the_papers(clients: int, sigma: float, rounds: i
 
 @pytest.mark.parametrize(("tensors", "rounds", "expected"), [(62, 300, 1466), (8, 200, 92)])
 def test_a_per_tensor_clip_with_everything_else_set_aside(tensors: int, rounds: int, expected: float) -> None:
-    made = plan()
-    found = formula(made.sampler, 0.95 / math.sqrt(tensors), 1 / 500, rounds, "pld")
+    found = formula(plan().sampler, 0.95 / math.sqrt(tensors), 1 / 500, rounds, "pld")
     assert found == pytest.approx(expected, rel=3e-3)
 
 

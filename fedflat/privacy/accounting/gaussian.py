@@ -83,8 +83,7 @@ def schedule_epsilon(rounds: int, q: float, multiplier: float, delta: float) -> 
 
 def _support(law: Any, rounds: int, delta: float) -> tuple[Floats, Floats, float]:
     """Counts with all but 1e-4·δ of the upper tail, their probabilities, and the mass left out above them."""
-    tail = delta * 1e-4
-    high = min(rounds, int(law.isf(tail)) + 1)
+    high = min(rounds, int(law.isf(delta * 1e-4)) + 1)
     counts = np.arange(high + 1, dtype=np.float64)
     weights: Floats = np.asarray(law.pmf(counts), dtype=np.float64)
     keep = weights > 0
