@@ -33,6 +33,8 @@ PATIENCE, GRACE = 120.0, 8.0
 before they are killed: longer than a worker's own."""
 LOOK = 0.2
 """Seconds between looks whether the SuperLink listens: it takes several to start."""
+TOKEN = "run `python -m fedflat.federation.lock .` in the project's folder"
+"""What makes the operator's token anew; Flower names its own login, which there is none of here."""
 
 
 @dataclass
@@ -107,7 +109,7 @@ class Federation:
             if answer["success"]:
                 return int(answer["run-id"])
             said = answer["error-message"]
-        raise RunError(f"flwr run failed: {' '.join(said.split())}")
+        raise RunError(f"flwr run failed: {' '.join(said.split()).replace('run `flwr login`', TOKEN)}")
 
     def _flwr(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

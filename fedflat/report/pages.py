@@ -246,8 +246,7 @@ def draw(figure: Figure, axis: str) -> Markup:
     """Return the figure over one of its axes as an ``<svg>`` element, titled and described for screen readers."""
     y = _y_scale(figure)
     labels = end_labels(figure, axis, y)
-    end = RIGHT - LETTER * max((len(label.text) for label in labels), default=0)
-    x = _x_scale(figure, axis, end)
+    x = _x_scale(figure, axis, RIGHT - LETTER * max((len(label.text) for label in labels), default=0))
 
     def corners_of(series: Series) -> list[tuple[float, float]]:
         return [(x(across), y(value)) for across, value in zip(series.x[axis], series.y)]

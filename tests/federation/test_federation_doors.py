@@ -300,6 +300,10 @@ def test_what_ended_by_itself_is_named_with_the_reason(
         federation.processes["client-3"].wait(PATIENCE)
         with pytest.raises(RunError, match="client-3 has ended: it was killed by SIGKILL"):
             federation.check_alive()
+        refused = mock.Mock(stdout="", stderr="Authentication failed. Please run `flwr login` to authenticate.")
+        monkeypatch.setattr(federation, "_flwr", lambda command: refused)
+        with pytest.raises(RunError, match=r"Please run `python -m fedflat\.federation\.lock \.`"):
+            federation.run()
     status = tmp_path / "fed" / "server" / "status.json"
     status.write_text('{"run 1": "finished:failed", "run 1: why": "no luck"}')
     for name, found in {"start": None, "run": 1}.items():
