@@ -185,8 +185,9 @@ def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection,
         contents = pulled(limit, tree, partial(when_there, pull, run))
         confirm(run, number)
         worker.send((number, contents))
-        if (answer := worker.recv()) is None:
-            raise RuntimeError("the process that was to give it has ended")
+        if (answer := worker.recv()) is None:  # said at once: the server would wait for it as long as a round may take
+            log.error("a message has no answer: the process that was to give it was killed or has crashed")
+            return parts_of(Message(Error(ErrorCode.CLIENT_APP_CRASHED, "No answer."), reply_to=message))
         worker.recv()  # that its process has ended
         return answer
 

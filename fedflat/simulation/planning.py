@@ -395,8 +395,7 @@ def _timed(job: Job, steps: int, few: int) -> tuple[float | None, str]:
     parts = job.parts
     if parts.algorithm.kind == "votes":
         return None, "not measured: a round of votes trains each client once"
-    most = parts.plan.sampler.clients if few == steps else TRIED
-    count = max(1, min(math.ceil(parts.plan.sampler.size), most))
+    count = max(1, min(math.ceil(parts.plan.sampler.size), parts.plan.sampler.clients if few == steps else TRIED))
     with using_threads(1):
         each = seconds_per_client(job, count)
         drawn = _noise_seconds(job)

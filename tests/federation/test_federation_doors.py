@@ -408,8 +408,9 @@ def test_a_node_that_the_superlink_does_not_know_ends_with_a_sentence(monkeypatc
 def test_a_message_whose_objects_are_on_their_way_is_waited_for(
     patient: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Flower hands a message out, once, when the ServerApp declares it, whose objects come after."""
+    """Flower hands one out, once, when the ServerApp declares it; what a killed process leaves is answered, too."""
     from flwr.app import Message, RecordDict
+    from flwr.common.constant import ErrorCode
     from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
     from flwr.supercore.task_identity import TaskIdentity
 
@@ -423,10 +424,11 @@ def test_a_message_whose_objects_are_on_their_way_is_waited_for(
     for name, value in {"UPLOAD": 60.0 if patient else -1.0, "AGAIN": 0.0, "difference": lambda *_: ""}.items():
         monkeypatch.setattr(supernode, name, value)
     worker: Any = SimpleNamespace(send=got.append, recv=lambda: None)
-    other = mock.Mock()
+    other, send = mock.Mock(), mock.Mock(return_value=((), "session"))
     with pytest.raises(SystemExit):
-        supernode._take_messages((None, receive, *[other] * 3, pull, *[other] * 2), limit, Path(), worker, 0.0)
+        supernode._take_messages((None, receive, send, other, other, pull, other, other), limit, Path(), worker, 0.0)
     assert got == ([(message.object_id, contents)] if patient else [])
+    assert [call.args[0].error.code for call in send.call_args_list] == [ErrorCode.CLIENT_APP_CRASHED] * patient
     assert ("ObjectUnavailableError" in caplog.text) is not patient
 
 
