@@ -366,7 +366,7 @@ def _image(values: pd.Series, missing: int) -> dict[str, Any]:
 
 def _numbers(present: pd.Series) -> dict[str, Any]:
     """Return what a column of numbers would become, with the public constants that its own values suggest."""
-    numbers = present[present.abs() < math.inf]
+    numbers = present[present.abs() < 1e100]  # beyond it a deviation is infinite
     infinite = len(present) - len(numbers)
     mean, std = (float(numbers.mean()), float(numbers.std(ddof=0))) if len(numbers) else (0.0, 1.0)
     # Two digits of the deviation: more would say more about the rows.
@@ -378,7 +378,7 @@ def _numbers(present: pd.Series) -> dict[str, Any]:
     if len(numbers) > FEW and (numbers.diff()[1:] == 1).all():
         return {"becomes": "nothing: it numbers the rows"}
     if infinite:
-        found["fault"] = f"{counted(infinite, 'infinite value')}; leave their rows or the column out"
+        found["fault"] = f"{counted(infinite, 'infinite or huge value')}; leave their rows or the column out"
     # Inputs far from 1 make training diverge at the usual rates.
     unscaled = abs(mean) > 3 or std > 3
     return {**found, "becomes": "a number" + (", scaled (data.scale); unscaled it makes training diverge" * unscaled)}
