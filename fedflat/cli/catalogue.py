@@ -366,7 +366,7 @@ def _image(values: pd.Series, missing: int) -> dict[str, Any]:
 
 def _numbers(present: pd.Series) -> dict[str, Any]:
     """Return what a column of numbers would become, with the public constants that its own values suggest."""
-    numbers = present[present.abs() < 1e100]  # beyond it a deviation is infinite
+    numbers = present[present.abs() < 1e100]  # the deviation of much larger ones is infinite
     infinite = len(present) - len(numbers)
     mean, std = (float(numbers.mean()), float(numbers.std(ddof=0))) if len(numbers) else (0.0, 1.0)
     # Two digits of the deviation: more would say more about the rows.

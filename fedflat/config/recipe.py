@@ -224,4 +224,4 @@ def _fields(path: list[str]) -> list[str]:
 
 
 UNLISTED = ("data.input", "data.label", "privacy.selection", "engine.compile")
-"""Old keys, and those that ``fedflat tune`` writes: ``fedflat explain`` knows them, the docs do not list them."""
+"""Old keys, and those that ``fedflat tune`` writes: ``fedflat explain`` knows them; docs and messages list none."""

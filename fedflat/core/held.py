@@ -184,7 +184,8 @@ def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None
 def _behind(proxy: Any) -> Any:
     """Return what a weak proxy stands for, None where that is gone: it answers every question with an error then."""
     try:
-        return proxy.__repr__.__self__
+        method = proxy.__sizeof__  # a class's own is not bound to it
+        return method.__self__ if hasattr(method, "__self__") else proxy.__mro__[0]
     except ReferenceError:
         return None
 
@@ -248,8 +249,7 @@ def _attributes(thing: Any) -> list[tuple[str, Any]]:
 def _slots(kind: type) -> tuple[str, ...]:
     """Return the names of the slots of a class's objects, but pathlib's, which are worked out when asked for."""
     if id(kind) not in _SLOTS:
-        every = (base for base in kind.__mro__ if _home(base) != "pathlib")
-        _SLOTS[id(kind)] = kind, tuple(name for base in every for name in slots_of(base))
+        _SLOTS[id(kind)] = kind, tuple(n for base in kind.__mro__ if _home(base) != "pathlib" for n in slots_of(base))
     return _SLOTS[id(kind)][1]
 
 

@@ -476,10 +476,10 @@ def test_a_look_at_a_table_gives_a_recipe_that_loads(tmp_path: Path, capsys: pyt
     assert load(fedflat.Recipe.of(found["recipe"]).data).left_out == 2
     with pytest.raises(InputError, match=r"--by: found usr; .* Did you mean user\?"):
         look(tmp_path / "visits.csv", by="usr", separator=";")
-    numbered = ("user,late,row", *(f"{i % 9},{i % 2},{i}" for i in range(90)))
+    numbered = ("user,huge,late,row", *(f"{i % 9},{i}e300,{i % 2},{i}" for i in range(90)))
     (tmp_path / "numbered.csv").write_text("\n".join(numbered), encoding="utf-8")
     look(tmp_path / "numbered.csv")
-    assert "Guessed: --target late" in capsys.readouterr().out, "no number of a row is a target"
+    assert "--target late" in (shown := capsys.readouterr().out) and "huge: 89 infinite or huge values" in shown
 
 
 def test_a_look_says_what_to_do_about_dates_decimal_commas_and_empty_cells(

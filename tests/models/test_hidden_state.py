@@ -129,7 +129,7 @@ Slot = type("Slot", (), {"__module__": "pathlib", "__slots__": ("kept",)})
 ODD: dict[str, tuple[Callable[[], Any], Callable[[Any], object] | None]] = {
     "a class without attributes of its own": (Bare, None),
     "a class that knows no name": (lambda: Nameless("Own", (), {}), None),
-    "a proxy of what is gone": (lambda: weakref.proxy(Keeps(len)), None),
+    "proxies of what is gone and of a class": (lambda: [*map(weakref.proxy, (Keeps(len), Keeps))], None),
     "no memory": (lambda: torch.empty(3, device="meta"), None),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), lambda x: x.values().add_(1)),
     "quantized": (lambda: torch.quantize_per_tensor(X[0], 0.1, 0, torch.quint8), lambda x: x.copy_(torch.ones(6))),
