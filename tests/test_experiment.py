@@ -110,8 +110,7 @@ def test_a_typo_in_the_third_method_stops_before_anything(tmp_path: Path) -> Non
 
 
 def test_seeds_count_up_from_the_recipes_and_share_what_they_load() -> None:
-    settings = expand([{**TINY, "seed": 5}], METHODS, 2)
-    found = tasks(Path("x"), settings)
+    found = tasks(Path("x"), expand([{**TINY, "seed": 5}], METHODS, 2))
     assert [task.recipe.seed for task in found] == [5, 5, 6, 6]
     assert found[0].folder == Path("x/tiny_dp-fedavg/seed-5") and found[0].name == "tiny_dp-fedavg/seed-5"
 

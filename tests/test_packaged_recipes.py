@@ -32,8 +32,7 @@ def test_it_parses_and_builds_its_plan(name: str) -> None:
     assert re.match(r"# .{10,124}$", first), first
     recipe = Recipe.load(name)
     assert recipe.name == name
-    method = algorithm_of(recipe)
-    plan = plan_of(recipe, method, recipe.data.clients or 1000)
+    plan = plan_of(recipe, algorithm_of(recipe), recipe.data.clients or 1000)
     assert plan.protocol == ("published" if name.endswith("-published") else "sound")
     if plan.protocol == "published":
         claimed, proven = plan.mechanism.claimed(plan, plan.rounds), plan.epsilon()  # type: ignore[union-attr]

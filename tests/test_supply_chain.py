@@ -44,8 +44,7 @@ def test_every_requirement_has_a_pin_in_its_range() -> None:
     needs += [line for group in project["dependency-groups"].values() for line in group]
     for line in needs:
         need = Requirement(line)
-        version = known[need.name.lower()][0].removeprefix("==")
-        assert need.specifier.contains(version), line
+        assert need.specifier.contains(known[need.name.lower()][0].removeprefix("==")), line
 
 
 def test_the_processors_wheel_is_the_pinned_version() -> None:

@@ -182,8 +182,7 @@ def try_loss(objective: Objective, module: nn.Module, example: Tensor, data: Fed
         shape = copy.deepcopy(module).eval()(example).shape[1:]
         batches = [torch.randn(count, *shape) for count in (TRIED, TRIED - 1)]
     found = [_tried(own, outputs, _made_up(data, len(outputs), objective.task)) for outputs in batches]
-    again = _tried(own, batches[0], _made_up(data, TRIED, objective.task))
-    if not torch.equal(found[0], again):
+    if not torch.equal(found[0], _tried(own, batches[0], _made_up(data, TRIED, objective.task))):
         allowed = "a function without memory and without chance"
         raise wrong("loss", "other numbers for the same examples once others came before", allowed)
     changed = watched.changed(everything=True)

@@ -227,8 +227,7 @@ def cosine(a: Floats, b: Floats) -> float:
 def _largest_lag(noise: Floats) -> tuple[int, float]:
     """Return the distance of coordinates with the largest circular autocorrelation, and that correlation."""
     rows = noise.reshape(-1, noise.shape[2])
-    power = np.square(np.abs(np.fft.rfft(rows, axis=1))).sum(0)
-    found = np.fft.irfft(power, rows.shape[1])
+    found = np.fft.irfft(np.square(np.abs(np.fft.rfft(rows, axis=1))).sum(0), rows.shape[1])
     found = found[1 : rows.shape[1] // 2 + 1] / (found[0] or 1.0)
     if not len(found):
         return 0, 0.0

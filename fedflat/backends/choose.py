@@ -179,8 +179,7 @@ class _Makers:
         """Return the places computed for each client of the expected cohort: 1 where every block is full."""
         sampler, draw = self.parts.plan.sampler, stream(0, "cohorts to size blocks for")
         own = self.clients // block + (np.arange(block) < self.clients % block)
-        blocks = draw.binomial(own, min(1.0, sampler.q), (8, block)).max(1).mean()
-        return float(blocks * block / max(sampler.size, 1))
+        return float(draw.binomial(own, min(1.0, sampler.q), (8, block)).max(1).mean() * block / max(sampler.size, 1))
 
     @property
     def width(self) -> int:

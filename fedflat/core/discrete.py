@@ -107,8 +107,7 @@ def default_granularity(
         need = math.ceil(math.log2(DEVIATIONS * math.sqrt(messages))) + 1
         raise wrong("bits", bits, f"at least {need} for sums of {messages} messages")
     signal = (messages * clip) ** 2 / padded
-    noise = messages * (noise_multiplier * clip) ** 2 / min_cohort
-    return math.sqrt((signal + noise) / room)
+    return math.sqrt((signal + (messages * (noise_multiplier * clip) ** 2 / min_cohort)) / room)
 
 
 def exact_square(values: Integers) -> int:

@@ -184,8 +184,7 @@ def _content(cell: Any) -> bytes:
     if isinstance(cell, dict):
         content = cell.get("bytes") or (Path(cell["path"]).read_bytes() if cell.get("path") else None)
     if not isinstance(content, bytes):
-        missing = content is None or content != content
-        raise ValueError("a missing value" if missing else type(content).__name__)
+        raise ValueError("a missing value" if (content is None or content != content) else type(content).__name__)
     return content
 
 

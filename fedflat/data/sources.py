@@ -129,8 +129,7 @@ def _without_test_clients(
     names = () if owners is None else tuple(str(owners[part[0]]) for part in found.parts)
     found = leave_out(dataclasses.replace(found, names=names), which, "data.test_clients")
     if options.clients is not None and options.clients != found.clients:
-        allowed = f"{found.clients}, the clients that are left for training"
-        raise wrong("data.clients", options.clients, allowed)
+        raise wrong("data.clients", options.clients, f"{found.clients}, the clients that are left for training")
     return dataclasses.replace(found, names=())
 
 

@@ -169,8 +169,7 @@ class Federation:
             processes.private()
             processes.dies_with(own)
 
-        file = os.open(self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(file, "ab") as log:
+        with os.fdopen(os.open(self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
             self.processes[name] = subprocess.Popen(
                 [_program(command[0]), *command[1:]], preexec_fn=born,
                 stdout=log, stderr=subprocess.STDOUT, env=self._environment(), start_new_session=True,

@@ -22,7 +22,7 @@ from typing import Any
 from fedflat.assembly.stating import Terms, state_privacy
 from fedflat.config import reading
 from fedflat.core import durable
-from fedflat.core.checks import RunError, require, whole, wrong
+from fedflat.core.checks import RunError, counted, require, whole, wrong
 from fedflat.core.cohorts import MinSeparation
 from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
@@ -32,7 +32,7 @@ from fedflat.engine.job import Job, Outcome
 from fedflat.engine.train import train
 from fedflat.federation.bounds import Limits
 from fedflat.federation.events import log_fields, serve_metrics
-from fedflat.federation.replies import CheckIns, Culprits
+from fedflat.federation.replies import CheckIns, Culprits, read_journal
 from fedflat.federation.secagg.rounds import ClientShares, SecureFlower
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Roster, Task, check_deployable
@@ -49,8 +49,8 @@ from fedflat.simulation.run import write_ending
 
 log = logging.getLogger("fedflat.server")
 
-ENDED = "ended.json"
-"""In the folder of a run that ``fedflat.federation.close`` ended."""
+ENDED, BEGUN = "ended.json", ".begun"
+"""In the folder of a run that ``fedflat.federation.close`` ended; an operator's file of where each run was begun."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         held.enter_context(keys.alone(settings.out))
         folder = _folder(task, job, settings.out)
         held.enter_context(keys.alone(settings.out, folder.run))  # a copied folder has another path and the same key
-        job.folder, job.stored, job.tell, job.operator = folder, True, log.warning, operator_key()
+        job.folder, job.stored, job.tell, job.operator = folder, True, log.warning, operator_key(settings.out)
         restore_lines(folder.path, folder.run)
         outcome = stored_outcome(job, folder.path)
         # A complete run needs no key and no clients, only its statement; if its mark is ahead, it is charged first.
@@ -205,7 +205,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
                 "out", f"{out}, a run without its {RECIPE}", "a new folder, or the run's own with all its files"
             )
         dump = settled(task.recipe, job.parts, job.data.clients, job.problem.pristine)
-        name = secrets.token_hex(16)
+        name = _new_run(task, out)
         known = versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting"))
         text = reading.dumped({**dump, "versions": {**known, "run": name, "task": task.identity}})
         terms = Terms.of(task.recipe, job, deployment=True).record()
@@ -224,6 +224,25 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     if job.opening.differing(job.identity):
         raise wrong("out", f"{out}, the folder of another deployment", "the one this task was started in")
     return RunFolder(out, deployment=True, run=job.opening.run)
+
+
+def _new_run(task: Task, out: Path) -> str:
+    """Return a fresh run's name, noted in the operator's files with its folder and its task.
+
+    Raises:
+        InputError: a run of this task was charged here, and its files are gone: a new one would release it all again.
+    """
+    begun = {"out": str(out.resolve()), "pin": task.pin}
+    place = _operator_file("").parent
+    for note in sorted(place.glob(f"*{BEGUN}")):
+        charged = len(keys.Mark(note.stem).entries() or [])
+        if charged and read_journal(note, dict, "delete it to forget that run") == [begun]:
+            found = f"{out}, without the files of run {note.stem}, which was charged {counted(charged, 'event')} here"
+            allowed = "that run's files put back, or another folder for a run that is charged beside it"
+            raise wrong("out", found, allowed)
+    name = secrets.token_hex(16)
+    durable.append(place / f"{name}{BEGUN}", json.dumps(begun).encode() + b"\n")
+    return name
 
 
 def stored_outcome(job: Job, out: Path) -> Outcome:

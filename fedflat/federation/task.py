@@ -206,8 +206,7 @@ def check_deployable(recipe: Recipe, method: Algorithm, trust: str) -> None:
     require(not recipe.evaluation.private, "evaluation.private", True, "false in a deployment", hint=simulate)
     hint = "A deployment has the clients it has."
     require(privacy.noise_cohort is None, "privacy.noise_cohort", privacy.noise_cohort, "nothing", hint=hint)
-    allowed = "a method whose message is an update"
-    require(method.kind != "votes", "algorithm.name", method.name, allowed, hint=simulate)
+    require(method.kind != "votes", "algorithm.name", method.name, "a method whose message is an update", hint=simulate)
     found, hint = f"{method.name} with trust: distributed", "Only whole-number messages can be added under masks."
     summed = trust != "distributed" or method.kind == "ddgauss"
     require(summed, "algorithm.name", found, "ddgauss, or trust: central", hint=hint)

@@ -16,7 +16,7 @@ from typing import Any
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError
+from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.privacy.ledger import LedgerError, scan
 from fedflat.records import keys, signing
 from fedflat.records.folder import LEDGER
@@ -26,9 +26,19 @@ RECORD, ENVELOPE, PUBLIC = "record", "tip", "key"
 """The record of a message that holds the signed tip, and the names in it of the tip and of the operator's key."""
 
 
-def operator_key() -> Operator:
-    """Return the operator's key in the usual place; a deployment makes one if there is none."""
-    return Operator.of_account() or Operator.create(signing.place())
+def operator_key(folder: Path) -> Operator:
+    """Return the operator's key in the usual place; a deployment makes one if there is none.
+
+    Raises:
+        InputError: another key, or one that is gone, signed the run in ``folder``: its clients, who pinned that one,
+            would refuse every question, and the rounds would be released and charged all the same.
+    """
+    found, before = Operator.of_account(), signing.tip_signers(folder)
+    if before and (found is None or signing.keyid(found.public) not in before):
+        has = "which is gone" if found is None else "another key than the one that signed before"
+        allowed = f"the key with which the run in {folder} was begun, put back; its clients answer no other"
+        raise wrong("operator's key", f"{signing.place()}, {has}", allowed)
+    return found or Operator.create(signing.place())
 
 
 def restore_lines(folder: Path, run: str) -> None:

@@ -165,8 +165,7 @@ def _sums(rows: Tensor) -> Tensor:
 def _signed(vectors: Tensor) -> Tensor:
     """Eigenvectors as columns, from the largest eigenvalue on, each with its largest entry positive."""
     vectors = vectors.flip(1)
-    largest = vectors.abs().argmax(0, keepdim=True)
-    signs: Tensor = vectors.gather(0, largest).sign()
+    signs: Tensor = vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
     return vectors * signs
 
 

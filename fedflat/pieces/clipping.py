@@ -47,8 +47,7 @@ def norms_of(messages: Tensor) -> Tensor:
         norms = torch.stack([rounding.norm(m) for m in messages]) if len(messages) else messages.new_zeros(0).double()
     elif by_pieces and len(messages) > 1:
         # A float64 copy of the whole block would not fit a cache.
-        rows = max(1, rounding.CACHED // max(1, messages.shape[1]))
-        pieces = torch.split(messages, rows)
+        pieces = torch.split(messages, max(1, rounding.CACHED // max(1, messages.shape[1])))
         norms = torch.cat([torch.linalg.vector_norm(m, dim=-1, dtype=torch.float64) for m in pieces])
     else:
         norms = torch.linalg.vector_norm(messages, dim=-1, dtype=torch.float64)
@@ -197,8 +196,7 @@ class MethodScale(NormClip):
     def scale(self, norms: Tensor, threshold: float) -> Tensor:
         """Norms ``(n,)`` -> factors ``(n,)``."""
         tiny = torch.finfo(norms.dtype).tiny
-        own = self._asked(norms, threshold)
-        found = torch.minimum(own, threshold / norms.clamp_min(tiny))
+        found = torch.minimum(self._asked(norms, threshold), threshold / norms.clamp_min(tiny))
         sound = torch.isfinite(norms) & torch.isfinite(found) & (found >= tiny)
         return torch.where(sound, found, torch.zeros_like(norms))
 

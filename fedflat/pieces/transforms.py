@@ -85,8 +85,7 @@ class Lus:
     sparsity: float
 
     def __call__(self, update: Tensor, view: ClientView) -> Tensor:
-        scores = (view.gradient() * update).abs()
-        return update * _keep_per_tensor(scores, 1 - self.sparsity, view.tensors)
+        return update * _keep_per_tensor((view.gradient() * update).abs(), 1 - self.sparsity, view.tensors)
 
 
 @dataclass(frozen=True)
@@ -181,8 +180,7 @@ class TopMask:
     explore: float
 
     def __call__(self, view: MaskView) -> Tensor:
-        size = view.shared.numel()
-        count = count_of(self.keep, size)
+        count = count_of(self.keep, view.shared.numel())
         if view.public_update is not None:
             return largest(view.public_update().abs(), count)
         mask = largest((view.shared - view.initial).abs(), count - count_of(self.explore, count))

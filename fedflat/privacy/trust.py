@@ -127,8 +127,7 @@ class AccountingParams:
         left = self.delta - self.abort_probability()
         if left <= 0:
             chance = f"an aborted round has chance {self.abort_probability():.3g} ≥ δ = {self.delta:g}"
-            fitting = default_min_cohort(self.sampler, self.rounds, self.delta, self.colluders)
-            allowed = f"at most {fitting} ({chance})"
+            allowed = f"at most {default_min_cohort(self.sampler, self.rounds, self.delta, self.colluders)} ({chance})"
             raise wrong("cohort.min", self.min_cohort, allowed, hint="Choose a smaller cohort.min.")
         return left
 

@@ -176,8 +176,7 @@ class Mark:
     def append(self, line: bytes) -> None:
         """Add a ledger line, durably. Raises OSError, for which the ledger refuses the release."""
         # Without O_CREAT: a mark that has vanished must stop the release, not begin anew with one line.
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-        with open(descriptor, "ab") as file:
+        with open(os.open(self.path, os.O_WRONLY | os.O_APPEND), "ab") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())

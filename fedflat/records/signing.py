@@ -252,6 +252,13 @@ def tips_of(path: Path) -> dict[int, dict[str, Any]]:
     return {line["round"]: line for line in lines if isinstance(line, dict) and isinstance(line.get("round"), int)}
 
 
+def tip_signers(path: Path) -> set[str]:
+    """Return the ids of the keys that signed lines of tips.jsonl. Raises InputError where a line is no tip."""
+    with reading(path / TIPS, "a line that is no tip", "what the run wrote"):
+        signed = [line["signed"] for line in tips_of(path).values() if "signed" in line]
+        return {each["keyid"] for envelope in signed for each in envelope["signatures"]}
+
+
 def keep_tips(folder: Path, finished: int) -> None:
     """Drop the lines of rounds that no checkpoint has seen, and what a crash tore: those rounds run again."""
     path = folder / TIPS

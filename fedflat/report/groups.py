@@ -182,8 +182,7 @@ def paired_difference(first: Group, other: Group, measure: Callable[[Run], float
 
 
 def _by_seed(group: Group, measure: Callable[[Run], float | None]) -> dict[int | None, float]:
-    measured = {run.seed: measure(run) for run in group.runs}
-    return {seed: value for seed, value in measured.items() if value is not None}
+    return {seed: value for seed, value in {run.seed: measure(run) for run in group.runs}.items() if value is not None}
 
 
 COLOURS, DASHES = 7, 4

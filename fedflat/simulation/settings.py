@@ -174,8 +174,7 @@ def check_folders(folder: Path, settings: Sequence[Setting]) -> None:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             allowed = "the file as it was written, or a new folder"
             raise wrong("--out", f"{noted}, which cannot be read", allowed) from error
-        here = json.loads(json.dumps(_asked(setting)))
-        if differs := _difference(there if isinstance(there, dict) else {}, here):
+        if differs := _difference(there if isinstance(there, dict) else {}, json.loads(json.dumps(_asked(setting)))):
             allowed = "the same recipe, or a new folder"
             raise InputError(f"--out: found {place}, whose runs have {differs}; allowed: {allowed}.")
 

@@ -154,8 +154,7 @@ def test_copies_side_by_side_equal_single_runs(name, present):
     """The first copy is the single run of the same key, and all copies have its law (see must_loop)."""
     neighbours, key = neighbours_of(name, 2), run_key(3, "test", 0)
     copies = side_by_side(neighbours, neighbours.world(present, key), key, 50)
-    alone = single(neighbours, present, key)
-    assert torch.allclose(copies[0], alone, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(copies[0], single(neighbours, present, key), rtol=1e-5, atol=1e-6)
     assert float((copies[0] - copies[1]).abs().max()) > 1e-3
     assert not must_loop(neighbours)
 

@@ -189,8 +189,7 @@ def test_the_command_checks_first_then_measures_and_keeps_what_it_has(
 def test_options_that_belong_to_the_other_device_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.arguments(words.split())
-    said = capsys.readouterr().err
-    assert words.split()[-1] in said
+    assert words.split()[-1] in capsys.readouterr().err
 
 
 def test_parts_and_recipes_name_what_runs() -> None:

@@ -144,8 +144,7 @@ def at_the_sum(made: Job) -> Job:
     the first server step's ``mean``, which has all vectors of a message."""
     plain = optimizer("sgd")
     keep = tuple(step for step in made.parts.algorithm.server if "initial" in step.initial(torch.zeros(1)))
-    caught = Caught(made.parts.layout.dimension)
-    bare = replace(made.parts.algorithm, server=(caught, *keep))
+    bare = replace(made.parts.algorithm, server=(Caught(made.parts.layout.dimension), *keep))
     made.parts = replace(made.parts, algorithm=bare, optimizer=lambda view: plain)
     made.initial_weights = torch.zeros_like(made.initial_weights)
     return made

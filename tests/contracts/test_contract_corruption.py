@@ -159,8 +159,7 @@ def zero_middle(path: Path) -> None:
 
 def older(path: Path) -> None:
     """The newest of several files of one kind takes the content of the one before."""
-    before = sorted(path.parent.glob("*" + path.suffix))[-2]
-    path.write_bytes(before.read_bytes())
+    path.write_bytes(sorted(path.parent.glob("*" + path.suffix))[-2].read_bytes())
 
 
 WHOLE: dict[str, Callable[[Path], None]] = {

@@ -58,8 +58,7 @@ def test_what_a_hostile_client_writes_into_a_buffer_stays_with_it(kind: type[Mee
 
     def released(backend: str) -> torch.Tensor:
         changes = {"engine": {"backend": backend, "processes": 2}, "privacy": {"noise_multiplier": 0.0}}
-        more = {"cohort": {"size": 2}, "rounds": 1}
-        given = recipe("dp-fedavg", changes | more)
+        given = recipe("dp-fedavg", changes | {"cohort": {"size": 2}, "rounds": 1})
         return weights(fedflat.run(given, model=kind(tmp_path), clients=data).model)
 
     alone = released("sequential")

@@ -60,8 +60,7 @@ def test_flatten_and_load_are_inverse() -> None:
 
 def test_views_are_the_parameters_shapes_for_blocks_too() -> None:
     layout = layout_of(network())
-    vector = flatten(network(), layout)
-    for name, view in layout.views(vector.repeat(3, 1)):
+    for name, view in layout.views(flatten(network(), layout).repeat(3, 1)):
         assert view.shape == (3, *dict(network().named_parameters())[name].shape)
 
 

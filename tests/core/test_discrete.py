@@ -186,8 +186,7 @@ def test_draws_repeat_with_the_key_and_change_with_it():
 
 
 def test_exact_square_beyond_int64():
-    values = np.array([2**51, -(2**51), 12345, -1])
-    assert exact_square(values) == 2 * 2**102 + 12345**2 + 1
+    assert exact_square(np.array([2**51, -(2**51), 12345, -1])) == 2 * 2**102 + 12345**2 + 1
     many = stream(1, "square").integers(-(2**40), 2**40, size=5000)
     assert exact_square(many) == sum(int(v) ** 2 for v in many)
 

@@ -72,8 +72,7 @@ def test_another_library_finds_the_same(rounds: int, separation: int, known: flo
 
 def test_another_library_optimises_no_better() -> None:
     """jax-privacy's optimize_banded_toeplitz and banded.optimize at T = 40, b = 8; errors times sensitivities."""
-    known = {"toeplitz": 5.113083444094182, "banded": 5.010581293810507}
-    for kind, error in known.items():
+    for kind, error in {"toeplitz": 5.113083444094182, "banded": 5.010581293810507}.items():
         factor = factor_for(kind, 40, 8)
         assert noise_in_model(factor)[0] * factor.sensitivity(8) == pytest.approx(error, rel=1e-4)
 
@@ -98,8 +97,7 @@ def test_inverse_and_rows() -> None:
 
 def test_tree_is_the_tree_with_estimates_from_below() -> None:
     """A·C⁻¹Z has the covariance of the tree's prefix estimates: 1 node, 2 in one, 2 + 1, 4 in one."""
-    made = tree(4)
-    prefixes = np.tril(np.ones((4, 4))) @ made.inverse
+    prefixes = np.tril(np.ones((4, 4))) @ tree(4).inverse
     assert (prefixes**2).sum(axis=1) == pytest.approx([1, 2 / 3, 2 / 3 + 1, 4 / 7], rel=1e-3)
     shared = float(prefixes[1] @ prefixes[3])  # the first half, of which 1 − w = 3/7 is in the whole
     assert shared == pytest.approx(3 / 7 * 2 / 3, rel=1e-3)

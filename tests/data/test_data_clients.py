@@ -141,8 +141,7 @@ def test_test_pair_is_checked_against_the_clients() -> None:
 @given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=8), fraction=st.floats(0, 0.99), seed=st.integers(0, 9))
 @settings(deadline=None, max_examples=80)
 def test_hold_back_splits_without_loss(sizes: list[int], fraction: float, seed: int) -> None:
-    ends = np.cumsum([0, *sizes])
-    parts = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
+    parts = [np.arange(a, b) for a, b in itertools.pairwise(np.cumsum([0, *sizes]))]
     train, held = hold_back(parts, fraction, seed)
     for part, kept, out in zip(parts, train, held):
         assert np.array_equal(np.sort(np.concatenate([kept, out])), part)

@@ -104,8 +104,7 @@ def test_natural_parts_are_the_column() -> None:
     parts = partition(LABELS, {"kind": "natural", "by": "w"}, None, 0, WRITERS)
     check(parts, len(LABELS), 40)
     assert sum(map(len, parts)) == len(LABELS) and all(len(set(WRITERS[part])) == 1 for part in parts)
-    some = partition(LABELS, {"kind": "natural", "by": "w"}, 5, 0, WRITERS)
-    for part in some:
+    for part in partition(LABELS, {"kind": "natural", "by": "w"}, 5, 0, WRITERS):
         assert np.array_equal(part, np.flatnonzero(np.isin(WRITERS, WRITERS[part[0]]))), "a chosen client is whole"
     gaps = np.array(["b", None, "b", 3], dtype=object)
     assert sorted(len(part) for part in partition(LABELS[:4], {"kind": "natural"}, None, 0, gaps)) == [1, 1, 2]

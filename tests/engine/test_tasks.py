@@ -122,8 +122,7 @@ def test_one_step_is_the_gradient_of_the_loss() -> None:
 
 def test_squared_loss_for_classes_begins_with_the_class_sums() -> None:
     """One full step from zero is the sum of features by class over n; the broken twin does not centre its targets."""
-    draw = torch.Generator().manual_seed(0)
-    x, y = torch.randn(9, 4, generator=draw), torch.arange(9) % 3
+    x, y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 3
     start = torch.nn.Linear(4, 3)
     torch.nn.init.zeros_(start.weight)
     torch.nn.init.zeros_(start.bias)

@@ -250,8 +250,7 @@ def test_a_superlink_keeps_one_reply_of_an_honest_size_to_a_question(bounded: bo
         tree.children.add().object_id = f"{number:064x}"
     put(sent(many)[0], tree, {**objects_of(many)[1], **{f"{n:064x}": b"" for n in range(99)}})
     after = len(state.object_store)
-    late = answer_to(slow, np.full(D, 3.0, dtype=np.float32))
-    bare, tree, contents = sent(late)
+    bare, tree, contents = sent(answer_to(slow, np.full(D, 3.0, dtype=np.float32)))
     session = state.start_session(run)
     *first, last = state.store_message_and_object_tree(bare, tree, session)[1]
     assert all(state.store_object(run, session, name, contents[name]) for name in first)

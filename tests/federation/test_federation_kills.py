@@ -62,7 +62,7 @@ def serve_and_die(folder: Path, at: int, after: bool) -> int:
         try:
             private()
             _count_down(at, after)
-            server.serve(watched(folder), Task.read(folder / "app" / PACKAGE), settings(folder))
+            server.serve(watched(folder), Task.read(folder / "app" / PACKAGE), settings(folder, answer_seconds=60))
             os._exit(0)
         except BaseException:
             traceback.print_exc()
@@ -81,10 +81,11 @@ def _count_down(at: int, after: bool) -> None:
             number = next(numbers)
             if number == at and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
-            found = real(*given, **named)
-            if number == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return found
+            try:
+                return real(*given, **named)
+            finally:
+                if number == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         return operation
 
@@ -125,7 +126,7 @@ def test_a_server_killed_anywhere_owes_nothing(
             patch.setenv("XDG_STATE_HOME", str(tmp_path / "copy" / "state-home"))
             close(Task.read(folder / "app" / PACKAGE), tmp_path / "copy" / "fed" / "run")
         assert wrong_in(tmp_path / "copy" / "fed" / "run") == [] and uncharged(tmp_path / "copy" / "fed") == {}
-    server.serve(watched(folder), Task.read(folder / "app" / PACKAGE), settings(folder))
+    server.serve(watched(folder), Task.read(folder / "app" / PACKAGE), settings(folder, answer_seconds=60))
     assert wrong_in(folder / "run") == [] and uncharged(folder) == {}
     facts = json.loads((folder / "run" / "privacy.json").read_text())
     charged = read_ledger(folder / "run" / "ledger.jsonl")

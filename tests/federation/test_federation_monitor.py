@@ -126,8 +126,7 @@ def test_only_this_machine_is_served_unless_more_is_asked_for(address: str) -> N
 
 
 def test_beyond_this_machine_when_asked_for(address: str, caplog: pytest.LogCaptureFixture) -> None:
-    port = address.rpartition(":")[2]
-    with serve_metrics(f"0.0.0.0:{port}", True):
+    with serve_metrics(f"0.0.0.0:{address.rpartition(':')[2]}", True):
         assert asked(address, "ready")[0] == 503
         with serve_metrics(address, False):  # taken: said, and the run goes on
             assert "cannot be served" in caplog.text
@@ -169,8 +168,7 @@ def test_the_servers_log_as_json(tmp_path: Path) -> None:
     assert [line["event"] for line in lines] == ["start", "ready", "round", "round", "complete"]
     assert [line["round"] for line in lines if line["event"] == "round"] == [0, 1]
     assert all(line["level"] == "info" and line["time"].endswith("+00:00") for line in lines)
-    told_of = set().union(*lines)
-    assert told_of == {
+    assert set().union(*lines) == {
         "time", "level", "logger", "event", "message", "finished", "rounds", "epsilon", "budget", "delta", "round",
         "aborted", "test_accuracy",
     }  # fmt: skip

@@ -133,8 +133,7 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
     operator = tmp_path / "state-home" / "fedflat" / "operator" / f"{run_id(run)}.jsonl"
     counts = [json.loads(line) for line in operator.read_text().splitlines()]
     assert counts == [{"round": 0, "missing": 1}, {"round": 1}]  # in round 1 it took part again
-    charged = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
-    assert charged == [0, 1]
+    assert [entry["round"] for entry in read_ledger(run / "ledger.jsonl")] == [0, 1]
     facts = json.loads((run / "privacy.json").read_text())
     assert facts["rounds"] == facts["rounds_charged"] == 2
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from stand_in import deployed, final_shared, grid_of, settings, small
 
+from fedflat.core.checks import InputError
 from fedflat.federation import server
 from fedflat.privacy.ledger import read as read_ledger
+from fedflat.records import signing
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -90,3 +92,31 @@ def test_rounds_that_a_restored_run_never_reaches_are_charged(tmp_path: Path, mo
         assert [check.about for check in inspect_run(run) if check.verdict == "wrong"] == []
     assert [facts["rounds_charged"] for facts in stated] == [6 + 1, 6 + 5]
     assert stated[0]["epsilon"] < stated[1]["epsilon"]
+
+
+def test_a_run_whose_operators_key_is_gone_or_another_is_refused(tmp_path: Path) -> None:
+    """Its clients would refuse every question, and each round would be released and charged without them."""
+    task, clients = deployed(tmp_path, small(privacy={"noise_multiplier": 1.0}))
+    server.serve(grid_of(task, clients), task, settings(tmp_path))
+    place, kept = signing.place(), tmp_path / "kept.pem"
+    before = (tmp_path / "run" / "ledger.jsonl").read_bytes()
+    place.rename(kept)
+    with pytest.raises(InputError, match=r"operator.pem, which is gone; allowed: the key with which the run in .*run "):
+        server.serve(grid_of(task, clients), task, settings(tmp_path))
+    assert not place.exists()
+    signing.Operator.create(place)
+    with pytest.raises(InputError, match="another key than the one that signed before"):
+        server.serve(grid_of(task, clients), task, settings(tmp_path))
+    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == before
+    kept.replace(place)
+    assert server.serve(grid_of(task, clients), task, settings(tmp_path))["rounds_charged"] == 2
+
+
+def test_no_new_run_takes_the_place_of_one_that_was_charged_and_deleted(tmp_path: Path) -> None:
+    task, clients = deployed(tmp_path, small(privacy={"noise_multiplier": 1.0}))
+    server.serve(grid_of(task, clients), task, settings(tmp_path))
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(InputError, match=r"run, without the files of run [0-9a-f]{32}, which was charged 2 events"):
+        server.serve(grid_of(task, clients), task, settings(tmp_path))
+    elsewhere = settings(tmp_path, out=tmp_path / "another")
+    assert server.serve(grid_of(task, clients), task, elsewhere)["rounds_charged"] == 2

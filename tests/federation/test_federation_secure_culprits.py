@@ -744,3 +744,15 @@ def test_whatever_a_step_is_answered_with_the_others_sum_comes_out(stage: str, f
         assert is_sum_of(federation.round(number), list(counted)), garbage
         assert set(federation.named()) == {LIAR}
     assert federation.server.culprits.strikes == {LIAR: len(GARBAGE)}  # type: ignore[union-attr]
+
+
+def test_a_stop_in_mid_round_sends_nothing_more(federation: Federation) -> None:
+    """The SuperLink may be gone already; the next server tells whoever holds secrets of a dead session."""
+
+    def stopped(message: Any) -> Any:
+        raise KeyboardInterrupt
+
+    federation.grid.handlers[1] = stopped
+    with pytest.raises(KeyboardInterrupt):
+        federation.round(0)
+    assert federation.grid.pushed[-1].metadata.dst_node_id == 1001

@@ -81,8 +81,7 @@ def test_restarts_bring_nobody_back_early(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(server, "train", real)
     second = grid_of(task, clients)
     facts = server.serve(second, task, settings(folder))
-    asked = asks(first) + asks(second)
-    assert min(gaps(asked)) >= 3
+    assert min(gaps(asks(first) + asks(second))) >= 3
     again = [client for round, client in asks(second) if round == 2]
     assert again != [client for round, client in asks(first) if round == 2]
     assert any("noise keys drew" in reason for reason in facts["reasons"])

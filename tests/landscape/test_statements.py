@@ -70,8 +70,7 @@ def test_convergence_terms_by_hand() -> None:
         "stochastic": math.sqrt(2 * 3 * 0.25 / (50 * 4 * 25)), "optimisation": 6 / 25, "noise": (0.19 / 50) ** 2,
     })  # fmt: skip
     assert list(pgn.ratios.values()) == pytest.approx([0.4 * 48, 0.3])  # β = min{1, √192} = 1, γ ≤ 1/48
-    lus = bounds.blur_lus(FACTS)
-    assert lus.terms == pytest.approx({
+    assert bounds.blur_lus(FACTS).terms == pytest.approx({
         "optimisation": 1 / 10, "drift": 0.16, "sampling": 0.002, "noise": 0.0361 * 1000 / (0.4 * 2500),
     })  # fmt: skip
     at = bounds.blur_lus_at(FACTS, epsilon=4.0, delta=1e-3)

@@ -420,8 +420,7 @@ def server_mean(s: Setting, mean: Vector, memory: Vector, rate: float, tensors) 
         return smooth(mean, s.smoothing, whole), memory
     if s.method in ("dp-fedpgn", "dp-fedpgn-ls"):
         length = s.lr * rate * s.steps
-        delta = mean - (1.0 - s.beta) * length * memory
-        memory = -delta / length
+        memory = -(mean - (1.0 - s.beta) * length * memory) / length
         if s.method == "dp-fedpgn-ls":
             memory = smooth(memory, s.smoothing, whole)
         return -length * memory, memory

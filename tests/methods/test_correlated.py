@@ -51,8 +51,7 @@ def test_a_row_depends_on_nothing_but_key_and_round() -> None:
     assert all(torch.equal(a, b) for a, b in zip(forwards, backwards))
     assert torch.equal(noise.unit(KEY, 4, SIZE)[:100], forwards[4])
     assert not torch.equal(noise.unit(bytes(32), 4, 100), forwards[4])
-    unit = noise.unit(KEY, 4, SIZE)
-    ahead = noise.scaled(unit, broadcast(4), aggregate(), 0.5)
+    ahead = noise.scaled(noise.unit(KEY, 4, SIZE), broadcast(4), aggregate(), 0.5)
     assert torch.equal(ahead, noise.noise(KEY, 4, broadcast(4), aggregate(), 0.5))
 
 

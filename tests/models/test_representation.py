@@ -181,8 +181,7 @@ def test_a_run_keeps_its_body_and_is_loaded_without_making_it(tmp_path: Path, ow
     assert f"sha256: {digest}" in (tmp_path / "run" / "recipe.yaml").read_text()
     assert result.privacy["facts"]["model"]["sha256"] == digest
     assert result.privacy["prior"].startswith("random process")
-    exported = export(tmp_path / "run", tmp_path / "out")
-    assert "body.safetensors" in exported.files
+    assert "body.safetensors" in export(tmp_path / "run", tmp_path / "out").files
     without = {key: value for key, value in recipe(rounds=1).items() if key != "model"}
     for trained in (result, fedflat.load(tmp_path / "run")):  # its weights are no random process's alone
         assert fedflat.run(without, model=trained.model).privacy["prior"].startswith("an earlier run")

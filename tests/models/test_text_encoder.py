@@ -58,8 +58,7 @@ PAIRS = {"Bert": [2, 7, 8, 3, 9, 10, 3], "Roberta": [2, 7, 8, 3, 3, 9, 10, 3]}
 def test_features_equal_transformers_own_on_each_text_alone(folders: dict[str, Path], kind: str) -> None:
     """One text at a time without padding, mask, positions or token types given: what a user would call."""
     module, body = encoder(folders[kind]), transformers.AutoModel.from_pretrained(folders[kind]).eval()
-    found = module.features(padded(kind, *SINGLE))
-    for row, text in zip(found, SINGLE, strict=True):
+    for row, text in zip(module.features(padded(kind, *SINGLE)), SINGLE, strict=True):
         mean = body(input_ids=torch.tensor([text])).last_hidden_state[0].mean(0)
         torch.testing.assert_close(row, (mean - mean.mean()) / mean.var(correction=0).add(1e-5).sqrt())
 

@@ -27,8 +27,7 @@ def view(start: Tensor = START, clip: float = 1.0, **broadcast: Tensor) -> Clien
 
 def test_sam_is_the_gradient_at_the_worst_nearby_point() -> None:
     g = slope(W)
-    expected = slope(W + 0.25 * g / g.norm())
-    torch.testing.assert_close(sam(0.25)(slope, view())(W), expected)
+    torch.testing.assert_close(sam(0.25)(slope, view())(W), slope(W + 0.25 * g / g.norm()))
     assert sam(0.0)(slope, view()) is slope
 
 

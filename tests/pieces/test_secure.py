@@ -108,8 +108,7 @@ def test_low_bits_tell_nothing_where_floating_point_noise_tells_all():
     reachable = [np.mean((np.float32(s) + gauss) * 2.0**16 % 1 == 0) for s in (0.0, 1024.0)]
     assert reachable[1] - reachable[0] > 0.8  # one look at the low bits names the world
     grid = GridGaussian(1.0, 1.0, n)
-    far = np.full(n, round(1024 / grid.pitch))
-    for total in (np.zeros(n, dtype=np.int64), far):
+    for total in (np.zeros(n, dtype=np.int64), np.full(n, round(1024 / grid.pitch))):
         counts = np.bincount(grid.perturb(total, SecureBits(KEY, "attack")) & 7, minlength=8)
         assert stats.chisquare(counts).pvalue > 1e-4
 

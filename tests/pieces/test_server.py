@@ -71,8 +71,7 @@ def test_pgn_takes_the_direction_out_again(smoothing: float | None) -> None:
     slots = step.initial(torch.zeros(15, dtype=torch.float64))
     assert torch.equal(slots["direction"], torch.zeros(15, dtype=torch.float64))
     direction, update, reach = vector(1), vector(2), 4 * 0.25
-    message = update + 0.7 * reach * direction
-    found, changed = step(message, view({"direction": direction}))
+    found, changed = step((update + 0.7 * reach * direction), view({"direction": direction}))
     expected = -update / reach
     if smoothing is not None:
         expected, _ = laplacian_smoothing(smoothing)(expected, view())

@@ -146,12 +146,10 @@ def test_a_column_that_says_less_is_seen() -> None:
     assert not verify(wider, plan.epsilon()).ok
     quieter = [{**e, "std": e["std"] / 2} for e in honest]
     assert not verify(quieter, plan.epsilon()).ok
-    closer = [{**e, "separation": 3} for e in honest]
-    assert not verify(closer, plan.epsilon()).ok
+    assert not verify([{**e, "separation": 3} for e in honest], plan.epsilon()).ok
     without = [{k: v for k, v in e.items() if k != "column"} for e in honest]
     assert any("every parameter" in note for note in verify(without, plan.epsilon()).notes)
-    silent = [{**e, "std": 0.0} for e in honest]
-    assert verify(silent, None).epsilon_recomputed == math.inf
+    assert verify([{**e, "std": 0.0} for e in honest], None).epsilon_recomputed == math.inf
     mixed = [{**e, "column": [1.0, -0.5, 0.2, 0.1, 0.3, 0.2]} for e in honest]  # wider than the gaps, and of any sign
     assert recompute(mixed).epsilon > 0
     assert any("no C has such columns" in note for note in verify(mixed, None).notes)

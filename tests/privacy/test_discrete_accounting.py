@@ -32,8 +32,7 @@ def account(**changes) -> DDGaussAccount:
 
 
 def pmf(variance: float, reach: int) -> np.ndarray:
-    x = np.arange(-reach, reach + 1)
-    weights = np.exp(-(x**2) / (2 * variance))
+    weights = np.exp(-(np.arange(-reach, reach + 1) ** 2) / (2 * variance))
     return weights / weights.sum()
 
 
@@ -89,8 +88,7 @@ def test_a_share_below_half_a_step_proves_nothing():
 @pytest.mark.parametrize("shares, variance, shift", [(1, 4.0, 2), (3, 0.5, 1), (2, 0.25, 1)])
 def test_poisson_curve_bounds_both_exact_directions(rate, shares, variance, shift):
     law = sum_law(shares, variance, 80)
-    moved = np.concatenate([np.zeros(shift), law[:-shift]])
-    mixture = (1 - rate) * law + rate * moved
+    mixture = (1 - rate) * law + rate * np.concatenate([np.zeros(shift), law[:-shift]])
     orders = np.array([2.0, 3.0, 6.0, 10.0])
     plain = sum_curve(shift, shares, variance, 1)
     bound = poisson_curve(plain, rate)(orders)

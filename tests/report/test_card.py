@@ -92,8 +92,7 @@ def test_runs_published_together(folder: Path) -> None:
     )
     assert f"ε = {math.ceil(100 * whole.epsilon) / 100:.2f} at δ = 0.01" in found.text("Composition", "All together")
     assert found.text("Composition", "Counted") == "one two"
-    again = card(one, [one])
-    assert "counts once" in again.text("Composition", "How")
+    assert "counts once" in card(one, [one]).text("Composition", "How")
     mixed = card(one, [read_run(folder / "plain")])
     assert mixed.text("Composition", "All together") == "no finite ε"
     assert mixed.text("Composition", "Without a guarantee") == "plain"

@@ -26,8 +26,7 @@ def test_reads_every_file(run_folder: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 7, 60])
 def test_torn_last_line_is_left_out(run_folder: Path, cut: int) -> None:
     for name in ("metrics.jsonl", "private/private.jsonl"):
-        content = (run_folder / name).read_bytes()
-        (run_folder / name).write_bytes(content[: -(cut + 1)])
+        (run_folder / name).write_bytes((run_folder / name).read_bytes()[: -(cut + 1)])
     run = metrics.read_run(run_folder)
     assert len(run.metrics) == len(run.private) == 19
 

@@ -102,8 +102,7 @@ def test_numbers_equal_the_records(tmp_path: Path) -> None:
 def test_line_passes_through_its_points(tmp_path: Path) -> None:
     """Relative path steps must not drift: the last point of the line is the last record."""
     run = read_run(write_run(tmp_path / "run"))
-    figure = figures_of_run(run)[0]
-    drawn = pages.draw(figure, "round")
+    drawn = pages.draw(figures_of_run(run)[0], "round")
     path = re.search(r'<path class="line [^"]*" d="M([^"]*)"', drawn)
     assert path is not None
     numbers = [float(found) for found in re.findall(r"-?\d*\.?\d+(?:e-?\d+)?", path[1])]
@@ -185,8 +184,7 @@ def test_user_text_is_escaped(tmp_path: Path) -> None:
 
 def test_torn_and_empty_folders(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", rounds=5)
-    content = (folder / "metrics.jsonl").read_bytes()
-    (folder / "metrics.jsonl").write_bytes(content[:-30])
+    (folder / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes()[:-30])
     page = page_of([folder], tmp_path)
     assert "<b>4</b><span>of 5 planned</span>" in page
     for name in ("metrics.jsonl", "private/private.jsonl"):

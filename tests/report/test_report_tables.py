@@ -123,8 +123,7 @@ def test_terminal_fits_eighty_columns(three: list[groups.Group], tmp_path: Path,
 def test_rows_say_the_same_in_every_format(three: list[groups.Group]) -> None:
     table = tables.comparison_table(three)
     assert set(tables.RENDERERS) == {"terminal", "markdown", "json", "latex"}
-    rows = json.loads(tables.to_json(table))["rows"]
-    for row in rows:
+    for row in json.loads(tables.to_json(table))["rows"]:
         shown = f"{100 * row['final']['mean']:.2f} ± {100 * row['final']['sd']:.2f}"
         assert shown in tables.to_markdown(table) and shown in tables.to_terminal(table)
         assert shown.replace("±", "$\\pm$") in tables.to_latex(table)

@@ -249,8 +249,7 @@ class Collector:
         for client in sorted(self.shared - self.survivors):
             secret = self._secret(self.points[client][1], self.masks.get(client, {}))
             for other in sorted(self.survivors):  # what the survivors added for it is still in the sum
-                key = self.keys[other].mask
-                total += _pair_mask(secret, client, key, other, self.context, self.size, self.bits)
+                total += _pair_mask(secret, client, self.keys[other].mask, other, self.context, self.size, self.bits)
         return wrap(total, self.bits)
 
     def _secret(self, points: list[Point], shares: Mapping[int, int]) -> bytes:

@@ -79,9 +79,10 @@ class SecureFlower(Flower):
             for client in collector.false:
                 self._excluded.setdefault(client, "false share")
             self._name(broadcast.round, self._excluded)
-            done = {holder for given in collector.seeds.values() for holder in given}  # they have forgotten already
-            # Whoever dropped out comes back with secrets of a dead session.
-            self._end(broadcast.round, set(asked) - done)
+        done = {holder for given in collector.seeds.values() for holder in given}  # they have forgotten already
+        # Whoever dropped out comes back with secrets of a dead session. A server that stops in mid-round tells them
+        # when it is started again: now there may be nobody to carry it.
+        self._end(broadcast.round, set(asked) - done)
         if len(cohort) >= threshold_of(self.plan, len(cohort)):
             self.culprits.came_to(broadcast.round, fault and f"{fault}, {len(self._excluded)} excluded")
         self.refusals(broadcast.round, self._refused)

@@ -75,8 +75,7 @@ def is_share(points: Sequence[Point], holder: int, share: int) -> bool:
 
 def value_at(shares: Mapping[int, int], x: int) -> int:
     """Return the polynomial through shares (holder -> share) at x, by Lagrange's formula; the secret is at x = 0."""
-    weights = _weights(tuple(shares), x)
-    return sum(weight * share for weight, share in zip(weights, shares.values())) % ORDER
+    return sum(weight * share for weight, share in zip(_weights(tuple(shares), x), shares.values())) % ORDER
 
 
 @lru_cache(maxsize=1024)

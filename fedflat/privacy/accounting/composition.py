@@ -49,8 +49,7 @@ class LossDistribution:
         # Losses are counted from the mean, so that the T-fold sum stays inside a short window.
         self._centre = round(float(self.probs @ grid))
         index = grid - self._centre
-        spread = max(math.sqrt(float(self.probs @ index**2)), 1.0)
-        self._orders = _ORDERS / spread
+        self._orders = _ORDERS / max(math.sqrt(float(self.probs @ index**2)), 1.0)
         with np.errstate(divide="ignore"):
             logs = np.log(self.probs)
         self._above = np.array([_log_mean_exp(logs, index * order) for order in self._orders])
@@ -62,8 +61,7 @@ class LossDistribution:
         high = float(np.min((rounds * self._above + needed) / self._orders))
         low = float(np.min((rounds * self._below + needed) / self._orders))
         top = (len(self.probs) - 1 - self._centre) * rounds
-        bottom = self._centre * rounds
-        return -min(math.ceil(low), bottom), min(math.ceil(high), top)
+        return -min(math.ceil(low), self._centre * rounds), min(math.ceil(high), top)
 
     def _spectrum(self, length: int) -> Complexes:
         """log of the transform of the centred distribution, folded to ``length``; kept."""

@@ -80,8 +80,7 @@ def factor_for(
 
 
 def _made(kind: str, rounds: int, separation: int, bands: int, momentum: float) -> Factor:
-    first = _toeplitz(rounds, separation, bands, momentum)
-    columns = cut(np.tile(first, (rounds, 1)))
+    columns = cut(np.tile(_toeplitz(rounds, separation, bands, momentum), (rounds, 1)))
     return Factor(on_grid(columns if kind == "toeplitz" else _banded(columns, momentum)))
 
 

@@ -74,8 +74,7 @@ def _discretise(q: float, sigma: float, remove: bool, step: float) -> tuple[Floa
     first, last = math.floor(low / step), math.ceil(high / step)
     edges = (np.arange(first, last + 2) - 0.5) * step
     probs = np.diff(_cdf(edges, q, sigma, remove))
-    grid_mean = step * float(probs @ np.arange(first, last + 1))
-    return probs, first, _mean(q, sigma, remove) - grid_mean
+    return probs, first, _mean(q, sigma, remove) - (step * float(probs @ np.arange(first, last + 1)))
 
 
 def _compose(probs: Floats, rounds: int, width: int) -> tuple[Floats, int]:
