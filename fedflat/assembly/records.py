@@ -103,8 +103,7 @@ def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
     dump["engine"] |= {} if threads is None else {"processes": threads}
     if recipe.model.name == GIVEN:
         dump["model"] |= _origin(type(job.problem.pristine))
-    name = {} if run is None else {"run": run}
-    dump["versions"] = versions(("fedflat", "torch", "numpy", "dp-accounting")) | name
+    dump["versions"] = versions(("fedflat", "torch", "numpy", "dp-accounting")) | ({} if run is None else {"run": run})
     return dumped(dump)
 
 

@@ -150,8 +150,7 @@ def in_range(
     open_high: bool = False,
 ) -> float:
     """Return ``value`` if it is a finite number in the interval; otherwise raise."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    ok = number and math.isfinite(value)
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     ok = ok and (value > low if open_low else value >= low)
     ok = ok and (value < high if open_high else value <= high)
     if not ok:

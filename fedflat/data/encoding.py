@@ -143,8 +143,7 @@ class Encoding:
         if name in self.categories:
             return _codes(column, name, self.categories[name], place)
         values = _numbers(column, name, place, name in self.scale)
-        whole = values.dtype.kind == "i" and name not in self.scale
-        return values if whole else self._scaled(values, name, place)
+        return values if (values.dtype.kind == "i" and name not in self.scale) else self._scaled(values, name, place)
 
     def _scaled(self, values: Array, name: str, place: Place) -> Array:
         """Return the values as float32, scaled where their column is. Raises InputError for one that is too large."""

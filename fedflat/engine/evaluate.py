@@ -139,8 +139,7 @@ def cohort_scores(problem: ModuleProblem, data: FederatedData, weights: Tensor, 
     """
     there = [int(client) for client in cohort if len(data.held_back[client])]
     accuracies = np.nan_to_num(client_accuracies(problem, data, lambda client: weights, there), nan=0.5)
-    centred = np.rint((accuracies.clip(0, 1) - 0.5) * STEPS) / STEPS
-    return np.array([centred.sum(), 0.5 * len(there)])
+    return np.array([(np.rint((accuracies.clip(0, 1) - 0.5) * STEPS) / STEPS).sum(), 0.5 * len(there)])
 
 
 def spread(accuracies: np.ndarray) -> dict[str, float]:

@@ -138,7 +138,8 @@ def _check_events(job: Job, ledger: Ledger, rounds: int, mark: Record | None) ->
     """Refuse a ledger that has fewer events than checkpoints and metrics prove."""
     if not job.parts.plan.private:
         return
-    missing = sorted((job.folder.sealed_rounds(METRICS) | set(range(rounds))) - ledger.rounds_recorded())
+    released = job.folder.sealed_rounds(METRICS) | set(range(rounds))  # type: ignore[union-attr]
+    missing = sorted(released - ledger.rounds_recorded())
     allowed = "the ledger as it was written"
     if missing:
         raise wrong(str(ledger.path), f"no line for round {missing[0]}, which was released", allowed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -33,6 +34,8 @@ PATIENCE, GRACE = 120.0, 8.0
 before they are killed: longer than a worker's own."""
 LOOK = 0.2
 """Seconds between looks whether the SuperLink listens: it takes several to start."""
+BESIDE = re.compile("ERROR ends with the process beside it: (.*)")
+"""What a SuperLink or a SuperNode says before it ends for that reason, in order and with status 0."""
 TOKEN = "run `python -m fedflat.federation.lock .` in the project's folder"
 """What makes the operator's token anew; Flower names its own login, which there is none of here."""
 
@@ -44,6 +47,8 @@ class Federation:
     project: Path
     patience: float = PATIENCE
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)
+    """Where each process's own lines begin in its log."""
 
     def __post_init__(self) -> None:
         if not (self.project / ADDRESSES_FILE).is_file():
@@ -90,9 +95,10 @@ class Federation:
         """Raise RunError, with the last line of its log, if a process that was started here has ended by itself."""
         for name, process in self.processes.items():
             if process.poll() is not None:
-                said = (self.logs / f"{name}.log").read_text(errors="replace").strip()
+                said = (self.logs / f"{name}.log").read_bytes()[self.begun[name] :].decode(errors="replace").strip()
                 last = said.splitlines()[-1].strip().removeprefix("error: ") if said else "no word"
                 last = last if process.returncode >= 0 else how_it_ended(process.returncode, said)
+                last = last if process.returncode else (*BESIDE.findall(said), "it was told to, by a signal")[0]
                 raise RunError(f"{name} has ended: {last} (see {self.logs / name}.log)")
 
     def start_node(self, client: int) -> None:
@@ -170,6 +176,7 @@ class Federation:
             processes.dies_with(own)
 
         with os.fdopen(os.open(self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+            self.begun[name] = log.tell()
             self.processes[name] = subprocess.Popen(
                 [_program(command[0]), *command[1:]], preexec_fn=born,
                 stdout=log, stderr=subprocess.STDOUT, env=self._environment(), start_new_session=True,

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.core.imports import missing
+from fedflat.core.process import how_it_ended
 
 log = logging.getLogger("fedflat.processes")
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -219,7 +220,9 @@ def start_companion(work: Callable[[], object]) -> None:
     child = forked(alone)
 
     def end_after() -> None:
-        os.waitpid(child, 0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status < 0:  # otherwise it was told to end, as this one may be
+            log.error("ends with the process beside it: %s", how_it_ended(status))
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_after, daemon=True).start()
@@ -238,22 +241,25 @@ def end(groups: Iterable[int], seconds: float) -> None:
         _signal_group(child, signal.SIGTERM)
     until = time.monotonic() + seconds
     while left and time.monotonic() < until:
-        left -= {child for child in left if gone(child)}
+        left -= {child for child in left if ended(child) is not None}
         time.sleep(LOOK)
     for child in left:
         _signal_group(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
-def gone(child: int) -> bool:
-    """Return whether a child that leads a process group has ended; what it left behind in its group is killed then."""
+def ended(child: int) -> int | None:
+    """Return how a child that leads a process group has ended, a signal as its number below zero; None if it has not.
+
+    What it left behind in its group is killed then.
+    """
     try:
-        found, _ = os.waitpid(child, os.WNOHANG)
+        found, status = os.waitpid(child, os.WNOHANG)
     except ChildProcessError:
-        found = child
+        found, status = child, 0
     if found:
         _signal_group(child, signal.SIGKILL)
-    return bool(found)
+    return os.waitstatus_to_exitcode(status) if found else None
 
 
 def _signal_group(group: int, number: int) -> None:

@@ -35,7 +35,7 @@ from typing import Any
 
 from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError
-from fedflat.core.process import free_memory
+from fedflat.core.process import free_memory, how_it_ended
 from fedflat.federation import doors, lock, processes
 from fedflat.federation.bounds import ReplyKeeper
 from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, REASON, STATUS, environment
@@ -51,6 +51,8 @@ POLL, GRACE = 0.5, 3.0
 ``local`` gives this process itself."""
 STATUS_SECONDS = 10.0
 """Seconds between two versions of the operator's status."""
+SIGNALLED = ("Task failed with unknown error.", "the ServerApp was told to end by a signal; start it again to go on")
+"""What Flower says where a ServerApp ended by neither success nor an exception, and what that is."""
 KIND = "flwr-serverapp"
 """Flower's TaskType."""
 LOOK = 0.05
@@ -214,6 +216,10 @@ def _hand_out(state: Any, app: Path, worker: Connection) -> None:
             elif token:
                 log.error("refused: run %d is of another app than %s", task.run_id, app)
                 state.finish_task(task.task_id, sub_status="failed", details="This SuperLink runs its own app alone.")
+        while worker.poll():  # one that was killed could not say so itself
+            token, how = worker.recv()
+            if (ended := state.get_task_by_token(token)) is not None:
+                state.finish_task(ended.task_id, sub_status="failed", details=f"the ServerApp has ended: {how}")
         if (now := status_of(state)) != noted or time.monotonic() >= due:
             noted, due = now, time.monotonic() + STATUS_SECONDS
             _write_status(app.parent / "server" / STATUS, now)
@@ -225,7 +231,8 @@ def status_of(state: Any) -> dict[str, str]:
     online, known = (len(state.get_node_info(statuses=statuses)) for statuses in (["online"], None))
     runs = {f"run {run.run_id}": run.status for run in state.get_run_info()}
     standing = {name: ":".join(filter(None, (found.status, found.sub_status))) for name, found in runs.items()}
-    reasons = {name + REASON: " ".join(found.details.split()) for name, found in runs.items() if found.details}
+    said = {name: " ".join(found.details.split()).replace(*SIGNALLED) for name, found in runs.items()}
+    reasons = {name + REASON: words for name, words in said.items() if words}
     return {"SuperNodes online": f"{online} of {known}", **standing, **reasons}
 
 
@@ -241,16 +248,19 @@ def _write_status(path: Path, status: dict[str, str]) -> None:
 
 
 def _run_tasks(superlink: Connection, address: str, certificate: Path) -> None:
-    """Run a ServerApp for each token that the SuperLink gives, in a process of its own."""
+    """Run a ServerApp for each token that the SuperLink gives, in a process of its own; send back how it ended."""
     import fedflat.federation.server
     import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
 
-    tasks: set[int] = set()
+    tasks: dict[int, str] = {}
     try:
         while True:
-            tasks -= {task for task in tasks if processes.gone(task)}
+            for task in list(tasks):
+                if (status := processes.ended(task)) is not None:
+                    superlink.send((tasks.pop(task), how_it_ended(status)))
             if superlink.poll(POLL):
-                tasks.add(processes.task(KIND, partial(_run_server, address, certificate, superlink.recv())))
+                token = superlink.recv()
+                tasks[processes.task(KIND, partial(_run_server, address, certificate, token))] = token
     finally:
         processes.end(tasks, GRACE)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import InputError, RunError, wrong
-from fedflat.core.process import using_threads
+from fedflat.core.process import how_it_ended, using_threads
 from fedflat.federation import processes
 from fedflat.federation.bounds import Limit, limit_answers, pulled, unpacked
 from fedflat.federation.client import client_of, reply_to
@@ -185,8 +185,9 @@ def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection,
         contents = pulled(limit, tree, partial(when_there, pull, run))
         confirm(run, number)
         worker.send((number, contents))
-        if (answer := worker.recv()) is None:  # said at once: the server would wait for it as long as a round may take
-            log.error("a message has no answer: the process that was to give it was killed or has crashed")
+        answer = worker.recv()
+        if isinstance(answer, int):  # said at once: the server would wait for it as long as a round may take
+            log.error("a message has no answer, for its process has ended: %s", how_it_ended(answer))
             return parts_of(Message(Error(ErrorCode.CLIENT_APP_CRASHED, "No answer."), reply_to=message))
         worker.recv()  # that its process has ended
         return answer
@@ -239,7 +240,7 @@ def parts_of(reply: Any) -> tuple[Any, Any, dict[str, bytes]]:
 
 
 def _answer_messages(connection: Connection, app: Path, config: Any) -> None:
-    """Answer messages, each in a forked process of its own; send None when it has ended, with or without an answer."""
+    """Answer messages, each in a forked process of its own; send how it ended, with or without an answer before."""
     import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
 
     keep_plan(app)
@@ -250,9 +251,9 @@ def _answer_messages(connection: Connection, app: Path, config: Any) -> None:
     with suppress(EOFError):
         while True:
             child = processes.task("flwr-clientapp", partial(answer, *connection.recv()))
-            while not processes.gone(child):
+            while (status := processes.ended(child)) is None:
                 time.sleep(processes.LOOK)
-            connection.send(None)
+            connection.send(status)
 
 
 def keep_plan(app: Path) -> None:

@@ -192,8 +192,7 @@ def discounts_004(far: Iterable[bool], *, lam: float, lr: float) -> tuple[NDArra
     beyond = np.asarray(list(far), dtype=bool)
     steps = np.where(beyond, kept, 1.0)
     printed = np.where(beyond, kept ** np.arange(len(beyond)), 1.0)
-    after = np.append(steps[1:], 1.0)
-    exact: NDArray[np.float64] = np.cumprod(after[::-1])[::-1]
+    exact: NDArray[np.float64] = np.cumprod(np.append(steps[1:], 1.0)[::-1])[::-1]
     return printed, exact
 
 
@@ -222,8 +221,7 @@ def sample_round_privacy(facts: Facts, *, samples: int, cohort: int, rho: float,
     # Written so that a large exponent does not overflow.
     epsilon = exponent + math.log(share + (1 - share) * math.exp(-exponent))
     spread = 2 * smoothness * rho / cohort * scale / cohort
-    best = math.sqrt(2 * log_tilde) / spread if spread else math.inf
-    t = min(max(best, 1.0), float(facts.rounds))
+    t = min(max((math.sqrt(2 * log_tilde) / spread if spread else math.inf), 1.0), float(facts.rounds))
     return RoundPrivacy(epsilon, math.exp(min(0.0, -math.sqrt(2 * log_tilde) * t * spread + (t * spread) ** 2 / 2)))
 
 

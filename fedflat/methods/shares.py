@@ -112,8 +112,7 @@ class SharesAccumulator(Accumulator):
         """1 where the client's own mask keeps its noised message, ``(d,)``."""
         if self.shares.mask is None:
             return torch.ones_like(noised)
-        view = ClientView(steps=0, lr=0.0, tensors=self.tensors)  # top-k asks for nothing else
-        return (self.shares.mask(noised, view) != 0).to(noised)
+        return (self.shares.mask(noised, ClientView(steps=0, lr=0.0, tensors=self.tensors)) != 0).to(noised)
 
     def _surplus(self, size: int) -> Tensor:
         """(1−β)(K − K_i)·η·g̃: what the server step's common K leaves over."""

@@ -197,8 +197,7 @@ class WordOverlap(Headed):
         second = border.long().cumsum(1).clamp(max=1)
         word = (inputs != self.padding) & ~border
         same = (inputs[:, :, None] == inputs[:, None, :]) & (second[:, :, None] != second[:, None, :])
-        alone = word & ~(same & word[:, None, :]).any(2)
-        share = alone.sum(1, keepdim=True) / word.sum(1, keepdim=True).clamp(min=1)
+        share = (word & ~(same & word[:, None, :]).any(2)).sum(1, keepdim=True) / word.sum(1, keepdim=True).clamp(min=1)
         return (2 * share - 1).to(self.classifier.weight.dtype)
 
 

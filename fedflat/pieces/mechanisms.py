@@ -251,8 +251,7 @@ class GridNoise(Mechanism):
         """
         mask = None if broadcast.mask is None else broadcast.mask.cpu().numpy()
         # Noise is drawn only where the mask lets it out: the exact sampler is slow.
-        size = grid.dimension if mask is None else int(mask.sum())
-        drawn = np.zeros(size, dtype=np.int64)
+        drawn = np.zeros(grid.dimension if mask is None else int(mask.sum()), dtype=np.int64)
         for number in [()] if self.trust == "central" else [(client,) for client in range(count)]:
             drawn = grid.perturb(drawn, SecureBits(key, "noise", broadcast.round, *number))
         if mask is None:

@@ -38,8 +38,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
     scores = torch.nan_to_num(scores, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     threshold = scores.topk(max(count, 1), dim=-1).values[..., -1:]
     above, ties = scores > threshold, scores == threshold
-    room = count - above.sum(-1, keepdim=True)
-    return above | (ties & (ties.cumsum(-1) <= room))
+    return above | (ties & (ties.cumsum(-1) <= (count - above.sum(-1, keepdim=True))))
 
 
 @dataclass(frozen=True)

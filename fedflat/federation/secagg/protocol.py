@@ -147,8 +147,7 @@ def _derived(common: bytes, purpose: bytes) -> bytes:
 
 def prg(seed: bytes, size: int, bits: int) -> Vector:
     """Return a mask ``(size,)`` of uniform whole numbers in [0, 2^bits): AES-256-CTR."""
-    words = SecureBits(seed, "secure aggregation mask").integers64(size)
-    return (words & np.uint64((1 << bits) - 1)).astype(np.int64)
+    return (SecureBits(seed, "secure aggregation mask").integers64(size) & np.uint64((1 << bits) - 1)).astype(np.int64)
 
 
 def masked(own: Secrets, keys: Mapping[int, PublicKeys], others: Iterable[int], vector: Vector, bits: int) -> Vector:

@@ -84,8 +84,7 @@ def curve_epsilon(orders: Floats, values: Floats, delta: float) -> float:
     """Smallest ε at δ that the Rényi values prove (CKS 2020, proposition 12); infinite at δ ≤ 0."""
     if delta <= 0:
         return math.inf
-    found = values + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1)
-    return max(0.0, float(np.min(found)))
+    return max(0.0, float(np.min(values + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1))))
 
 
 def curve_delta(orders: Floats, values: Floats, epsilon: float) -> Floats:

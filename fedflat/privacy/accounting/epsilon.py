@@ -180,8 +180,7 @@ def calibrate(epsilon_of: Callable[[float], float], target: float, start: float 
     while y1 < math.log(target) + math.log1p(-TOLERANCE) and x1 - x0 >= 1e-7:
         step += 1  # every fourth step halves the bracket, so this ends
         # A straight line through an infinite end would point nowhere.
-        smooth = math.isfinite(y0) and math.isfinite(y1) and step % 4 != 3
-        share = (y0 - aim) / (y0 - y1) if smooth else 0.5
+        share = (y0 - aim) / (y0 - y1) if (math.isfinite(y0) and math.isfinite(y1) and step % 4 != 3) else 0.5
         x = x0 + (x1 - x0) * min(max(share, 1e-4), 1 - 1e-4)
         y = log_at(x)
         if y <= math.log(target):

@@ -34,8 +34,7 @@ def noise_in_model(factor: Factor, momentum: float = 0.0) -> tuple[float, float]
     """(root mean square over the rounds, last round) of the std of A·C⁻¹Z in a coordinate, Z of std 1."""
     a, rounds = workload(factor.rounds, momentum), factor.rounds
     first = np.subtract.outer(np.arange(rounds), np.arange(rounds))
-    whole_workload = np.where(first >= 0, a[np.maximum(first, 0)], 0.0)
-    each = ((whole_workload @ factor.inverse) ** 2).sum(axis=1)
+    each = ((np.where(first >= 0, a[np.maximum(first, 0)], 0.0) @ factor.inverse) ** 2).sum(axis=1)
     return math.sqrt(float(each.mean())), math.sqrt(float(each[-1]))
 
 

@@ -35,8 +35,7 @@ def loss_moments(q: float, sigma: float) -> tuple[float, float]:
     x = np.linspace(-_REACH * sigma, 1 + _REACH * sigma, 8001)
     loss, (_, mixture) = _loss(x, q, sigma), _densities(x, q, sigma)
     weight = mixture / mixture.sum()
-    mean = float(weight @ loss)
-    return math.sqrt(float(weight @ (loss - mean) ** 2)), float(loss[-1] - loss[0])
+    return math.sqrt(float(weight @ (loss - float(weight @ loss)) ** 2)), float(loss[-1] - loss[0])
 
 
 def _threshold(loss: Floats, q: float, sigma: float) -> Floats:
@@ -72,8 +71,7 @@ def _discretise(q: float, sigma: float, remove: bool, step: float) -> tuple[Floa
     ends = _loss(np.array([-_REACH * sigma, 1 + _REACH * sigma]), q, sigma)
     low, high = (ends[0], ends[1]) if remove else (-ends[1], -ends[0])
     first, last = math.floor(low / step), math.ceil(high / step)
-    edges = (np.arange(first, last + 2) - 0.5) * step
-    probs = np.diff(_cdf(edges, q, sigma, remove))
+    probs = np.diff(_cdf((np.arange(first, last + 2) - 0.5) * step, q, sigma, remove))
     return probs, first, _mean(q, sigma, remove) - (step * float(probs @ np.arange(first, last + 1)))
 
 
