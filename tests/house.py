@@ -169,8 +169,7 @@ def words(paths: Iterable[Path]) -> int:
 def measures() -> dict[str, float]:
     """Return every measure by its name in ``LIMITS``."""
     files = sources()
-    counted = [lines(text) for text in files.values()]
-    code, comments = (sum(column) for column in zip(*counted))
+    code, comments = (sum(column) for column in zip(*[lines(text) for text in files.values()]))
     found = (
         code,
         len(files),

@@ -70,8 +70,7 @@ def test_an_axis_that_makes_no_sense_is_refused(override: str, sentence: str) ->
 
 
 def test_the_grid_is_recipes_times_values() -> None:
-    other = {**TINY, "name": "other"}
-    found = expand([TINY, other], [*METHODS, "local.lr=0.1,0.2", "rounds=5"], 2)
+    found = expand([TINY, {**TINY, "name": "other"}], [*METHODS, "local.lr=0.1,0.2", "rounds=5"], 2)
     assert len(found) == 8 and len({setting.slug for setting in found}) == 8
     assert found[0].slug == "tiny_dp-fedavg_lr-0.1" and found[-1].slug == "other_dp-fedsam_lr-0.2"
     assert found[1].label == "dp-fedavg (lr=0.2), tiny" and found[5].label == "dp-fedavg (lr=0.2), other"
@@ -91,8 +90,7 @@ def test_a_settings_folder_does_not_depend_on_the_others() -> None:
 
 
 def test_names_that_are_paths_stay_inside_the_folder() -> None:
-    odd = {**TINY, "name": "../../etc/ x"}
-    slug = expand([odd], ["data.partition=iid,{kind: classes}"], 1)[1].slug
+    slug = expand([{**TINY, "name": "../../etc/ x"}], ["data.partition=iid,{kind: classes}"], 1)[1].slug
     assert "/" not in slug and not slug.startswith(".")
 
 

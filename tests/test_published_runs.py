@@ -83,8 +83,7 @@ def test_weights_multiply_signal_and_noise_and_divide_by_the_realised_sum() -> N
     both = summed(shares(weighted=True), given, sizes)
     assert both.divisor == 10 and plain[0].divisor is None
     assert torch.allclose(both.total, plain[0].total + 9 * plain[1].total)
-    alone = summed(shares(weighted=True), given[:1], [4])
-    assert torch.allclose(alone.noise, 4 * plain[0].noise)
+    assert torch.allclose(summed(shares(weighted=True), given[:1], [4]).noise, 4 * plain[0].noise)
 
 
 def test_a_client_without_data_sends_nothing_and_moves_no_others_noise() -> None:
@@ -97,8 +96,7 @@ def test_a_client_without_data_sends_nothing_and_moves_no_others_noise() -> None
 def test_the_mask_follows_the_noise() -> None:
     made = summed(shares(mask=top_k(0.3)), messages(1), [5])
     plain = summed(shares(), messages(1), [5])
-    noised = plain.total + plain.noise
-    expected = TopK(0.3)(noised, type("View", (), {"tensors": TENSORS})())
+    expected = TopK(0.3)((plain.total + plain.noise), type("View", (), {"tensors": TENSORS})())
     assert torch.equal(made.total + made.noise, expected)
     assert int((made.noise != 0).sum()) == 2 + 1 + 4  # ⌈0.3·6⌉, ⌈0.3·2⌉, ⌈0.3·12⌉
 

@@ -508,8 +508,7 @@ def test_signed_records_notice_that_all_was_rewritten(tmp_path: Path) -> None:
     seen = list(check_signed(Records(tmp_path / "run"), operator.public, tmp_path / "client.tip"))
     assert [check.verdict for check in seen] == ["ok", "ok", "ok"]
 
-    again = {**recipe, "privacy": {"clip": 0.5, "noise_multiplier": 4.0}}
-    simulation.run(again, out=tmp_path / "forged")
+    simulation.run({**recipe, "privacy": {"clip": 0.5, "noise_multiplier": 4.0}}, out=tmp_path / "forged")
     assert {check.verdict for check in check_signed(Records(tmp_path / "forged"))} == {"unchecked"}  # the twin
     found = check_signed(Records(tmp_path / "forged"), read_public(public), tmp_path / "client.tip")
     assert [check.verdict for check in found] == ["wrong", "wrong", "wrong"]

@@ -48,17 +48,10 @@ from fedflat.pieces.gradients import check_bias
 
 
 def prepare(
-    recipe: Recipe,
-    model: nn.Module | None = None,
-    clients: Clients | None = None,
-    test: Any = None,
-    *,
-    algorithm: Algorithm | Factory | None = None,
-    data: FederatedData | None = None,
-    loss: CustomLoss | None = None,
-    metrics: Mapping[str, Metric] | Sequence[str] | None = None,
-    features: bool = True,
-) -> Job:
+    recipe: Recipe, model: nn.Module | None = None, clients: Clients | None = None, test: Any = None, *,
+    algorithm: Algorithm | Factory | None = None, data: FederatedData | None = None, loss: CustomLoss | None = None,
+    metrics: Mapping[str, Metric] | Sequence[str] | None = None, features: bool = True,
+) -> Job:  # fmt: skip
     """Everything live that a run of ``recipe`` needs, checked; no training is done.
 
     loss, metrics: of the user's own, see ``fedflat.run``. features: whether the job's data become a frozen body's
@@ -125,14 +118,9 @@ class _Ingredients:
 
 
 def _ingredients(
-    recipe: Recipe,
-    model: nn.Module | None,
-    clients: Clients | None,
-    test: Any,
-    algorithm: Algorithm | Factory | None,
-    data: FederatedData | None,
-    loss: CustomLoss | None,
-) -> _Ingredients:
+    recipe: Recipe, model: nn.Module | None, clients: Clients | None, test: Any,
+    algorithm: Algorithm | Factory | None, data: FederatedData | None, loss: CustomLoss | None,
+) -> _Ingredients:  # fmt: skip
     method, objective = algorithm_of(recipe, algorithm), objective_of(recipe, loss)
     if not objective.cross_entropy and (method.kind == "votes" or method.options.get("public")):
         raise wrong("task", recipe.task, "classification, without a loss of one's own", hint=f"So is {method.name}.")

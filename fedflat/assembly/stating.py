@@ -151,7 +151,8 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome, *, deployment: boo
 
 def tested(metrics: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether figures on public test data were released."""
-    return any(row.get("test_loss") is not None for row in metrics)
+    found = [value for row in metrics for name, value in row.items() if name.startswith("test_")]
+    return any(isinstance(value, (int, float)) and math.isfinite(value) for value in found)  # others are null in a file
 
 
 def plan_again(recipe: Recipe, terms: Terms) -> Plan:
@@ -179,16 +180,9 @@ def restated(
 
 
 def stated(
-    recipe: Recipe,
-    base: Mapping[str, Any],
-    plan: Plan,
-    terms: Terms,
-    *,
-    rounds: int,
-    entries: Entries,
-    tested: bool,
-    seen: bool = False,
-) -> dict[str, Any]:
+    recipe: Recipe, base: Mapping[str, Any], plan: Plan, terms: Terms, *, rounds: int, entries: Entries,
+    tested: bool, seen: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Return the statement of ``rounds`` finished rounds whose ledger has ``entries``. base: the settled recipe."""
     plan = plan.standing(entries)
     facts = {**base, **_facts(recipe, terms, tested)}

@@ -69,14 +69,9 @@ CHECKED_CLIENTS, CHECKED_STEPS = 3, 4
 
 
 def backend_for(
-    name: str,
-    block: int | None,
-    processes: int | None,
-    parts: RoundParts,
-    problem: ModuleProblem,
-    data: FederatedData,
-    seed: int,
-) -> Backend:
+    name: str, block: int | None, processes: int | None, parts: RoundParts, problem: ModuleProblem,
+    data: FederatedData, seed: int,
+) -> Backend:  # fmt: skip
     """Return the back end a recipe asks for; ``auto`` decides by public shapes and this machine's cores."""
     one_of("engine.backend", name, BACKENDS)
     gpu = problem.device.type != "cpu"

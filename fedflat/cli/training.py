@@ -60,7 +60,7 @@ def run(
         facts = {"folder": folder, "report": page, "last": last, "privacy": result.privacy}
         print_json({**facts, "warnings": result.warnings})
     else:
-        if resume and not result.stages:
+        if resume and not (result.stages or result.stopped):
             print(f"{folder}: this run had ended already; nothing was trained.")
         report.print_summary(result, folder, page)
     if process.stop_signal() and result.stopped:

@@ -141,14 +141,9 @@ def one_of(where: str, value: Any, names: Iterable[str]) -> Any:
 
 
 def in_range(
-    where: str,
-    value: Any,
-    low: float = -math.inf,
-    high: float = math.inf,
-    *,
-    open_low: bool = False,
+    where: str, value: Any, low: float = -math.inf, high: float = math.inf, *, open_low: bool = False,
     open_high: bool = False,
-) -> float:
+) -> float:  # fmt: skip
     """Return ``value`` if it is a finite number in the interval; otherwise raise."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     ok = ok and (value > low if open_low else value >= low)

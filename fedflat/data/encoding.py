@@ -161,14 +161,10 @@ class Encoding:
 
 
 def encoding_of(
-    where: str,
-    columns: Iterable[str],
-    inputs: str | Sequence[str] | None,
-    target: str | Sequence[str] | None,
-    categories: Mapping[str, Sequence[Any]] | None = None,
-    scale: Mapping[str, Sequence[float]] | None = None,
+    where: str, columns: Iterable[str], inputs: str | Sequence[str] | None, target: str | Sequence[str] | None,
+    categories: Mapping[str, Sequence[Any]] | None = None, scale: Mapping[str, Sequence[float]] | None = None,
     fill: Mapping[str, Any] | None = None,
-) -> Encoding:
+) -> Encoding:  # fmt: skip
     """Return the encoding that is asked for, checked against the columns there are.
 
     where: the words before a key's name in messages, as ``data.``.

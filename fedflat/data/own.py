@@ -36,22 +36,13 @@ ALLOWED = (
 
 
 def clients(
-    source: Any,
-    by: str | Sequence[Any] | None = None,
-    inputs: str | Sequence[str] | None = None,
-    target: str | Sequence[str] | None = None,
-    *,
-    categories: Mapping[str, Sequence[Any]] | None = None,
-    scale: Mapping[str, Sequence[float]] | None = None,
-    fill: Mapping[str, Any] | None = None,
-    max_length: int | None = None,
-    vocabulary: int | None = None,
-    tokenizer: str | None = None,
-    max_examples: int | None = None,
-    test: Any = None,
-    test_clients: float | Sequence[str | int] | None = None,
+    source: Any, by: str | Sequence[Any] | None = None, inputs: str | Sequence[str] | None = None,
+    target: str | Sequence[str] | None = None, *, categories: Mapping[str, Sequence[Any]] | None = None,
+    scale: Mapping[str, Sequence[float]] | None = None, fill: Mapping[str, Any] | None = None,
+    max_length: int | None = None, vocabulary: int | None = None, tokenizer: str | None = None,
+    max_examples: int | None = None, test: Any = None, test_clients: float | Sequence[str | int] | None = None,
     seed: int = 0,
-) -> FederatedData:
+) -> FederatedData:  # fmt: skip
     """Return a federation for ``fedflat.run(recipe, clients=...)``: every user one client, with all of its examples.
 
     source: a table (a pandas or Polars DataFrame, a Hugging Face Dataset, a pyarrow Table) with ``by`` the column that

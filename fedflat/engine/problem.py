@@ -101,16 +101,9 @@ class ModuleProblem:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        layout: Layout,
-        precision: str = "fp32",
-        *,
-        onednn: bool = False,
-        random: bool = False,
-        pristine: nn.Module | None = None,
-        objective: Objective = CROSS_ENTROPY,
-    ) -> None:
+        self, module: nn.Module, layout: Layout, precision: str = "fp32", *, onednn: bool = False,
+        random: bool = False, pristine: nn.Module | None = None, objective: Objective = CROSS_ENTROPY,
+    ) -> None:  # fmt: skip
         self.module, self.layout, self.precision = module, layout, precision
         self.onednn, self.random, self.pristine, self.objective = onednn, random, pristine, objective
         parameters = dict(module.named_parameters())

@@ -47,14 +47,9 @@ class Accumulator:
     """Whether messages that are not written out are added as they are."""
 
     def __init__(
-        self,
-        clip: Clip,
-        threshold: float,
-        tensors: tuple[slice, ...],
-        dimension: int,
-        weighted: bool = False,
+        self, clip: Clip, threshold: float, tensors: tuple[slice, ...], dimension: int, weighted: bool = False,
         device: torch.device | str = "cpu",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.clip, self.threshold, self.tensors, self.dimension = clip, threshold, tensors, dimension
         self.weighted, self.weight = weighted, 0.0
         self.total = torch.zeros(dimension, dtype=torch.float64, device=device)

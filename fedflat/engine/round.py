@@ -142,17 +142,10 @@ def within_cap(parts: RoundParts, state: RoundState, cohort: np.ndarray) -> tupl
 
 
 def finish_round(
-    parts: RoundParts,
-    state: RoundState,
-    broadcast: Broadcast,
-    aggregate: Aggregate,
-    key: bytes,
-    charge: Callable[[dict[str, Any]], object],
-    *,
-    divisor: float | None = None,
-    unit: Callable[[], Tensor] | None = None,
-    scores: np.ndarray | None = None,
-) -> tuple[RoundState, RoundInfo]:
+    parts: RoundParts, state: RoundState, broadcast: Broadcast, aggregate: Aggregate, key: bytes,
+    charge: Callable[[dict[str, Any]], object], *, divisor: float | None = None,
+    unit: Callable[[], Tensor] | None = None, scores: np.ndarray | None = None,
+) -> tuple[RoundState, RoundInfo]:  # fmt: skip
     """Charge the ledger, add noise to the sum, divide by the constant, run the server steps; return the new state.
 
     charge: writes the round's privacy event durably; it is called before anything that leaves the server exists.

@@ -30,8 +30,9 @@ FRAMES = 16
 """Objects of a message beside the chunks of its arrays: an honest one has at most nine."""
 CHUNK = 5_242_880
 """Bytes of an array in one object, as Flower cuts it (FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)."""
-TOO_LARGE, DAMAGED = 413, 400
-"""Codes of the errors that stand in for a refused reply; Flower's own are below 100."""
+TOO_LARGE, DAMAGED, REFUSES = 413, 400, 409
+"""Codes of the errors that stand in for a refused reply, and of a client that refuses what the server asks;
+Flower's own are below 100."""
 
 
 ANSWER = 1 << 24

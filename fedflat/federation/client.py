@@ -22,6 +22,7 @@ from fedflat.engine.device import exact
 from fedflat.engine.job import Job
 from fedflat.engine.reduce import Accumulator, RoundSum, Trained, states_of
 from fedflat.engine.round import accumulator_of, noisy_sum
+from fedflat.federation.bounds import REFUSES
 from fedflat.federation.secagg.client import answer_stage
 from fedflat.federation.store import Store, read_examples
 from fedflat.federation.task import Task
@@ -171,6 +172,7 @@ def reply_to(message: Any, config: Any, app_folder: Path) -> Any:
     """Return the Flower reply to a Flower message; what went wrong stays in this client's own log."""
     from flwr.app import Error, Message
 
+    code = 0
     try:
         client = client_of(Task.read(app_folder), config)
         with client.store.alone():
@@ -178,6 +180,7 @@ def reply_to(message: Any, config: Any, app_folder: Path) -> Any:
             return Message(client.answer(message.content), reply_to=message)
     except (InputError, RunError, OSError) as error:  # a full disk of the client's
         log.error("no answer: %s", error)
+        code = REFUSES if isinstance(error, Refused) else 0
     except Exception:  # a traceback in the reply could carry data
         log.exception("local training failed")
-    return Message(Error(code=0, reason="no answer"), reply_to=message)
+    return Message(Error(code=code, reason="no answer"), reply_to=message)

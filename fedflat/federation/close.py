@@ -18,7 +18,7 @@ from typing import Any
 
 from fedflat.assembly.stating import state_privacy
 from fedflat.core import durable
-from fedflat.core.checks import RunError, counted, wrong
+from fedflat.core.checks import RunError, counted, reading, wrong
 from fedflat.engine.job import Job, Outcome
 from fedflat.federation.processes import program
 from fedflat.federation.server import ENDED, Settings, _versions, job_of, run_id, stored_outcome
@@ -28,7 +28,7 @@ from fedflat.privacy.ledger import Ledger, run_of
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, STATEMENT, RunFolder
-from fedflat.records.signing import Operator, keep_tips
+from fedflat.records.signing import Operator, keep_tips, place, tip_signers
 from fedflat.simulation.run import write_ending
 
 OPEN = "the run was ended: what clients sent for its open round may have reached the server"
@@ -49,14 +49,18 @@ def close(task: Task, out: Path) -> tuple[dict[str, Any], str]:
     if path.exists() and (entries := read_ledger(path)) and (other := (run_of(entries) or {}).get("id")) != run:
         raise wrong(str(path), f"the ledger of run {other}", f"that of run {run}: put it back, then close again")
     with keys.alone(out), keys.alone(out, run):
-        gone = _deleted_before(out)
-        _mark(out, gone)  # before the key goes: a kill in between must leave a run that is ended, not one without a key
+        gone, operator = _deleted_before(out), Operator.of_account()
         restore_lines(out, run)
+        if job.parts.plan.private:
+            _refuse_short(stored_outcome(job, out), run, path)
+        if operator is None and tip_signers(out):
+            print(f"{out}: its end is not signed, as its rounds were: {place()} is gone", file=sys.stderr)
+        _mark(out, gone)  # before the key goes: a kill in between must leave a run that is ended, not one without a key
         with Ledger.open(path) as ledger:
             _charge_lost(ledger, run)
             _charge_open_round(ledger, job, stored_outcome(job, out))
         outcome = stored_outcome(job, out)
-        job.folder, job.operator = RunFolder(out, deployment=True, run=run), Operator.of_account()
+        job.folder, job.operator = RunFolder(out, deployment=True, run=run), operator
         _drop_open_records(job.folder, outcome.state.round)
         facts = state_privacy(task.recipe, job, outcome, deployment=True)
         write_ending(job, facts, outcome)
@@ -74,8 +78,16 @@ def _mark(out: Path, deleted: bool) -> None:
 def _deleted_before(out: Path) -> bool:
     """Return whether close or the server deleted the key before: a statement without a mark is a complete run's."""
     if (out / ENDED).exists():
-        return json.loads((out / ENDED).read_text(encoding="utf-8"))["key_deleted"] is True
+        with reading(out / ENDED, "no mark of an end", "what close wrote, or no such file"):
+            return json.loads((out / ENDED).read_bytes())["key_deleted"] is True
     return (out / STATEMENT).exists()
+
+
+def _refuse_short(outcome: Outcome, run: str, path: Path) -> None:
+    """Refuse a ledger without a line for a round that a checkpoint has seen: its statement would say too little."""
+    charged = {entry["round"] for entry in (*outcome.entries, *keys.compare(run, outcome.entries)[0])}
+    if missing := sorted(set(range(outcome.state.round)) - charged):
+        raise wrong(str(path), f"no line for round {missing[0]}, which was released", "the ledger as it was written")
 
 
 def _charge_lost(ledger: Ledger, run: str) -> None:

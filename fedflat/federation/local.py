@@ -126,8 +126,9 @@ class Federation:
     def status(self, run: int, what: str = "") -> str:
         """Return Flower's status of a run, like ``finished:completed``, as the SuperLink noted it last; or REASON."""
         path = self.project / "server" / STATUS
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return str(known.get(f"run {run}{what}", "unknown"))
+        with suppress(OSError, ValueError, AttributeError):  # none yet, or damaged: the SuperLink writes it anew
+            return str(json.loads(path.read_bytes()).get(f"run {run}{what}", "unknown"))
+        return "unknown"
 
     def wait(self, run: int, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> str:
         """Wait until a run is finished; return its last status.

@@ -66,7 +66,8 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
     Raises:
         InputError: the recipe cannot be deployed, or ``out`` holds something already.
     """
-    require(not (out.exists() and any(out.iterdir())), "--out", f"{out}, which is not empty", "a new folder")
+    taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    require(not taken, "--out", f"{out}, which {'is not empty' if out.is_dir() else 'is no folder'}", "a new folder")
     lock.address_of("--host", f"{host}:{port}")
     recipe, note = _taking_turns(_for_nodes(recipe, nodes), "sampling" not in recipe.cohort.model_fields_set)
     method = algorithm_of(recipe)

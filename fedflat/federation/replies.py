@@ -28,7 +28,7 @@ from fedflat.core import durable
 from fedflat.core.checks import RunError
 from fedflat.core.cohorts import NEVER, Ids, MinSeparation
 from fedflat.core.types import RoundState
-from fedflat.federation.bounds import DAMAGED, TOO_LARGE
+from fedflat.federation.bounds import DAMAGED, REFUSES, TOO_LARGE
 from fedflat.federation.wire import NONCE_BYTES, Malformed
 
 log = logging.getLogger("fedflat.server")
@@ -37,8 +37,10 @@ PROTOCOL_FAULTS = (
     "unasked", "duplicate", "late", "replayed", "sender", "early", "form", "protocol", "shape", "dtype", "size",
 )  # fmt: skip
 """Refusals that no honest client causes, whatever its data: their counts may be logged."""
-DATA_FAULTS = ("not finite", "failed", "missing", "too late")
-"""What may depend on a client's data: never logged, never in the run's folder."""
+DATA_FAULTS = ("not finite", "failed", "missing", "too late", "refuses")
+"""What may depend on a client's data, or tell how many were asked: never logged, never in the run's folder."""
+CODES = {TOO_LARGE: "size", DAMAGED: "form", REFUSES: "refuses", 7: "refuses"}
+"""What an error's code says; 7 is Flower's (INVALID_FAB) of a SuperNode whose own app is another one."""
 UNREACHABLE = "unreachable"
 """What the transport says, at every poll, of a client that is not connected; no reply, so it is not counted. A client
 that does not come back in time is counted once, as missing, which is not for the log."""
@@ -102,7 +104,7 @@ class ReplyTracker:
         self._closed[asked] = self._open.pop(asked)
         if reply.has_error() or not reply.has_content():
             code = reply.error.code if reply.has_error() else 0
-            raise Malformed({TOO_LARGE: "size", DAMAGED: "form"}.get(code, "failed"))
+            raise Malformed(CODES.get(code, "failed"))
         answer = self.read(reply.content)
         if answer.round != self.round:
             raise Malformed("late" if answer.round < self.round else "early")

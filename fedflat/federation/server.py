@@ -11,7 +11,6 @@ import functools
 import json
 import logging
 import math
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,24 +18,26 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fedflat.assembly.stating import Terms, state_privacy
 from fedflat.config import reading
 from fedflat.core import durable
-from fedflat.core.checks import RunError, counted, require, whole, wrong
+from fedflat.core.checks import RunError, require, whole, wrong
 from fedflat.core.cohorts import MinSeparation
 from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
 from fedflat.core.types import RoundState
-from fedflat.engine.job import Job, Outcome
+from fedflat.engine.job import Job, Outcome, RoundResult
 from fedflat.engine.train import train
 from fedflat.federation.bounds import Limits
 from fedflat.federation.events import log_fields, serve_metrics
-from fedflat.federation.replies import CheckIns, Culprits, read_journal
+from fedflat.federation.replies import CheckIns, Culprits
 from fedflat.federation.secagg.rounds import ClientShares, SecureFlower
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Roster, Task, check_deployable
-from fedflat.federation.tips import operator_key, restore_lines, tip_record
+from fedflat.federation.tips import new_run, operator_file, operator_key, restore_lines, tip_record
 from fedflat.federation.transport import ClientNoise, Flower, Inbox, Refusals, return_large_blocks
 from fedflat.methods.ddgauss import SharedDiscreteNoise
 from fedflat.pieces.clipping import MethodScale, whole_vector
@@ -49,8 +50,8 @@ from fedflat.simulation.run import write_ending
 
 log = logging.getLogger("fedflat.server")
 
-ENDED, BEGUN = "ended.json", ".begun"
-"""In the folder of a run that ``fedflat.federation.close`` ended; an operator's file of where each run was begun."""
+ENDED = "ended.json"
+"""In the folder of a run that ``fedflat.federation.close`` ended."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         outcome = stored_outcome(job, folder.path)
         # A complete run needs no key and no clients, only its statement; if its mark is ahead, it is charged first.
         if not outcome.complete or keys.compare(folder.run, outcome.entries)[0]:
-            culprits = Culprits(_operator_file(folder.run, ".excluded"), settings.exclusion_limit, settings.abort_limit)
+            culprits = Culprits(operator_file(folder.run, ".excluded"), settings.exclusion_limit, settings.abort_limit)
             job.backend = _backend(grid, task, job, settings, culprits)
             job.check_ins = _check_ins(grid, task, job, culprits, folder.run, outcome)
             _tell_start(job, outcome)
@@ -114,6 +115,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
                 log.warning(note)
             _wait_for_nodes(grid, task.roster, settings)
             log.info("clients enough are connected", extra=log_fields("ready"))
+            _refuse_infinite(outcome.state.shared)
             outcome = _train(job)
         facts = state_privacy(task.recipe, job, outcome, deployment=True)
         write_ending(job, facts, outcome)
@@ -130,7 +132,7 @@ def _backend(grid: Any, task: Task, job: Job, settings: Settings, culprits: Culp
         "grid": Inbox(grid, task.limits.reply) if hasattr(grid, "_runtime_client") else grid,  # Flower's own grid
         "roster": task.roster, "pin": task.pin, "dimension": job.parts.message_length,
         "answer_seconds": settings.answer_seconds, "poll": settings.poll, "culprits": culprits,
-        "refusals": Refusals(_operator_file(folder.run)).note,
+        "refusals": Refusals(operator_file(folder.run)).note,
         "tip": functools.partial(tip_record, folder.path, folder.run, job.operator) if job.operator else None,
     }  # fmt: skip
     if not isinstance(job.parts.mechanism, ClientShares):
@@ -148,7 +150,7 @@ def _check_ins(
         return None
     lost, _ = keys.compare(run, outcome.entries)  # a folder put back has fewer lines than the mark beside the key
     charged = frozenset(entry["round"] for entry in (*outcome.entries, *lost))
-    asks = _operator_file(run, ".check-ins")
+    asks = operator_file(run, ".check-ins")
     return CheckIns(
         sampler, lambda: task.roster.connected(grid.get_nodes()).keys() - culprits.off, asks, charged
     ).cohort
@@ -205,7 +207,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
                 "out", f"{out}, a run without its {RECIPE}", "a new folder, or the run's own with all its files"
             )
         dump = settled(task.recipe, job.parts, job.data.clients, job.problem.pristine)
-        name = _new_run(task, out)
+        name = new_run(task.pin, out)
         known = versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting"))
         text = reading.dumped({**dump, "versions": {**known, "run": name, "task": task.identity}})
         terms = Terms.of(task.recipe, job, deployment=True).record()
@@ -224,25 +226,6 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     if job.opening.differing(job.identity):
         raise wrong("out", f"{out}, the folder of another deployment", "the one this task was started in")
     return RunFolder(out, deployment=True, run=job.opening.run)
-
-
-def _new_run(task: Task, out: Path) -> str:
-    """Return a fresh run's name, noted in the operator's files with its folder and its task.
-
-    Raises:
-        InputError: a run of this task was charged here, and its files are gone: a new one would release it all again.
-    """
-    begun = {"out": str(out.resolve()), "pin": task.pin}
-    place = _operator_file("").parent
-    for note in sorted(place.glob(f"*{BEGUN}")):
-        charged = len(keys.Mark(note.stem).entries() or [])
-        if charged and read_journal(note, dict, "delete it to forget that run") == [begun]:
-            found = f"{out}, without the files of run {note.stem}, which was charged {counted(charged, 'event')} here"
-            allowed = "that run's files put back, or another folder for a run that is charged beside it"
-            raise wrong("out", found, allowed)
-    name = secrets.token_hex(16)
-    durable.append(place / f"{name}{BEGUN}", json.dumps(begun).encode() + b"\n")
-    return name
 
 
 def stored_outcome(job: Job, out: Path) -> Outcome:
@@ -264,16 +247,6 @@ def run_id(out: Path) -> str:
     return str(_versions(out).get("run", ""))
 
 
-def _operator_file(run: str, kind: str = "") -> Path:
-    """Return a file that is for the operator only: beside the noise keys, not in the run's folder."""
-    place = keys.folder().parent / "operator"
-    try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{place}: cannot be made ({error.strerror})") from error
-    return place / f"{run}{kind}.jsonl"
-
-
 def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:
     until = time.monotonic() + settings.start_seconds
     while len(roster.connected(grid.get_nodes())) < min(settings.nodes, roster.clients):
@@ -292,9 +265,17 @@ def _tell_start(job: Job, outcome: Outcome) -> None:
     log.info("rounds %d to %d", done, plan.rounds - 1, extra=log_fields("start", **facts))
 
 
-def _announce(released: dict[str, Any], state: object) -> None:
-    """One log line of a round, of what was released anyway."""
+def _refuse_infinite(*model: Tensor) -> None:
+    """Stop before a round is charged in which every client would refuse the model: a lie of a client's under
+    ``trust: local`` may have made it so."""
+    if not all(bool(values.isfinite().all()) for values in model):
+        raise RunError("the model is not finite, and no client trains from it: begin a run in another folder")
+
+
+def _announce(released: dict[str, Any], state: RoundResult) -> None:
+    """One log line of a round, of what was released anyway; RunError where no client could train from its model."""
     number = released["round"]
     figures = {name: released.get(name) for name in ("epsilon", "test_accuracy")}
     more = {"round": number, "finished": number + 1, "aborted": bool(released.get("aborted"))}
     log.info("round %d: %s", number, json.dumps(durable.plain(figures)), extra=log_fields("round", **more, **figures))
+    _refuse_infinite(*state.model().parameters())

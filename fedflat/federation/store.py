@@ -96,8 +96,8 @@ class Store:
     def took_part(self, round: int) -> bool:
         """Return whether an answer to this round has left, or may have."""
         # The text is searched, not parsed: a line that a kill tore still counts as an answer that may have left.
-        path, line = self.folder / ROUNDS, json.dumps({"round": round})
-        return path.exists() and line in path.read_text(encoding="utf-8")
+        path, line = self.folder / ROUNDS, json.dumps({"round": round}).encode()
+        return path.exists() and line in path.read_bytes()
 
     def keep_session(self, session: dict[str, Any]) -> None:
         """Keep the secrets of one secure aggregation until its end; there is one at a time."""

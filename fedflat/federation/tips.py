@@ -1,4 +1,6 @@
-"""What a deployment's server signs for its clients: how far the ledger is, with each question that it asks.
+"""What a deployment's server signs for its clients, and what its operator keeps on runs outside their folders.
+
+With each question the server signs how far the ledger is.
 
 A client keeps the last such tip, and refuses a ledger that is shorter or another than before. Whoever holds one can
 tell a ledger that was rewritten or cut from the one that the client was shown: ``fedflat verify RUN --key operator.pub
@@ -10,20 +12,40 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import logging
+import secrets
 from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import InputError, RunError, counted, reading, wrong
+from fedflat.federation.replies import read_journal
+from fedflat.federation.wire import Refused
 from fedflat.privacy.ledger import LedgerError, scan
 from fedflat.records import keys, signing
 from fedflat.records.folder import LEDGER
 from fedflat.records.signing import Envelope, Operator
 
+log = logging.getLogger("fedflat.server")
+
 RECORD, ENVELOPE, PUBLIC = "record", "tip", "key"
 """The record of a message that holds the signed tip, and the names in it of the tip and of the operator's key."""
+
+
+BEGUN = ".begun"
+"""Ending of the operator's file that says where a run was begun."""
+
+
+def operator_file(run: str, kind: str = "") -> Path:
+    """Return a file that is for the operator only: beside the noise keys, not in the run's folder."""
+    place = keys.folder().parent / "operator"
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{place}: cannot be made ({error.strerror})") from error
+    return place / f"{run}{kind}.jsonl"
 
 
 def operator_key(folder: Path) -> Operator:
@@ -41,6 +63,25 @@ def operator_key(folder: Path) -> Operator:
     return found or Operator.create(signing.place())
 
 
+def new_run(pin: str, out: Path) -> str:
+    """Return a fresh run's name, noted in the operator's files with its folder and its task's pin.
+
+    Raises:
+        InputError: a run of this task was charged here, and its files are gone: a new one would release it all again.
+    """
+    begun = {"out": str(out.resolve()), "pin": pin}
+    place = operator_file("").parent
+    for note in sorted(place.glob(f"*{BEGUN}")):
+        charged = len(keys.Mark(note.stem).entries() or [])
+        if charged and read_journal(note, dict, "delete it to forget that run") == [begun]:
+            found = f"{out}, without the files of run {note.stem}, which was charged {counted(charged, 'event')} here"
+            allowed = "that run's files put back, or another folder for a run that is charged beside it"
+            raise wrong("out", found, allowed)
+    name = secrets.token_hex(16)
+    durable.append(place / f"{name}{BEGUN}", json.dumps(begun).encode() + b"\n")
+    return name
+
+
 def restore_lines(folder: Path, run: str) -> None:
     """Take lines that a ledger has lost from the mark beside the noise key: a folder that was put back goes on from
     what clients were shown. A ledger that the mark does not begin with stays as it is."""
@@ -50,6 +91,7 @@ def restore_lines(folder: Path, run: str) -> None:
     with contextlib.suppress(LedgerError):
         if len(theirs) > len(ours) and theirs.startswith(ours) and not scan(mark, theirs).torn:
             durable.replace(path, theirs, mode=0o644)
+            log.warning("%s: lines that it had lost are back, from the mark beside the noise key", path)
 
 
 def signed_tip(folder: Path, run: str, round: int, key: Operator) -> Envelope:
@@ -79,26 +121,28 @@ def without_tip(content: Any, folder: Path, operator: Path | None = None) -> Any
     operator: the operator's public key, if it was given by hand; else the first one that is seen is pinned.
 
     Raises:
-        RunError: no tip where there was one before, another signer, or a ledger that is shorter or another than before.
-        InputError: the key that was given is none.
+        Refused: no tip where there was one before, another signer, or a ledger that is shorter or another than
+            before.
+        InputError: the key that was given or pinned is none, or the tip that was kept is damaged.
     """
     pinned = folder / PINNED if operator is None else operator
     record = content.get(RECORD)
     if record is None:
         if pinned.exists():
-            raise RunError("the server's message has no signed tip of its ledger")
+            raise Refused("the server's message has no signed tip of its ledger")
         return content
+    known = signing.read_public(pinned) if pinned.exists() else None
     try:
         envelope, shown = json.loads(record[ENVELOPE]), record[PUBLIC]
-        public = signing.read_public(pinned) if pinned.exists() else load_pem_public_key(shown)
+        public = known or load_pem_public_key(shown)
         found = signing.opened(envelope, public)  # type: ignore[arg-type]
         said = found["predicate"]
         run, events, history = str(said["run"]), int(said["events"]), base64.b64decode(said.get("history", ""))
         fits = run.isalnum() and len(history) == 32 * events and (not events or history[-32:].hex() == said["tip"])
     except (InputError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError("the server's signed tip is malformed, or not signed by the operator's key") from error
+        raise Refused("the server's signed tip is malformed, or not signed by the operator's key") from error
     if not fits:
-        raise RunError("the server's signed tip contradicts itself")
+        raise Refused("the server's signed tip contradicts itself")
     _refuse_fork(folder / f"{run}.tip", events, history)
     if not pinned.exists():  # trust on first use, after all checks: a refused tip must pin nobody
         durable.replace(pinned, shown)
@@ -110,9 +154,10 @@ def _refuse_fork(kept: Path, events: int, history: bytes) -> None:
     """Compare with the tip that was kept of the same run."""
     if not kept.exists():
         return
-    before = signing.payload_of(signing.read(kept))["predicate"]
-    seen = int(before["events"])
+    with reading(kept, "no signed tip", "the file as this client kept it"):
+        before = signing.payload_of(signing.read(kept))["predicate"]
+        seen, tip = int(before["events"]), str(before["tip"])
     if events < seen:
-        raise RunError(f"the server's ledger has {events} events, and had {seen} before")
-    if seen and history[32 * (seen - 1) : 32 * seen].hex() != before["tip"]:
-        raise RunError("the server's ledger has other events than it had before")
+        raise Refused(f"the server's ledger has {events} events, and had {seen} before")
+    if seen and history[32 * (seen - 1) : 32 * seen].hex() != tip:
+        raise Refused("the server's ledger has other events than it had before")

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core import durable
+from fedflat.core.checks import RunError
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
 from fedflat.engine.reduce import Accumulator, Clipped, Part, Trained
@@ -58,6 +59,12 @@ def return_large_blocks() -> None:
 
 _MMAP_THRESHOLD, _LARGE = -3, 1 << 16
 """The parameter's number in glibc's malloc.h, and 64 KiB: above the small facts, below every model's update."""
+
+
+REFUSED = (
+    "the clients refuse this run: their app, recipe or roster is another one, or its ledger or signature is not what "
+    "they were shown (their logs say which; a folder put back without the state folder's marks needs another one)"
+)
 
 
 @dataclass(frozen=True)
@@ -135,11 +142,15 @@ class Flower:
         off = self.culprits.off if self.culprits is not None else set()
         asked = [client for client in cohort.tolist() if client not in off]
         tracker.refused["missing"] += len(cohort) - len(asked)
+        answered = False
         for _, answer in self.exchange(tracker, asked, content):
+            answered = True
             yield Trained(torch.from_numpy(answer.update)[None], [max(answer.examples, 1)])
         self.refusals(broadcast.round, tracker.refused)
         # Of two answers the first one counts.
         self._name(broadcast.round, {client: why for client, why in tracker.blamed.items() if why != "duplicate"})
+        if tracker.refused["refuses"] and not answered:
+            raise RunError(REFUSED)  # before this round is charged, or another one
 
     def _name(self, round: int, blamed: Mapping[int, str]) -> None:
         """Name those who broke the protocol in the operator's file; the log, which others may read, says how many."""

@@ -74,13 +74,17 @@ class Operator:
         Raises:
             InputError: there is a key already, or the files cannot be written.
         """
-        made = cls(Ed25519PrivateKey.generate())
+        made, public = cls(Ed25519PrivateKey.generate()), public_place(path)
+        require(public != path, "--key", str(path), "a name that does not end in .pub, as its public half's does")
+        for file in (path, public):  # a public half may be all that tells which key others have pinned
+            hint = "a key is never overwritten, nor a public half without its private one"
+            require(not file.exists(), "keys", f"{file}, which exists", f"another --key; {hint}")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             durable.create(
                 path, made.private.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.NoEncryption())
             )
-            durable.replace(public_place(path), pem(made.public), mode=0o644)
+            durable.replace(public, pem(made.public), mode=0o644)
         except FileExistsError as error:
             raise wrong("keys", f"{path}, which exists", "another --key; a key is never overwritten") from error
         except OSError as error:

@@ -52,8 +52,7 @@ class SplitEvenly(CyclicPoisson):
     @cached_property
     def groups(self) -> NDArray[np.int64]:
         """The group of each client by its place among those present; the one who left keeps its own, for nothing."""
-        places = np.arange(self.clients) - (np.arange(self.clients) > 0) * self.gone
-        return places % self.separation
+        return (np.arange(self.clients) - (np.arange(self.clients) > 0) * self.gone) % self.separation
 
 
 class OneRow(CorrelatedNoise):
@@ -113,8 +112,7 @@ def mu_bound(absent: Floats, present: Floats, failure: float) -> float:
     half = len(absent) // 2
     spread = np.cov(np.concatenate([x[:half] - x[:half].mean(0) for x in (absent, present)]).T)
     shift = present[:half].mean(0) - absent[:half].mean(0)
-    ridge = 1e-9 * float(np.trace(spread)) * np.eye(len(shift))
-    weights = np.linalg.solve(spread + ridge, shift)
+    weights = np.linalg.solve(spread + (1e-9 * float(np.trace(spread)) * np.eye(len(shift))), shift)
     zero, one = absent[half:] @ weights, present[half:] @ weights
     freedom = 2 * (len(zero) - 1)
     variance = (float(zero.var(ddof=1)) + float(one.var(ddof=1))) / 2 * freedom / chi2.ppf(failure / 2, freedom)

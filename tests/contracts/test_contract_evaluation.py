@@ -87,8 +87,7 @@ def test_sums_over_examples_are_caught() -> None:
 def test_the_noise_is_what_the_ledger_accounts(tmp_path: Path) -> None:
     out = tmp_path / "run"
     result = fedflat.run(recipe(), clients=clients(), out=out)
-    job = prepare(Recipe.of(recipe()), None, clients())
-    plan, line = job.parts.plan, read(out / "ledger.jsonl")[0]
+    plan, line = prepare(Recipe.of(recipe()), None, clients()).parts.plan, read(out / "ledger.jsonl")[0]
     assert line["evaluation"] == 0.2 and line["count_std"] == pytest.approx(1.5 / (2 * math.sqrt(0.2)))
     assert line["std"] / line["sensitivity"] == pytest.approx(1.5 / math.sqrt(0.8))
     assert result.privacy["proven_epsilon"] == pytest.approx(recompute(read(out / "ledger.jsonl")).epsilon, rel=1e-3)

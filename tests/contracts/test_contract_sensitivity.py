@@ -157,8 +157,7 @@ def test_sums_on_a_grid_hold_too(method: str, changes: dict[str, Any]) -> None:
     made = agg.job(method, changes)
     parts = made.parts
     d, tensors = parts.message_length, parts.message_tensors
-    state = parts.first_state(made.initial_weights, made.threshold)
-    broadcast = broadcast_of(parts, state, 1)
+    broadcast = broadcast_of(parts, parts.first_state(made.initial_weights, made.threshold), 1)
 
     def total(cohort: list[agg.Member]) -> Tensor:
         accumulator = accumulator_of(parts, broadcast, agg.KEY)

@@ -149,8 +149,7 @@ def test_without_the_defect_the_same_worlds_are_within_c(model: str) -> None:
     cases = tuple(dict.fromkeys(case for twin in PLANTED.values() if twin.model == model for case in twin.cases))
     name = next(name for name, twin in PLANTED.items() if twin.model == model)
     made = planted_scenario(name)
-    sound = Scenario(made.recipe, made.module, made.template)
-    assert too_far(sound, ENGINES[0], cases) == []
+    assert too_far(Scenario(made.recipe, made.module, made.template), ENGINES[0], cases) == []
 
 
 def test_sizes_of_the_planted_federation() -> None:

@@ -61,8 +61,7 @@ def fit(drawn: np.ndarray, law, reach: int) -> float:
 @pytest.mark.parametrize("sigma2", [0.05, Fraction(1, 3), 1.0, 7.3, 400.0])
 @pytest.mark.parametrize("secure", [False, True])
 def test_discrete_gaussian_has_its_law(sigma2, secure):
-    source = SecureBits(KEY, "fit") if secure else stream(11, "fit")
-    drawn = discrete_gaussian(sigma2, 100_000, source)
+    drawn = discrete_gaussian(sigma2, 100_000, (SecureBits(KEY, "fit") if secure else stream(11, "fit")))
     reach = max(4, int(5 * float(sigma2) ** 0.5))
     assert fit(drawn, lambda x: gaussian_pmf(x, float(sigma2)), reach) > 1e-4
     # The broken twin: a law whose variance is 5 % off (50 % where nearly all draws are 0) does not pass.

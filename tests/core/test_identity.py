@@ -119,13 +119,11 @@ def _attribute(made: Any, value: float) -> Any:
 
 
 def _order(value: float) -> nn.Module:
-    layers = {"a": nn.Tanh(), "b": nn.ReLU()}
-    return nn.Sequential(OrderedDict(sorted(layers.items(), reverse=value > 1)))
+    return nn.Sequential(OrderedDict(sorted({"a": nn.Tanh(), "b": nn.ReLU()}.items(), reverse=value > 1)))
 
 
 def _nested(value: float) -> Any:
-    steps = {"add": 1.0, "scale": 2.0}
-    return Holder([{"steps": dict(sorted(steps.items(), reverse=value > 1))}])
+    return Holder([{"steps": dict(sorted({"add": 1.0, "scale": 2.0}.items(), reverse=value > 1))}])
 
 
 def _mode(value: float) -> Any:

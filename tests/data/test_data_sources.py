@@ -74,8 +74,7 @@ def test_images_from_a_folder(folder: Path) -> None:
     assert np.array_equal(data.targets.numpy(), LABELS[:20])
     assert data.test_inputs is not None and np.allclose(data.test_inputs.numpy(), expected[20:], atol=1e-6)
     assert data.sizes.tolist() == [4] * 4 and [len(rows) for rows in data.held_back] == [1] * 4
-    everything = np.concatenate([*data.parts, *data.held_back])
-    assert np.array_equal(np.sort(everything), np.arange(20))
+    assert np.array_equal(np.sort(np.concatenate([*data.parts, *data.held_back])), np.arange(20))
 
 
 def test_a_file_or_a_section_will_do_and_seeds_decide(folder: Path) -> None:
@@ -253,8 +252,7 @@ def test_texts_from_a_csv_file_by_user(tmp_path: Path) -> None:
     for more in ({}, {"inputs": "text", "target": "label"}, {"input": "text", "label": "label"}):
         data = load({**spec, **more})
         assert data.clients == 2 and data.vocabulary == 100 and data.inputs.dtype == torch.int64
-        words = ["good, and long", "", "NA", "a 🎉"]
-        assert torch.equal(data.inputs, tokenize(words, vocabulary=100))
+        assert torch.equal(data.inputs, tokenize(["good, and long", "", "NA", "a 🎉"], vocabulary=100))
 
 
 @pytest.mark.parametrize("encoding", [None, "latin-1"])

@@ -22,8 +22,7 @@ def test_held_out_examples_leave_the_clients() -> None:
     assert len(taken) == 5
     assert not set(taken) & set(np.concatenate(rest.parts))
     assert len(np.concatenate(rest.parts)) == 95
-    again = public_training(data, "held-out", 0, dataset="digits")[1]
-    assert np.array_equal(taken, again.parts[0])
+    assert np.array_equal(taken, public_training(data, "held-out", 0, dataset="digits")[1].parts[0])
 
 
 def test_clients_given_in_python_are_never_made_public() -> None:

@@ -111,8 +111,7 @@ def test_notebooks(notebook: Path, tmp_path: Path) -> None:
 def test_headers_of_the_examples(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "here"
     shutil.copytree(EXAMPLES, folder / "examples")
-    where = folder if "examples/" in HEADERS[path] else folder / "examples"
-    left = as_user(HEADERS[path], where)
+    left = as_user(HEADERS[path], (folder if "examples/" in HEADERS[path] else folder / "examples"))
     assert works(left), left.out
 
 

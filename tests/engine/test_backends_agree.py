@@ -221,8 +221,7 @@ def test_blocks_are_added_in_order_though_later_ones_end_first() -> None:
         ended.append(int(block[0]))
         return int(block[0])
 
-    blocks = [np.array([i]) for i in range(5)]
-    assert [ready() for ready in _in_order(work, blocks, 2)] == [0, 1, 2, 3, 4]
+    assert [ready() for ready in _in_order(work, [np.array([i]) for i in range(5)], 2)] == [0, 1, 2, 3, 4]
     assert ended[0] != 0, "the twin: in the order of their ends they would be added wrongly"
 
 

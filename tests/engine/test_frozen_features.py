@@ -188,8 +188,7 @@ def test_another_setting_with_the_same_weights_is_another_body() -> None:
 
     one, two, data = Scaled(), Scaled(), federation()
     two.scale = 2.0
-    first = with_features(data, one).inputs
-    assert torch.allclose(with_features(data, two).inputs, 2 * first)
+    assert torch.allclose(with_features(data, two).inputs, 2 * with_features(data, one).inputs)
 
 
 def test_a_whole_number_and_code_are_part_of_a_body() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fedflat.config.recipe import Recipe
-from fedflat.federation.bounds import Limit
+from fedflat.federation.bounds import REFUSES, Limit
 from fedflat.federation.client import Client, Refused
 from fedflat.federation.project import PACKAGE, client_folder, write_project
 from fedflat.federation.server import Settings
@@ -128,7 +128,7 @@ def honest(client: Client) -> Handler:
             fits(client.task.limits.reply, reply)
             return reply
         except Refused:
-            return Message(Error(code=0, reason="no answer"), reply_to=message)
+            return Message(Error(code=REFUSES, reason="no answer"), reply_to=message)
 
     return handle
 

@@ -158,8 +158,7 @@ def test_only_the_operator_gives_orders_and_only_for_this_app(place: Path) -> No
         addresses = lock.Addresses.read(federation.project)
         network, inside = (f"127.0.0.1:{port}" for port in (addresses.listen[1], addresses.control[1]))
         public, own = place / "fed" / "certificates" / "ca.crt", place / "fed" / "flower" / "control" / "ca.crt"
-        ways = [connection(place / "a", network, public), connection(place / "b", inside, own)]
-        for home in ways:
+        for home in [connection(place / "a", network, public), connection(place / "b", inside, own)]:
             refused = flwr(home, federation, "run", str(app), "fedflat")
             assert refused.returncode, refused.stdout
         assert "Created run" not in logs(federation)

@@ -149,8 +149,8 @@ def test_the_superlinks_word_that_a_client_is_away_is_no_reply_and_counts_nothin
 def test_an_error_reply_is_a_failure_without_its_text() -> None:
     tracker, _ = tracker_with_one()
     failed = reply(None)
-    failed.has_error, failed.error = lambda: True, SimpleNamespace(code=0)
-    assert tracker.take(failed) is None and tracker.refused == Counter({"failed": 1})
+    failed.has_error, failed.error = lambda: True, SimpleNamespace(code=7)  # of a client whose app is another one
+    assert tracker.take(failed) is None and tracker.refused == Counter({"refuses": 1})
 
 
 def test_every_reason_is_either_loggable_or_private() -> None:

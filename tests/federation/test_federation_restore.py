@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from stand_in import deployed, final_shared, grid_of, settings, small
 
-from fedflat.core.checks import InputError
+from fedflat.core.checks import InputError, RunError
 from fedflat.federation import server
+from fedflat.federation.close import close
 from fedflat.privacy.ledger import read as read_ledger
-from fedflat.records import signing
+from fedflat.records import keys, signing
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -54,7 +56,6 @@ def test_rounds_that_a_restored_run_never_reaches_are_charged(tmp_path: Path, mo
     """A backup after round 0 of 6 is put back after the end, and the run is ended for good one round later: what was
     released counts, each time, and nothing else. The twin, which charges every round up front, states more."""
     from fedflat.engine import resume, train
-    from fedflat.federation.close import close
     from fedflat.simulation.inspection import inspect_run
 
     task, clients = deployed(tmp_path / "fed", small(rounds=6, privacy={"noise_multiplier": 1.0}))
@@ -101,12 +102,20 @@ def test_a_run_whose_operators_key_is_gone_or_another_is_refused(tmp_path: Path)
     place, kept = signing.place(), tmp_path / "kept.pem"
     before = (tmp_path / "run" / "ledger.jsonl").read_bytes()
     place.rename(kept)
+    signing.public_place(place).rename(tmp_path / "kept.pub")
     with pytest.raises(InputError, match=r"operator.pem, which is gone; allowed: the key with which the run in .*run "):
         server.serve(grid_of(task, clients), task, settings(tmp_path))
     assert not place.exists()
     signing.Operator.create(place)
     with pytest.raises(InputError, match="another key than the one that signed before"):
         server.serve(grid_of(task, clients), task, settings(tmp_path))
+    with pytest.raises(InputError, match=r"operator.pem, which exists; allowed: another --key"):
+        signing.Operator.create(place)
+    place.unlink()
+    with pytest.raises(InputError, match=r"operator.pub, which exists"):  # it may be all that tells the key apart
+        signing.Operator.create(place)
+    with pytest.raises(InputError, match=r"key.pub; allowed: a name that does not end in .pub"):
+        signing.Operator.create(tmp_path / "key.pub")
     assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == before
     kept.replace(place)
     assert server.serve(grid_of(task, clients), task, settings(tmp_path))["rounds_charged"] == 2
@@ -120,3 +129,40 @@ def test_no_new_run_takes_the_place_of_one_that_was_charged_and_deleted(tmp_path
         server.serve(grid_of(task, clients), task, settings(tmp_path))
     elsewhere = settings(tmp_path, out=tmp_path / "another")
     assert server.serve(grid_of(task, clients), task, elsewhere)["rounds_charged"] == 2
+
+
+def test_clients_that_refuse_the_ledger_end_the_run_before_the_next_charge(tmp_path: Path) -> None:
+    """An old copy put back where the marks are lost too: no client will ever answer it. Nor is it closed for less."""
+    task, clients = deployed(tmp_path, small(rounds=4, privacy={"noise_multiplier": 1.0}))
+    grid, run, stop = grid_of(task, clients), tmp_path / "run", {"calls": 0}
+    known = dict(grid.handlers)
+
+    def stopped(message: Any) -> Any:
+        stop["calls"] += 1
+        if stop["calls"] == 2:
+            shutil.copytree(run, tmp_path / "backup")
+        if stop["calls"] == 4:
+            raise KeyboardInterrupt
+        return known[0](message)
+
+    grid.handlers[0] = stopped
+    with pytest.raises(KeyboardInterrupt):
+        server.serve(grid, task, settings(tmp_path))
+    ledger = run / "ledger.jsonl"
+    whole, state = ledger.read_bytes(), keys.folder().parent
+    for name in ("keys", "marks"):
+        shutil.rmtree(state / name)
+    ledger.write_bytes(whole.splitlines(keepends=True)[0])
+    with pytest.raises(InputError, match="found no line for round 1, which was released"):
+        close(task, run)
+    assert not (run / "ended.json").exists()
+    shutil.rmtree(run)
+    shutil.copytree(tmp_path / "backup", run)
+    with pytest.raises(RunError, match="the clients refuse this run: their app, recipe or roster"):
+        server.serve(grid_of(task, clients), task, settings(tmp_path))
+    assert len(read_ledger(ledger)) == 1
+
+
+def test_a_model_that_is_not_finite_ends_a_deployment(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="the model is not finite, and no client trains from it"):
+        server._refuse_infinite(torch.zeros(2), torch.tensor([1.0, float("nan")]))

@@ -684,8 +684,7 @@ def test_a_share_is_of_one_holder_one_dealer_and_in_the_field() -> None:
         assert not sharing.is_share(points, holder, share + sharing.ORDER)
         assert not sharing.is_share(points, holder, 0)
         assert not sharing.is_share(points[:3], holder, share)
-    negative = [(x, sharing.FIELD - y) for x, y in points]
-    assert sharing.is_share(negative, 3, sharing.ORDER - shares[3])
+    assert sharing.is_share([(x, sharing.FIELD - y) for x, y in points], 3, sharing.ORDER - shares[3])
     assert not sharing.is_share([points[0], (points[0][0], sharing.FIELD - points[0][1])], 0, 5)  # adds up to nothing
 
 

@@ -67,8 +67,7 @@ def test_means_would_be_noticed() -> None:
     twin = replace(class_statistics(), transforms=(Means(),))
     module = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     one_step = {"algorithm": "dp-fedavg", "local": {"steps": 1, "momentum": 0.0}}
-    found = released(module, "sequential", twin=twin, **one_step)
-    assert not torch.allclose(found, sums(), rtol=0.1)
+    assert not torch.allclose(released(module, "sequential", twin=twin, **one_step), sums(), rtol=0.1)
 
 
 def test_layers_below_the_head_stay_and_the_given_module_is_not_changed() -> None:

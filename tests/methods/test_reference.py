@@ -15,8 +15,7 @@ def _point(net: ref.Net) -> tuple[np.ndarray, ref.Batch]:
 @pytest.mark.parametrize("net", NETS, ids=["linear", "tanh", "relu"])
 def test_gradients_by_hand_equal_finite_differences(net: ref.Net) -> None:
     w, batch = _point(net)
-    eye = np.eye(net.length) * 1e-6
-    slopes = [(net.loss(w + e, batch) - net.loss(w - e, batch)) / 2e-6 for e in eye]
+    slopes = [(net.loss(w + e, batch) - net.loss(w - e, batch)) / 2e-6 for e in (np.eye(net.length) * 1e-6)]
     np.testing.assert_allclose(net.gradient(w, batch), slopes, atol=1e-8)
 
 
@@ -28,8 +27,7 @@ def test_blur_is_the_gradient_of_its_penalty() -> None:
     def objective(at: np.ndarray) -> float:
         return net.loss(at, batch) + 0.2 * max(0.0, float(np.sum((at - start) ** 2)) - 0.5**2)
 
-    eye = np.eye(net.length) * 1e-6
-    slopes = [(objective(w + e) - objective(w - e)) / 2e-6 for e in eye]
+    slopes = [(objective(w + e) - objective(w - e)) / 2e-6 for e in (np.eye(net.length) * 1e-6)]
     found = ref.penalised(ref.loss_gradient(net), start, lam=0.4, threshold=0.5)(w, batch)
     np.testing.assert_allclose(found, slopes, atol=1e-8)
 

@@ -76,8 +76,7 @@ def images(count: int = 3, side: int = 8) -> tuple[list[Image.Image], torch.Tens
 def test_features_are_those_of_the_networks_own_processor_and_model(bodies: dict[str, str], kind: str) -> None:
     pictures, standard = images(side=20)
     given = transformers.AutoImageProcessor.from_pretrained(bodies[kind])(pictures, return_tensors="pt")
-    own = transformers.AutoModel.from_pretrained(bodies[kind]).eval()
-    last = own(**given).last_hidden_state
+    last = transformers.AutoModel.from_pretrained(bodies[kind]).eval()(**given).last_hidden_state
     feature = last[:, 0] if kind == "vit" else last.mean((2, 3))
     found = encoder(bodies[kind], side=20).features(standard)
     torch.testing.assert_close(found, F.normalize(feature - feature.mean(1, keepdim=True)), atol=0.02, rtol=0)
@@ -105,8 +104,7 @@ def test_projections_are_of_public_numbers(bodies: dict[str, str]) -> None:
     module = encoder(bodies["resnet"], projection="classifier", dimension=4)
     kept = transformers.ResNetForImageClassification.from_pretrained(bodies["resnet"]).classifier[1].weight.double()
     directions = torch.linalg.svd(kept - kept.mean(0))[2][:4].float()
-    raw = module.body.bodies[0].maps(x)[..., 0]
-    found, wanted = module.features(x), F.normalize(raw @ directions.T)
+    found, wanted = module.features(x), F.normalize(module.body.bodies[0].maps(x)[..., 0] @ directions.T)
     torch.testing.assert_close(found.abs(), wanted.abs(), atol=1e-4, rtol=1e-3)
     patches = {"kind": "patches", "filters": 20, "size": 3, "dimension": 30, "images": 100}
     assert encoder(patches).prior == "random process"
@@ -163,8 +161,7 @@ def test_a_run_its_statement_its_export_and_its_body(bodies: dict[str, str], tmp
     loaded = fedflat.load(tmp_path / "run")
     assert torch.equal(loaded.model(rows), result.model(rows))
     out = loaded.export(tmp_path / "out", program=True, onnx=True)
-    session = onnxruntime.InferenceSession(out / "model.onnx")
-    (found,) = session.run(None, {"inputs": rows.numpy()})
+    (found,) = onnxruntime.InferenceSession(out / "model.onnx").run(None, {"inputs": rows.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), result.model(rows), atol=1e-4, rtol=1e-3)
     program = torch.export.load(out / "model.pt2").module()
     torch.testing.assert_close(program(rows), result.model(rows), atol=1e-5, rtol=1e-4)

@@ -51,8 +51,7 @@ def test_hadamard_is_the_orthonormal_transform(size):
 def test_without_noise_the_sum_comes_back_up_to_rounding(dimension):
     mech = mechanism(dimension=dimension, noise_multiplier=0.0)
     rows = updates(10, dimension, 0.7)
-    error = run(mech, rows) - rows.sum(0)
-    assert error.abs().max() < 5 * mech.granularity * math.sqrt(10 / 4) + 1e-6
+    assert (run(mech, rows) - rows.sum(0)).abs().max() < 5 * mech.granularity * math.sqrt(10 / 4) + 1e-6
 
 
 def test_rounding_is_unbiased():
@@ -141,8 +140,7 @@ def test_default_granularity_leaves_four_standard_deviations():
     for bits in (10, 16):
         mech = mechanism(dimension=d, min_cohort=20, messages=n, bits=bits)
         error = (run(mech, one.repeat(n, 1)) - n * one).numpy()
-        expected = math.sqrt(n / 20 + n * mech.granularity**2 / 4)
-        assert error.std() == pytest.approx(expected, rel=0.15)
+        assert error.std() == pytest.approx(math.sqrt(n / 20 + n * mech.granularity**2 / 4), rel=0.15)
     signal, noise = (n * 1.0) ** 2 / d, n / 20
     deviations = 2**15 * mech.granularity / math.sqrt(signal + noise + n * mech.granularity**2 / 4)
     assert deviations == pytest.approx(4.0)

@@ -48,8 +48,7 @@ def test_shares_add_up_as_the_trust_model_says(trust: str, count: int, variance:
 def test_nobody_to_add_noise_adds_none() -> None:
     """Under distributed and local trust the clients are the source of the noise."""
     for trust in ("distributed", "local"):
-        noise = GaussianNoise(twice, trust).noise(KEY, 0, broadcast(), aggregate(0), 1.0)
-        assert not bool(noise.any())
+        assert not bool(GaussianNoise(twice, trust).noise(KEY, 0, broadcast(), aggregate(0), 1.0).any())
 
 
 def test_noise_stays_on_the_common_mask_and_is_the_same_there() -> None:

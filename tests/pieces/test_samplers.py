@@ -76,8 +76,7 @@ def test_fixed_has_its_size_and_uniform_members() -> None:
     assert {len(ids) for ids in cohorts} == {5}
     counts = np.bincount(np.concatenate(cohorts), minlength=20)
     # Members of one cohort are negatively correlated: the statistic is (1 − q) times a χ².
-    statistic = stats.chisquare(counts).statistic / (1 - 0.25) * (19 / 20)
-    assert stats.chi2(19).sf(statistic) > 1e-4
+    assert stats.chi2(19).sf(stats.chisquare(counts).statistic / (1 - 0.25) * (19 / 20)) > 1e-4
 
 
 def test_everyone_takes_part_at_q_one() -> None:

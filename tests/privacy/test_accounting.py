@@ -132,8 +132,7 @@ def test_private_names_of_the_library_are_still_there() -> None:
     )
     assert found._symmetric is False
     for mass in (found._pmf_remove.to_dense_pmf(), found._pmf_add.to_dense_pmf()):
-        total = float(np.sum(mass._probs)) + mass._infinity_mass
-        assert total == pytest.approx(1, abs=1e-9)
+        assert (float(np.sum(mass._probs)) + mass._infinity_mass) == pytest.approx(1, abs=1e-9)
         assert isinstance(mass._lower_loss, int | np.integer)
 
 
@@ -406,8 +405,7 @@ def test_what_is_called_epsilon_is_proven() -> None:
 def test_the_server_of_distributed_knows_the_cohort() -> None:
     made = accounting_params(rounds=300, noise_multiplier=0.95, trust="distributed", min_cohort=15, **PAPER)
     recipients, server = guarantees(made)
-    spent = 1 / 500 - made.abort_probability()
-    assert server.epsilon == schedule_epsilon(300, 0.1, 0.95, spent)
+    assert server.epsilon == schedule_epsilon(300, 0.1, 0.95, (1 / 500 - made.abort_probability()))
     assert recipients.epsilon == server.epsilon  # they see less, and the noise's size shows the cohort's
     assert recipients.adversary == "recipients" and server.adversary == "server"
     assert server.relation == "add-remove"
@@ -472,8 +470,7 @@ def test_local_composes_doubled_sensitivity_over_participations() -> None:
 @pytest.mark.parametrize("target", [0.1, 1.0, 8.0, 50.0])
 def test_calibrated_noise_meets_its_target_from_below(target: float) -> None:
     sigma = noise_multiplier(epsilon=target, rounds=300, **PAPER)
-    found = epsilon(rounds=300, noise_multiplier=sigma, **PAPER)
-    assert target * (1 - 1e-3) <= found <= target
+    assert target * (1 - 1e-3) <= epsilon(rounds=300, noise_multiplier=sigma, **PAPER) <= target
     assert naive(poisson(0.1, sigma), 300, 1 / 500, 1e-4 if target < 1 else 5e-4) <= target * (1 + 1e-4)
 
 

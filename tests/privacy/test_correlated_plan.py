@@ -74,8 +74,7 @@ def test_one_gaussian_is_the_run(kind: str) -> None:
     assert plan_of(noise=kind, noise_multiplier=0).std(1.0) == 0
     assert plan.std(2.0) == pytest.approx(0.9 * plan.sensitivity(2.0))
     assert plan.event() is None
-    looser = plan_of(noise=kind, accountant="rdp").epsilon()
-    assert plan.epsilon() < looser < plan.epsilon() * 1.3
+    assert plan.epsilon() < plan_of(noise=kind, accountant="rdp").epsilon() < plan.epsilon() * 1.3
     assert plan_of(noise=kind, noise_multiplier=None, epsilon=3.0).epsilon() == pytest.approx(3.0, rel=1e-3)
     assert own.epsilon(plan, 12, moved=2.0) == pytest.approx(gaussian_epsilon(2 * mu, 1e-3), rel=1e-6)
 
@@ -142,10 +141,8 @@ def test_the_ledger_alone_gives_epsilon(kind: str, bands: int | None, sampling: 
 def test_a_column_that_says_less_is_seen() -> None:
     plan = plan_of(noise="banded")
     honest = lines(plan, 12)
-    wider = [{**e, "column": [2 * c for c in e["column"]]} for e in honest]
-    assert not verify(wider, plan.epsilon()).ok
-    quieter = [{**e, "std": e["std"] / 2} for e in honest]
-    assert not verify(quieter, plan.epsilon()).ok
+    assert not verify([{**e, "column": [2 * c for c in e["column"]]} for e in honest], plan.epsilon()).ok
+    assert not verify([{**e, "std": e["std"] / 2} for e in honest], plan.epsilon()).ok
     assert not verify([{**e, "separation": 3} for e in honest], plan.epsilon()).ok
     without = [{k: v for k, v in e.items() if k != "column"} for e in honest]
     assert any("every parameter" in note for note in verify(without, plan.epsilon()).notes)
@@ -174,8 +171,7 @@ def test_a_line_that_says_something_else_is_seen(
     plan = plan_of(sampling=sampling, noise=kind, cohort=4, separation=5)
     honest = lines(plan, 12)
     assert verify(honest, plan.epsilon()).ok
-    edited = [{**e, field: value} if e in honest[where] else e for e in honest]
-    assert not verify(edited, plan.epsilon()).ok
+    assert not verify([{**e, field: value} if e in honest[where] else e for e in honest], plan.epsilon()).ok
 
 
 def test_the_tree_of_an_ended_run_is_checked_too() -> None:
@@ -199,8 +195,7 @@ def test_statement_says_what_is_and_what_is_not() -> None:
     assert any("12 planned rounds" in reason for reason in early["reasons"])
     in_time = statement(replace(plan, budget=plan.epsilon(6)), rounds_run=10, entries=entries[:10], **arguments)
     assert in_time["epsilon"] == pytest.approx(plan.epsilon(10))
-    restarted = [*entries[:7], *lines(plan, 12, "b", 6)]
-    two = statement(plan, rounds_run=12, entries=restarted, **arguments)
+    two = statement(plan, rounds_run=12, entries=[*entries[:7], *lines(plan, 12, "b", 6)], **arguments)
     assert two["epsilon"] > found["epsilon"]
     assert any("2 noise keys" in reason for reason in two["reasons"])
     cyclic = plan_of(sampling="cyclic-poisson", noise="banded")

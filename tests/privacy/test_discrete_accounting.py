@@ -184,8 +184,7 @@ def test_why_the_noise_of_unfilled_cohorts_hides_nobody():
             # A sum of n shares is, to within τ, one discrete Gaussian of n times the variance.
             seen.append(np.square(discrete_gaussian(n * share, d, stream(1, "energy", n, trial)).astype(float)).mean())
     threshold = 50.5 * share
-    correct = sum(e < threshold for e in energies[50]) + sum(e > threshold for e in energies[51])
-    assert correct >= 14
+    assert (sum(e < threshold for e in energies[50]) + sum(e > threshold for e in energies[51])) >= 14
 
 
 def test_aborted_rounds_are_taken_out_of_delta():

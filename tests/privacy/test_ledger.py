@@ -227,8 +227,7 @@ def test_a_named_key_tells_drawn_again_from_drawn_anew(path: Path) -> None:
     with Ledger.open(path, key_id="b") as ledger:  # other key: charged even if the caller forgot to say so
         assert ledger.append(payload(4))["line"] == 5
     with Ledger.open(path, key_id="c") as ledger:
-        drawn = ledger.drawn_before(4)
-        assert [line["line"] for line in drawn] == [4, 5] and ledger.drawn_before(9) == []
+        assert [line["line"] for line in ledger.drawn_before(4)] == [4, 5] and ledger.drawn_before(9) == []
         again = ledger.charge_again("the noise key is gone", round=4)
         assert [line["attempt"] for line in again] == [2, 2] and again[0]["key_id"] == "c"
         assert ledger.drawn_before(4) == []

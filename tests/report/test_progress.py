@@ -69,8 +69,7 @@ def clocked(shown: Any, monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("rounds", [1, 2, 17, 19, 40, 300, 1001])
 def test_a_run_without_a_terminal_prints_a_few_narrow_lines(capsys: pytest.CaptureFixture[str], rounds: int) -> None:
-    recipe = SimpleNamespace(**{**vars(RECIPE), "rounds": rounds, "name": "quick-start"})
-    with Progress(recipe) as shown:
+    with Progress(SimpleNamespace(**{**vars(RECIPE), "rounds": rounds, "name": "quick-start"})) as shown:
         shown.start(job(rounds))
         run(shown, rounds)
     lines = capsys.readouterr().out.splitlines()

@@ -206,8 +206,7 @@ def test_any_values_can_be_drawn(tmp_path: Path, values: list[float]) -> None:
     (folder / "privacy.json").write_text('{"proven_epsilon": 1.0}')
     page = page_of([folder], tmp_path)
     check_page(page)
-    drawings = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
-    assert not re.search(r"\b(nan|inf)\b", drawings)
+    assert not re.search(r"\b(nan|inf)\b", "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL)))
 
 
 def test_long_runs_are_thinned(tmp_path: Path) -> None:
