@@ -64,23 +64,11 @@ class Guard:
     """
 
     def __init__(
-        self,
-        ledger: str | Path,
-        clip: float,
-        plan: Plan | None = None,
-        *,
-        clients: int | None = None,
-        cohort: float | None = None,
-        rounds: int | None = None,
-        epsilon: float | None = None,
-        noise_multiplier: float | None = None,
-        delta: float | None = None,
-        sampling: str = "poisson",
-        max_cohort: int | None = None,
-        dimension: int | None = None,
-        secure: bool = True,
-        key: bytes | None = None,
-    ) -> None:
+        self, ledger: str | Path, clip: float, plan: Plan | None = None, *, clients: int | None = None,
+        cohort: float | None = None, rounds: int | None = None, epsilon: float | None = None,
+        noise_multiplier: float | None = None, delta: float | None = None, sampling: str = "poisson",
+        max_cohort: int | None = None, dimension: int | None = None, secure: bool = True, key: bytes | None = None,
+    ) -> None:  # fmt: skip
         numbers = {"clients": clients, "rounds": rounds, "epsilon": epsilon, "noise_multiplier": noise_multiplier}
         numbers |= {"delta": delta, "cohort": cohort, "max_cohort": max_cohort}
         self.plan = _made(numbers, sampling) if plan is None else _served(plan, numbers)

@@ -43,15 +43,9 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def as_user(
-    words: str | list[str],
-    folder: Path,
-    *,
-    home: Path | None = None,
-    stdin: str | None = None,
-    stop_when: Callable[[], bool] | None = None,
-    timeout: float = 1500,
-    **more: str,
-) -> Left:
+    words: str | list[str], folder: Path, *, home: Path | None = None, stdin: str | None = None,
+    stop_when: Callable[[], bool] | None = None, timeout: float = 1500, **more: str,
+) -> Left:  # fmt: skip
     """Run a command in a terminal 100 columns wide and return what it left.
 
     Args:

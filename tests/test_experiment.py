@@ -152,8 +152,7 @@ def _quick_workers() -> Iterator[None]:
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, list[RunEvent]]:
     """Two methods, two seeds, run without interruption in one worker."""
     events: list[RunEvent] = []
-    folder = tmp_path_factory.mktemp("experiment") / "done"
-    return compare([TINY], METHODS, 2, folder, 1, events.append), events
+    return compare([TINY], METHODS, 2, (tmp_path_factory.mktemp("experiment") / "done"), 1, events.append), events
 
 
 def without_seconds(folder: Path) -> Any:

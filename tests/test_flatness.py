@@ -128,8 +128,7 @@ def test_a_wrong_record_is_reported(runs: Path, tmp_path: Path) -> None:
     (other / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
     (other / "recipe.yaml").write_text((other / "recipe.yaml").read_text().replace("lr: 0.1", "lr: 0.2"))
     settings = flatness.Settings(points=3, directions=1, draws=1, trace_draws=1, threads=1)
-    notes = flatness.measure([other], settings)["notes"]
-    assert any("recorded a test accuracy of 99.90 %" in note for note in notes)
+    assert any("recorded a test accuracy of 99.90 %" in note for note in flatness.measure([other], settings)["notes"])
     assert len(read_runs([other])) == 1
 
 

@@ -23,8 +23,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"
 
 
 def test_the_page_is_what_the_schema_says() -> None:
-    made = runpy.run_path(str(PAGE.with_name("recipe_page.py")))["markdown"]
-    assert PAGE.read_text(encoding="utf-8") == made()
+    assert PAGE.read_text(encoding="utf-8") == runpy.run_path(str(PAGE.with_name("recipe_page.py")))["markdown"]()
 
 
 def test_every_key_of_a_recipe_has_a_meaning() -> None:
@@ -96,8 +95,7 @@ def test_no_key_of_the_data_is_ignored_beside_clients() -> None:
     pairs = [(torch.randn(3, 2), torch.tensor([0, 1, 1])) for _ in range(4)]
     for name in DataSection.model_fields:
         key = KEYS.get(f"data.{name}")
-        value = parse_value(key.example) if key is not None and key.example else "x"
-        recipe = {**BASE, "data": {name: value}}
+        recipe = {**BASE, "data": {name: (parse_value(key.example) if key is not None and key.example else "x")}}
         if name in BESIDE_CLIENTS:
             assert fedflat.run({**recipe, "privacy": {"noise_multiplier": 1.0}}, nn.Linear(2, 10), pairs).history
             continue

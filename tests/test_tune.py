@@ -24,7 +24,7 @@ from fedflat.core.params import layout_of
 from fedflat.core.rng import stream
 from fedflat.data.sources import load, load_validation
 from fedflat.privacy import tuning as account
-from fedflat.privacy.ledger import read
+from fedflat.privacy.ledger import CHAIN, read, seal
 from fedflat.privacy.tuning import Selection
 from fedflat.privacy.verify import verify
 from fedflat.records import keys
@@ -234,8 +234,7 @@ def test_a_selection_is_charged_first_and_releases_one_trial_only(
     assert not (folder / tuning.TRIALS).exists() and os.stat(folder / "private").st_mode & 0o077 == 0
     assert checks(folder) == []
     Operator.create(tmp_path / "operator.pem")
-    asked_for = inspect_run(folder, tmp_path / "operator.pub")
-    assert ("winner/signature", "wrong") in {check[:2] for check in asked_for}, (
+    assert ("winner/signature", "wrong") in {check[:2] for check in inspect_run(folder, tmp_path / "operator.pub")}, (
         "a key that was given has signed nothing"
     )
 
@@ -339,6 +338,13 @@ def test_records_that_do_not_fit_are_found(tmp_path: Path, tuned: tuple[Path, He
     (folder / PUBLIC).write_text(public)
     (folder / CHARGE).write_bytes(charge.replace(b"selection", b"selectiom", 1))
     assert any("edited" in fault or "checksum" in fault for fault in checks(folder))
+    line = json.loads(charge)
+    for name, value in (("noise_multiplier", 50.0), ("delta", 1e-9), ("clients", 10**6), ("rounds", 1)):
+        facts = {key: each for key, each in line.items() if key not in CHAIN}
+        (folder / CHARGE).write_text(
+            json.dumps(seal({**facts, name: value}, 0, line["previous"]), separators=(",", ":")) + "\n"
+        )
+        assert any(f"{CHARGE} has another {name}" in fault for fault in checks(folder))
     (folder / CHARGE).write_bytes(b"")
     assert any("0 lines" in fault for fault in checks(folder))
     (folder / CHARGE).write_bytes(charge)
@@ -472,8 +478,7 @@ def test_what_is_not_done_ends_with_status_1(
 
 
 def test_no_score_is_taken_on_rows_of_natural_clients(tmp_path: Path) -> None:
-    rows = ["who,a,label", *(f"{i % 5},{i},{i % 2}" for i in range(40))]
-    (tmp_path / "people.csv").write_text("\n".join(rows))
+    (tmp_path / "people.csv").write_text("\n".join(["who,a,label", *(f"{i % 5},{i},{i % 2}" for i in range(40))]))
     of = {"dataset": str(tmp_path / "people.csv"), "target": "label", "validation_fraction": 0.5, "inputs": ["a"]}
     assert len(load_validation({**of, "clients": 5, "partition": {"kind": "iid"}, "test_fraction": 0.2})[1]) == 4
     with pytest.raises(InputError, match="people has no public test data to set apart"):

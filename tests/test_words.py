@@ -91,8 +91,7 @@ def test_examples_of_docstrings_run(name: str) -> None:
 def test_every_public_function_of_a_piece_or_method_has_an_example() -> None:
     for name in [*PIECES, "fedflat.algorithms"]:
         module = importlib.import_module(name)
-        own = [found for _, found in inspect.getmembers(module) if getattr(found, "__module__", "") == name]
-        for found in own:
+        for found in [found for _, found in inspect.getmembers(module) if getattr(found, "__module__", "") == name]:
             if not found.__name__.startswith("_"):
                 told = inspect.getdoc(found) or ""
                 assert len(told.split()) > 4, found

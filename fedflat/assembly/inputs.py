@@ -37,13 +37,9 @@ Clients = FederatedData | Mapping[Any, Any] | Sequence[Any]
 
 
 def as_given(
-    recipe: Recipe,
-    model: nn.Module | None = None,
-    clients: Clients | None = None,
-    data: FederatedData | None = None,
-    algorithm: Algorithm | Factory | None = None,
-    loss: CustomLoss | None = None,
-) -> Recipe:
+    recipe: Recipe, model: nn.Module | None = None, clients: Clients | None = None,
+    data: FederatedData | None = None, algorithm: Algorithm | Factory | None = None, loss: CustomLoss | None = None,
+) -> Recipe:  # fmt: skip
     """Return the recipe without the names of data, model and method that were given in Python instead; twice is as
     once.
     """

@@ -27,9 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch.autograd import Function
 
-from fedflat.core.identity import names_in, slots_of
+from fedflat.core.identity import names_in, plain_text, slots_of
 
 LARGE = 1_000_000
 """Entries of a tensor from which a digest is kept of it, and no copy."""
@@ -37,7 +38,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _EXACTLY = frozenset(_PLAIN)
 _INSTALLED = (
     "transformers", "peft", "huggingface_hub", "accelerate", "tokenizers", "safetensors", "packaging", "tqdm",
-    "timm", "efficientnet_lite_pytorch", "pandas", "pyarrow", "scipy", "sklearn",
+    "timm", "efficientnet_lite_pytorch", "pandas", "pyarrow", "scipy", "sklearn", "pydantic", "pydantic_core",
 )  # fmt: skip
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "fedflat", *_INSTALLED}
 """Packages whose functions and classes hold nothing of a client's (their objects may)."""
@@ -51,8 +52,10 @@ _IMMUTABLE, _HEAP = 1 << 8, 1 << 9
 """The flags of a class that takes no attributes, as compiled ones, and of a class that is no static structure of C, as
 Cython's are."""
 _COMPILED = ("_is_torch_compile", "_compiled_call_impl")
-"""What torch.compile notes on a module at its first pass; on tensors its names begin with ``_dynamo_``."""
-_OPAQUE = ("logging", "_thread", "weakref", "torch._ops", "torch._C", "enum", "importlib")
+"""What torch.compile notes on a module at its first pass; on functions and tensors its names have a prefix."""
+_SCRIPT = torch._C.ScriptMethod
+"""What a traced module keeps of its forward pass when it is first called."""
+_OPAQUE = ("logging", "_thread", "weakref", "torch._ops", "torch._C", "torch._dynamo", "enum", "importlib")
 """Modules, and what is in them, whose objects are no memory."""
 
 
@@ -77,9 +80,19 @@ def own_code(root: object) -> bool:
 
 
 def own_rule(root: object) -> str:
-    """Return the name of a user's torch.autograd.Function that says itself how vmap runs it; "" if there is none."""
-    kinds = (thing for _, thing, _ in _walk(root) if isinstance(thing, type) and issubclass(thing, Function))
-    return next((k.__name__ for k in kinds if not is_library(_home(k)) and k.vmap is not Function.vmap), "")
+    """Return the name of a user's torch.autograd.Function or operation that says itself how vmap runs it; "" if none.
+
+    An operation that no ``torch.library.custom_op`` made counts wherever it is: code may call it under any name.
+    """
+    things = [thing for _, thing, _ in _walk(root)]
+    kinds = (k for k in things if isinstance(k, type) and issubclass(k, Function) and k.vmap is not Function.vmap)
+    named = [kind.__name__ for kind in kinds if not is_library(_home(kind))]
+    named += [op._qualname for op in things if isinstance(op, CustomOpDef) and op._vmap_fn is not None]
+    every = (name for name in torch._C._dispatch_get_all_op_names() if not name.startswith("aten::"))
+    named += [
+        n for n in every if n not in OPDEFS and torch._C._dispatch_has_kernel_for_dispatch_key(n, "FuncTorchBatched")
+    ]
+    return named[0] if named and own_code(root) else ""
 
 
 def _module(kind: type) -> str:
@@ -170,15 +183,17 @@ def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None
             yield path, thing, None
             continue
         if id(thing) in seen:
-            # A layer that is put in the place of another changes what the model does, though nothing new is held.
-            if isinstance(thing, (Tensor, nn.Module, *_PLAIN)):  # which of those there are is in use
-                yield path, seen[id(thing)][0], None
+            # One of two that are held, put in the other's place, changes what is done, though nothing new is held.
+            yield path, seen[id(thing)][0], None
             continue
         seen[id(thing)] = path, thing
-        children = _children(thing)
+        try:
+            children = _children(thing)
+            held = _beside(thing) if children is None else children
+        except Exception:  # a user's class may answer every question with an error; it may still be pickled
+            children, held = None, []
         yield path, thing, children
-        for label, child in _beside(thing) if children is None else children:
-            waiting.append((f"{path}{label}".lstrip("."), child))
+        waiting.extend((f"{path}{label}".lstrip("."), child) for label, child in held)
 
 
 def _behind(proxy: Any) -> Any:
@@ -191,9 +206,14 @@ def _behind(proxy: Any) -> Any:
 
 
 def _form(thing: Any, children: list[tuple[str, Any]]) -> tuple[Any, ...]:
-    """Return what kind of thing it is, the labels of what it holds in their order, and a function's code."""
-    code = thing.__code__ if isinstance(thing, types.FunctionType) else None
-    return type(thing).__qualname__, tuple(label for label, _ in children), code
+    """Return what kind of thing it is, the labels of what it holds in their order, and a function's code or plain keys.
+
+    A label does not tell 1 from "1", nor two keys of bytes.
+    """
+    more: Any = thing.__code__ if isinstance(thing, types.FunctionType) else None
+    if isinstance(thing, Mapping):
+        more = tuple(_value(key, set()) for key in thing if isinstance(key, _PLAIN))
+    return type(thing).__qualname__, tuple(label for label, _ in children), more
 
 
 def _children(thing: Any) -> list[tuple[str, Any]] | None:
@@ -258,7 +278,7 @@ _SLOTS: dict[int, tuple[type, tuple[str, ...]]] = {}
 
 
 def _noted(name: str) -> bool:
-    return name in _COMPILED or name.startswith("_dynamo_")
+    return name in _COMPILED or name.startswith(("_dynamo_", "__dynamo_", "_torchdynamo_"))
 
 
 def _beside(leaf: Any) -> list[tuple[str, Any]]:
@@ -280,14 +300,14 @@ def _opaque(module: str) -> bool:
 
 def _of_object(thing: Any) -> list[tuple[str, Any]] | None:
     kind = type(thing)
-    if _opaque(_module(kind)) or isinstance(thing, functools._lru_cache_wrapper):
+    if isinstance(thing, functools._lru_cache_wrapper) or (_opaque(_module(kind)) and not isinstance(thing, nn.Module)):
         return None
     if isinstance(thing, nn.Module):
         whole = [] if is_library(_home(thing)) else [(f"<{kind.__name__}>", kind)]
         inner = ("_parameters", "_buffers", "_modules")
         own = [(f".{name}", value) for held in inner for name, value in getattr(thing, held).items()]
-        rest = [(f".{name}", value) for name, value in vars(thing).items() if name not in inner and not _noted(name)]
-        return [*own, *rest, *whole]
+        rest = [(n, v) for n, v in vars(thing).items() if not (n in inner or _noted(n) or isinstance(v, _SCRIPT))]
+        return [*own, *((f".{name}", value) for name, value in rest), *whole]
     if not hasattr(thing, "__dict__") and not any(map(slots_of, kind.__mro__)):
         return None
     return [*_compiled(thing), *_attributes(thing)] or None  # what has nothing to show may still say what it is
@@ -330,7 +350,7 @@ def _of_function(thing: types.FunctionType) -> list[tuple[str, Any]] | None:
     """Return a function's closure, defaults and attributes, and the globals that its code names."""
     found: list[tuple[str, Any]] = [(f".{n}", c) for n, c in zip(thing.__code__.co_freevars, thing.__closure__ or ())]
     if is_library(_home(thing)):  # what a decorator returns, as torch.no_grad, holds the user's function
-        found += [(f".{name}", value) for name, value in vars(thing).items()]
+        found += [(f".{name}", value) for name, value in vars(thing).items() if not _noted(name)]
         return [(name, value) for name, value in found if name not in (".dispatch_cache", "._clear_cache")]
     found += [(f".defaults[{index}]", value) for index, value in enumerate(thing.__defaults__ or ())]
     found += [(f".{name}", value) for name, value in {**(thing.__kwdefaults__ or {}), **vars(thing)}.items()]
@@ -338,7 +358,8 @@ def _of_function(thing: types.FunctionType) -> list[tuple[str, Any]] | None:
 
 
 def _globals_of(code: types.CodeType, known: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    names, found = sorted(names_in(code)), list[tuple[str, Any]]()
+    names = sorted(names_in(code))
+    found = [(f".{name}", made) for name, made in OPDEFS.items() if {"ops", *name.split("::")} <= {*names}]
     for name in names:
         value = known.get(name)
         if not isinstance(value, types.ModuleType):
@@ -395,7 +416,7 @@ def _value(leaf: Any, skipped: set[int]) -> Any:
         if isinstance(leaf, kind):
             return state(leaf)
     if isinstance(leaf, _PLAIN):
-        return type(leaf).__name__, repr(leaf)
+        return type(leaf).__name__, plain_text(leaf)
     return id(leaf), str(leaf.cache_info()) if isinstance(leaf, functools._lru_cache_wrapper) else _pickled(leaf)
 
 

@@ -27,9 +27,10 @@ _PURE = frozenset((
 """Modules of the standard library whose functions answer by what they are given alone."""
 _OUTSIDE = frozenset((
     "open", "environ", "getenv", "globals", "locals", "vars", "eval", "exec", "compile", "input", "__import__",
-    "__globals__", "__dict__", "__builtins__", "read_text", "read_bytes", "import_module",
+    "__globals__", "__dict__", "__builtins__", "read_text", "read_bytes", "import_module", "__doc__", "__annotations__",
+    "as_strided", "untyped_storage",
 ))  # fmt: skip
-"""Names by which code reaches what no digest of it covers: files, the environment, names made as it runs."""
+"""Names by which code reaches what no digest of it covers: files, the environment, names made as it runs, memory."""
 _BUILTINS = frozenset(dir(builtins))
 _FILES = frozenset(("load", "fromfile", "from_file", "fromregex", "loadtxt", "genfromtxt", "memmap", "open_memmap"))
 """The same, of numpy and torch."""
@@ -59,7 +60,7 @@ def identity_of(value: Any) -> str | None:
 def _walk(value: Any, total: Any, seen: dict[int, tuple[int, Any]]) -> None:
     """Add an object to the hash; one met before adds its number only, so that cycles end."""
     if isinstance(value, _PLAIN):
-        _add(total, "plain", type(value).__qualname__, repr(value))
+        _add(total, "plain", type(value).__qualname__, plain_text(value))
         # A path's attributes are caches that fill as it is used.
         if not isinstance(value, PurePath):
             _kind(value, functools.partial(_walk, total=total, seen=seen))
@@ -95,7 +96,9 @@ def _walk(value: Any, total: Any, seen: dict[int, tuple[int, Any]]) -> None:
         _add(total, "method")
         _each((value.__func__, value.__self__), walk)
     elif isinstance(value, types.ModuleType):
-        _add(total, "module", value.__name__.partition(DIGEST)[0])
+        if not _known(value.__name__):  # what is read of a user's module is seen where its name stands in code alone
+            raise _Unknown
+        _add(total, "module", value.__name__)
     elif isinstance(value, types.FunctionType):
         _function(value, total, walk)
     elif isinstance(value, type):
@@ -113,6 +116,12 @@ def _walk(value: Any, total: Any, seen: dict[int, tuple[int, Any]]) -> None:
         _each((value.fget, value.fset) if isinstance(value, property) else (value.__func__,), walk)
     else:
         _instance(value, total, walk)
+
+
+def plain_text(value: Any) -> str:
+    """Return a plain value as its kind shows it: a class of the user's own may show less of a number than there is."""
+    shown: Any = next((kind.__repr__ for kind in (int, float, complex, str, bytes) if isinstance(value, kind)), repr)
+    return str(shown(value))
 
 
 def _kind(value: Any, walk: Any) -> None:
@@ -157,7 +166,9 @@ def _function(value: types.FunctionType, total: Any, walk: Any) -> None:
     names = sorted(names_in(value.__code__))
     for name in names:
         used = value.__globals__.get(name, names_in)
-        if used is not names_in:
+        if isinstance(used, types.ModuleType):
+            _add(total, "module", used.__name__.partition(DIGEST)[0])
+        elif used is not names_in:
             walk(used)
         elif name in vars(builtins) and name not in _BUILTINS:  # put there by somebody
             raise _Unknown
@@ -275,8 +286,8 @@ def _instance(value: Any, total: Any, walk: Any) -> None:
     state = getattr(value, "__dict__", None)
     slots = [name for kind in type(value).__mro__ for name in slots_of(kind) if hasattr(value, name)]
     if isinstance(value, functools._lru_cache_wrapper):
-        # Not the cache: it only saves time.
-        walk(value.__wrapped__)
+        # Not the cache: it only saves time. Nor the module's name, which has the place of a user's file in it.
+        walk({name: inner for name, inner in vars(value).items() if name != "__module__"})
         return
     if (state is None and not slots) or _has_hidden(type(value)):
         raise _Unknown

@@ -136,6 +136,8 @@ class _Recorder(TorchDispatchMode):
         # vmap refuses most draws itself; this also finds those on tensors outside of it.
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise Refused("draws random numbers")
+        if func.namespace not in ("aten", "prims"):  # Python of the user's own, which may remember and branch
+            raise Refused(f"calls an operation that is not torch's own ({func})")
         found = func(*args, **kwargs)
         self.note(func, args, kwargs, found)
         for place, argument in enumerate(func._schema.arguments):

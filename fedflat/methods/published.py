@@ -235,17 +235,9 @@ def paper_of(algorithm: str, given: str | None) -> str:
 
 
 def published_plan(
-    paper: str,
-    *,
-    clients: int,
-    cohort: float,
-    rounds: int,
-    noise_multiplier: float | None = None,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    clip: float | None = None,
-    epochs: bool = False,
-) -> Plan:
+    paper: str, *, clients: int, cohort: float, rounds: int, noise_multiplier: float | None = None,
+    epsilon: float | None = None, delta: float | None = None, clip: float | None = None, epochs: bool = False,
+) -> Plan:  # fmt: skip
     """Return the plan of a published procedure; its ε is the proven one, and the claimed one is
     ``plan.mechanism.claimed``.
 

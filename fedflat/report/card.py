@@ -14,12 +14,13 @@ from __future__ import annotations
 import datetime
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from fedflat.core.checks import InputError, readable, require, wrong
 from fedflat.privacy.ledger import extra_rounds
@@ -27,7 +28,7 @@ from fedflat.privacy.statement import FALSE_POSITIVES, SEEDED, refuse_seeded, tr
 from fedflat.privacy.together import Published, total
 from fedflat.report import metrics, wording
 from fedflat.report.metrics import Run, number, published, section, uncounted
-from fedflat.report.wording import asset, environment, filled
+from fedflat.report.wording import asset, filled
 
 UNSAID = "not stated"
 
@@ -146,11 +147,13 @@ VARYING = ("Composition", "Tuning, preprocessing and public data")
 """Sections that may follow from what no run's folder holds, as other runs."""
 
 
-def figures(found: Card, page: bool) -> list[str]:
-    """Return the texts of a card that follow from the run alone, as they stand in card.html (``page``) or card.md."""
-    rows = [text for title, rows in found.sections.items() if title not in VARYING for text in rows.values()]
-    texts = [found.sentence, *(line for text in rows for line in ([text] if isinstance(text, str) else text))]
-    return [str(escape(text)) if page else environment().filters["markdown"](text) for text in texts]
+def settled(text: str) -> str:
+    """Return a card, as Markdown or as a page, without the sections that may follow from what no run's folder holds."""
+    for title in VARYING:
+        text = re.sub(
+            rf"^(?:## |<section><h2>){title}(?s:.*?)(?=^## |^<section>|^</main>|\Z)", "", text, flags=re.MULTILINE
+        )
+    return text
 
 
 def brief(run: Run) -> Card | str:

@@ -69,7 +69,7 @@ def check_selection(path: Path, key: Path | None, witness: Path | None) -> Itera
         found = [str(error)]
     about = "one charge of the selection that selection.yaml describes, not below the winner's ε"
     yield from _outcome(CHARGE, found, about)
-    hidden = "how many there were and which scored best is secret, and the losers deleted"
+    hidden = "how many there were is secret, the losers are deleted, and what was tried stands in no signed record"
     yield Check("the trials", "unchecked", hidden)
     if not (path / WINNER).is_dir():
         yield Check(WINNER, "unchecked", "there is none (yet)")

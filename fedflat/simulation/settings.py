@@ -348,15 +348,16 @@ def checked(recipe: Recipe, every: Sequence[Axis]) -> list[Recipe]:
 
 
 PUBLIC, CHARGE, WINNER = "selection.yaml", "charge.jsonl", "winner"
+KIND = {"round": 0, "mechanism": "selection"}
+CHARGED = ("sampling", "relation", "trust", "clients", "cohort", "noise_multiplier", "delta", "accountant", "epsilon",
+           "selection")  # fmt: skip
+"""What the charge of a selection says as each round of its winner does."""
 
 
 def charge(plan: Plan, public: Mapping[str, Any]) -> dict[str, Any]:
     """Return the one line of ``charge.jsonl``: the whole selection, and the digest of what is public of it."""
     line = plan.record(0, 1.0)
-    names = ("sampling", "relation", "trust", "clients", "cohort", "noise_multiplier", "delta", "accountant", "epsilon",
-             "selection")  # fmt: skip
-    facts = {"round": 0, "mechanism": "selection"} | {name: line[name] for name in names}
-    return facts | {"rounds": plan.rounds, "public": public_digest(public)}
+    return KIND | {name: line[name] for name in CHARGED} | {"rounds": plan.rounds, "public": public_digest(public)}
 
 
 def public_digest(public: Mapping[str, Any]) -> str:
@@ -391,13 +392,16 @@ def faults(folder: Path) -> list[str]:
     if len(entries) != 1:
         return [f"{CHARGE}: {len(entries)} lines where one charge belongs"]
     line, found = entries[0], []
-    if line.get("public") != public_digest(read_public(folder)):
+    public = read_public(folder)
+    if line.get("public") != public_digest(public):
         found.append(f"{PUBLIC} is not what was charged")
+    told = KIND | {name: public[name] for name in (*CHARGED, "rounds") if name in public}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         stated = json.loads((folder / WINNER / "privacy.json").read_bytes())["proven_epsilon"]
         first = read(folder / WINNER / "ledger.jsonl")[0]
         if stated is None or stated > line["epsilon"]:
             found.append(f"the winner states ε = {stated}, but {line['epsilon']:.6g} was charged")
-        if first.get("selection") != line["selection"]:
-            found.append("the winner's ledger names another selection")
-    return found
+        told = {name: first.get(name) for name in CHARGED} | told
+        if not line["selection"].items() <= public["trials"].items():
+            found.append(f"{PUBLIC} has other trials than were charged")
+    return [*found, *(f"{CHARGE} has another {name}" for name, value in told.items() if line.get(name) != value)]

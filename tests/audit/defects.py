@@ -239,5 +239,4 @@ def _buffer_bound(runs: int) -> tuple[float, tuple[str, ...]]:
             values.append(float(final_module(job, train(job)).state_dict()["seen"].sum()))
         seen.append(values)
     separated = (seen[0][0] == seen[0][1] and seen[1][0] == seen[1][1]) and abs(seen[1][0] - seen[0][0]) > 0
-    bound = largest_bound(runs, DELTA, 1 - CONFIDENCE) if separated else 0.0
-    return bound, tuple(outside_faults(leaky_job))
+    return (largest_bound(runs, DELTA, 1 - CONFIDENCE) if separated else 0.0), tuple(outside_faults(leaky_job))

@@ -184,8 +184,7 @@ def test_adaptive_clip_is_audited_run_by_run():
 
 
 def test_per_tensor_clip_that_is_accounted_is_no_defect():
-    sections = {"privacy": {"clip": {"kind": "per-tensor", "values": 0.3}}}
-    found = audit_method("dp-fedavg", sections=sections, runs=4000)
+    found = audit_method("dp-fedavg", sections={"privacy": {"clip": {"kind": "per-tensor", "values": 0.3}}}, runs=4000)
     assert found.lower_bound <= found.proven == pytest.approx(CLAIMED, rel=1e-3)
     assert found.violations == ()
 

@@ -49,8 +49,7 @@ def test_a_cell_is_tuned_on_training_examples_alone(monkeypatch: pytest.MonkeyPa
         return data
 
     monkeypatch.setattr(Examples, "federation", watched)
-    task = dataclasses.replace(TASK, base=FEW)
-    row = measure(Cell(task, 8, {"name": "dp-fedavg-la", "strength": 0.5}), known, told)
+    row = measure(Cell(dataclasses.replace(TASK, base=FEW), 8, {"name": "dp-fedavg-la", "strength": 0.5}), known, told)
     tried = dict(row["tried"])
     assert seen == [(TUNING, True)] * len(tried) + [(seed, False) for seed in REPORTED]
     best = row["setting"]["server.lr"]

@@ -273,8 +273,7 @@ def _stateful(kind: type[_Stateful]) -> Callable[[Job], None]:
         if layout.shapes != job.parts.layout.shapes:
             raise ValueError("the planted model must have the parameters of the job's own")
         problem = Unrestored(module, layout, job.problem.device)
-        local = job.parts.local
-        job.backend = Sequential(job.parts.algorithm, cast(ModuleProblem, problem), local, job.data, job.seed)
+        job.backend = Sequential(job.parts.algorithm, cast(ModuleProblem, problem), job.parts.local, job.data, job.seed)
 
     return change
 

@@ -70,8 +70,7 @@ def _run_kind(folder: Path, given: dict[str, str], **more: Any) -> Any:
         return run(folder, **given, **more)
     made = recipe("dp-fedavg", changes(**{**given, "kind": "banded"}))
     made["privacy"].pop("noise")
-    stop = more.pop("stop", None)
-    return fedflat.run(made, module(), clients(SIZES), out=folder, should_stop=stop, **more)
+    return fedflat.run(made, module(), clients(SIZES), out=folder, should_stop=more.pop("stop", None), **more)
 
 
 def test_entropy_is_kept_and_a_lost_key_is_a_span_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

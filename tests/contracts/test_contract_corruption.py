@@ -243,8 +243,7 @@ def test_broken_twins_without_the_checks_are_found(blind: str, tmp_path: Path, m
         monkeypatch.setattr(resume, "_check_ledger", lambda job, ledger: None)
     found = results((stopped, end), tmp_path, (BLIND[blind],))
     if blind == "opening":
-        copy = stopped.copy(tmp_path / "data")
-        found["data", "other"] = "said" if copy.resume(data=clients(1.0)).notes else "silent"
+        found["data", "other"] = "said" if stopped.copy(tmp_path / "data").resume(data=clients(1.0)).notes else "silent"
     assert "silent" in found.values()
 
 

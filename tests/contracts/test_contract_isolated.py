@@ -108,6 +108,24 @@ def test_a_vmap_rule_of_a_users_own_trains_one_by_one() -> None:
         trained(Algorithm("own", transforms=(lambda update, view: Ruled.apply(update),)), "vectorized")
 
 
+@torch.library.custom_op("fedflat_tests::remembers", mutates_args=())
+def remembers(update: Tensor) -> Tensor:
+    SEEN.append(update.clone())
+    return update.clone()
+
+
+def test_an_operation_of_a_users_own_is_not_recorded() -> None:
+    """Its Python would run on clients' numbers; one by one, the watch sees what it keeps, by whatever name it is."""
+    SEEN.clear()
+    ops = torch.ops.fedflat_tests
+    for transform in (lambda update, view: remembers(update), lambda update, view: ops.remembers(update)):
+        own = Algorithm("own", transforms=(transform,))
+        with pytest.raises(InputError, match="calls an operation that is not torch's own"):
+            trained(own, "vectorized")
+        with pytest.raises(InputError, match=r"SEEN.* was changed by a client's training"):
+            trained(own, "sequential")
+
+
 def plain(w: Tensor) -> Tensor:
     """All rows of what escaped from a block."""
     inside = torch._C._functorch  # type: ignore[attr-defined]

@@ -82,8 +82,7 @@ def train(backend: str, clients: list[Data], clip: float, hidden: bool, seed: in
         "privacy": {"clip": clip},
     }
     made = prepare(Recipe.of(recipe("dp-fedavg", changes)), network, clients)
-    state = made.parts.first_state(made.initial_weights, made.threshold)
-    broadcast = broadcast_of(made.parts, state, made.seed)
+    broadcast = broadcast_of(made.parts, made.parts.first_state(made.initial_weights, made.threshold), made.seed)
     sink = accumulator_of(made.parts, broadcast, made.key)
     reduced = RoundSum(made.parts.algorithm, made.parts.local, broadcast, sink, PersonalState(made.initial_weights[:0]))
     reduced.add_cohort(made.backend, made.parts.plan.sampler.select(None))
@@ -150,8 +149,7 @@ def canceller(scale: float) -> tuple[Tensor, Tensor]:
 
 def exactly_zero(scale: float) -> tuple[Tensor, Tensor]:
     """A message that is exactly zero, of huge parts."""
-    x = torch.full((1, 4, 5), scale)
-    return torch.tensor([1.0, -1.0, 1.0, -1.0])[None, :, None].repeat(1, 1, 2) * scale, x
+    return torch.tensor([1.0, -1.0, 1.0, -1.0])[None, :, None].repeat(1, 1, 2) * scale, torch.full((1, 4, 5), scale)
 
 
 def moved(add: Add, hostile: tuple[Tensor, Tensor], clip: float) -> float:

@@ -119,8 +119,7 @@ def test_a_count_of_clients_without_data_is_caught(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         Accumulator, "add", lambda self, messages, sizes, *rest: real(self, messages, [1] * len(sizes), *rest)
     )
-    apart = _after_a_moving_clip(True, {}) - _after_a_moving_clip(False, {})
-    assert abs(apart) == pytest.approx(1.0, abs=1e-3)
+    assert abs(_after_a_moving_clip(True, {}) - _after_a_moving_clip(False, {})) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_a_message_outside_the_common_mask_is_not_released() -> None:

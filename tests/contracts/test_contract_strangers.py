@@ -203,8 +203,7 @@ def test_the_twin_with_places_that_follow_the_cohort_is_caught(block: int, monke
 
 
 def test_a_place_follows_from_the_clients_number_alone() -> None:
-    blocks = placed_in_blocks(np.array([1, 4, 6, 7, 9]), 3)
-    assert blocks.tolist() == [[6, 1, EMPTY], [9, 4, EMPTY], [EMPTY, 7, EMPTY]]
+    assert placed_in_blocks(np.array([1, 4, 6, 7, 9]), 3).tolist() == [[6, 1, EMPTY], [9, 4, EMPTY], [EMPTY, 7, EMPTY]]
     assert placed_in_blocks(np.arange(6), 3).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert placed_in_blocks(np.array([], dtype=np.int64), 3).shape == (0, 3)
 

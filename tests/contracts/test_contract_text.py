@@ -53,8 +53,7 @@ def federation(name: str, world: str) -> FederatedData:
 
 def made_recipe(name: str, engine: dict[str, Any]) -> Recipe:
     task = {"task": "next-token"} if name == "char-linear" else {}
-    changes = {"local": {"steps": 3, "batch_size": 5, "lr": 0.3}, "engine": engine, **task}
-    return Recipe.of(recipe("dp-fedavg", changes))
+    return Recipe.of(recipe("dp-fedavg", {"local": {"steps": 3, "batch_size": 5, "lr": 0.3}, "engine": engine, **task}))
 
 
 def messages(name: str, world: str, engine: dict[str, Any]) -> dict[int, Tensor]:
@@ -98,8 +97,7 @@ def test_a_twin_with_two_clients_in_one_batch_of_features_is_found(monkeypatch: 
         if twin:
             monkeypatch.setattr(features, "computed", one_batch)
         expected, found = (messages("bow-linear", world, ENGINES[0]) for world in ("present", "largest id"))
-        others = set(found) - {WATCHED}
-        assert all(torch.equal(found[client], expected[client]) for client in others) != twin
+        assert all(torch.equal(found[client], expected[client]) for client in (set(found) - {WATCHED})) != twin
 
 
 def test_clients_are_strangers_in_worker_processes() -> None:

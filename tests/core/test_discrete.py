@@ -152,8 +152,7 @@ def test_every_threshold_of_the_series_is_exact():
     for p, q in [(1, 3), (2, 7), (355, 1130), (10**6 - 1, 10**6), (1, 2**50)]:
         edge = -(-(p << 128) // q)  # smallest u with u/2^128 ≥ p/q
         for u, below in [(edge - 2, True), (edge, False)]:
-            script = Scripted(u >> 64, u & (2**64 - 1), HIGH, HIGH)
-            found = bernoulli_exp_rational(np.array([p]), q, script)[0]
+            found = bernoulli_exp_rational(np.array([p]), q, Scripted(u >> 64, u & (2**64 - 1), HIGH, HIGH))[0]
             assert found == (not below), (p, q, u)  # fail at k = 1 accepts; pass then fail at k = 2 rejects
 
 
@@ -161,8 +160,7 @@ def test_uniform_below_has_no_modulo_bias():
     limit = 3 * 2**60
     top = 2**64 - 2**64 % limit
     assert uniform_below(limit, 2, Scripted(top, 5, limit + 7)).tolist() == [7, 5]  # `top` itself is drawn again
-    drawn = uniform_below(7, 70_000, stream(4, "uniform"))
-    assert stats.chisquare(np.bincount(drawn, minlength=7)).pvalue > 1e-4
+    assert stats.chisquare(np.bincount(uniform_below(7, 70_000, stream(4, "uniform")), minlength=7)).pvalue > 1e-4
     assert uniform_below(8, 3, Scripted(9, 16, 7)).tolist() == [1, 0, 7]
 
 

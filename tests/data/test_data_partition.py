@@ -83,8 +83,7 @@ def test_dirichlet_shares_have_the_variance_of_the_distribution() -> None:
     parts = partition(labels, {"kind": "dirichlet", "alpha": alpha}, clients, 3)
     shares = np.array([np.bincount(labels[part], minlength=20) / 5000 for part in parts])
     # one share of a symmetric Dirichlet over M clients is Beta(α, (M−1)α)
-    expected = (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)
-    assert shares.var() == pytest.approx(expected, rel=0.2)
+    assert shares.var() == pytest.approx(((1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)), rel=0.2)
 
 
 def test_small_alpha_leaves_empty_clients() -> None:

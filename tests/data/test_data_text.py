@@ -61,8 +61,7 @@ def test_pairs_are_separated_and_long_texts_cut() -> None:
 
 def test_pretrained_tokenizer_from_a_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat"]
-    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat"]))
     transformers.BertTokenizerFast(vocab=str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
     ids, vocabulary, padding = pretrained([("the cat",), ("sat",)], str(tmp_path), 6)
     assert vocabulary == 8 and padding == 0

@@ -61,8 +61,7 @@ def test_gradients_are_those_of_exact_arithmetic(name: str, count: int) -> None:
     assert serves(module, layout_of(module), "fp32", x)
     expected = exact(module, x)
     for onednn in (True, False):
-        found = trained(module, x, onednn=onednn).double()
-        assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
+        assert float((trained(module, x, onednn=onednn).double() - expected).norm()) <= 1e-5 * float(expected.norm())
 
 
 def test_ties_in_a_pooling_go_to_the_first_as_in_plain_torch() -> None:

@@ -198,8 +198,7 @@ def test_the_command_line_runs_on_ray(tmp_path: Path, command: Any) -> None:
     models = []
     for backend, processes in ("ray", 2), ("sequential", 1):  # one thread each: two may round otherwise
         own = [*options, f"engine.backend={backend}", f"engine.processes={processes}"]
-        flags = [word for o in own for word in ("-o", o)]
-        assert command("run", "quick-start", *flags, "--out", backend).status == 0
+        assert command("run", "quick-start", *[word for o in own for word in ("-o", o)], "--out", backend).status == 0
         models.append(load_file(sorted((tmp_path / backend / "checkpoints").glob("*.safetensors"))[-1]))
     assert models[0].keys() == models[1].keys() and len(models[0]["shared"])
     assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())

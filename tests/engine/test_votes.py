@@ -156,8 +156,7 @@ def test_an_aborted_draw_releases_nothing() -> None:
 
 
 def test_winners() -> None:
-    votes = torch.tensor([[0.0, 3.0, 3.0], [0.0, 0.0, 0.0], [-1.0, -2.0, -0.5]])
-    assert winners(votes).tolist() == [1, -1, 2]
+    assert winners(torch.tensor([[0.0, 3.0, 3.0], [0.0, 0.0, 0.0], [-1.0, -2.0, -0.5]])).tolist() == [1, -1, 2]
 
 
 def test_public_examples_belong_to_no_client() -> None:

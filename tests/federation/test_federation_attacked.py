@@ -72,8 +72,7 @@ def flood(port: int, path: str, mebibytes: int) -> int:
     """Send a large body without a credential; how many MiB were taken before the door closed."""
     lax = ssl._create_unverified_context()
     taken = 0
-    plain = socket.create_connection(("127.0.0.1", port), timeout=5)
-    with suppress(OSError), lax.wrap_socket(plain) as held:
+    with suppress(OSError), lax.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=5)) as held:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/protobuf\r\n"
         held.sendall(f"{head}Content-Length: {mebibytes << 20}\r\n\r\n".encode())
         while taken < mebibytes:

@@ -188,8 +188,7 @@ def test_a_hostile_reply_is_its_sender_s_alone_and_the_others_count() -> None:
     link.replies[-1][0].metadata.__dict__["_src_node_id"] = 4  # as the SuperLink knows it
     tracker = ReplyTracker(0, lambda content: read_answer(content, D))
     for client, question_ in enumerate(asked, 1):
-        pending = PendingReply(client, client)
-        tracker.sent(question_.metadata.message_id, type(pending)(client, client, b"n" * 16))
+        tracker.sent(question_.metadata.message_id, type(PendingReply(client, client))(client, client, b"n" * 16))
     taken = []
     for _ in range(2):
         for reply in mail.pull_messages(list(tracker.waiting)):

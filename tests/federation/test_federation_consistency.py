@@ -145,5 +145,4 @@ def test_the_smallest_threshold_against_lies() -> None:
     enough_for_lies on, and possible just below."""
     for clients in range(1, 30):
         for colluders in range(clients):
-            both = colluders + (clients - colluders) // 2
-            assert dealing.enough_for_lies(clients, colluders) == both + 1
+            assert dealing.enough_for_lies(clients, colluders) == (colluders + (clients - colluders) // 2) + 1

@@ -303,8 +303,7 @@ def test_what_ended_by_itself_is_named_with_the_reason(
         monkeypatch.setattr(federation, "_flwr", lambda command: refused)
         with pytest.raises(RunError, match=r"Please run `python -m fedflat\.federation\.lock \.`"):
             federation.run()
-    status = tmp_path / "fed" / "server" / "status.json"
-    status.write_text('{"run 1": "finished:failed", "run 1: why": "no luck"}')
+    (tmp_path / "fed" / "server" / "status.json").write_text('{"run 1": "finished:failed", "run 1: why": "no luck"}')
     for name, found in {"start": None, "run": 1}.items():
         monkeypatch.setattr(Federation, name, lambda self, found=found: found)
     assert local.main([str(tmp_path / "fed")]) == 1  # what says why is in the SuperLink's log, and here
@@ -698,8 +697,7 @@ def test_the_readme_s_commands_fit_a_terminal_and_are_the_real_ones(tmp_path: Pa
     import shlex
 
     task, _ = deployed(tmp_path / "fed", small())
-    text = (tmp_path / "fed" / "README.md").read_text()
-    shown = [block for block in text.split("\n\n") if block.startswith("    ")]
+    shown = [block for block in (tmp_path / "fed" / "README.md").read_text().split("\n\n") if block.startswith("    ")]
     assert max(len(line) for block in shown for line in block.splitlines()) <= 80
     typed = [shlex.split(block.replace("\\\n", " ")) for block in shown]
     real = supernode_command(tmp_path / "fed", 0, "127.0.0.1", 8443, task.pin)

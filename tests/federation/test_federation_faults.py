@@ -206,8 +206,7 @@ def test_a_run_ended_for_good_states_what_its_ledger_says(
     assert close.main(words) == 0 and "; key deleted\n" in capsys.readouterr().out
     facts = json.loads((folder / "run" / "privacy.json").read_text())
     lines = read_ledger(folder / "run" / "ledger.jsonl")
-    finished = 2 if stage == "after the checkpoint" else 1
-    assert (facts["rounds"], facts["rounds_charged"]) == (finished, len(lines))
+    assert (facts["rounds"], facts["rounds_charged"]) == ((2 if stage == "after the checkpoint" else 1), len(lines))
     assert len(lines) == 1 + (stage != "before the ledger line")
     assert facts["epsilon"] == pytest.approx(lines[-1]["epsilon"]) and not list(keys.folder().iterdir())
     assert close.main(words) == 0 and "; key deleted before\n" in capsys.readouterr().out
@@ -405,8 +404,7 @@ def test_a_client_killed_after_training_starts_again_from_the_same_head(tmp_path
     process.join(60)
     assert process.exitcode == -signal.SIGKILL and (clients[0].store.folder / "head.safetensors").exists()
     again = client_at(tmp_path / "fed", task, 0).update(ask)[0]
-    clean = Client(task, 0, clients[0].data, Store(tmp_path / "fresh"), task.pin).update(ask)[0]
-    assert (again == clean).all()
+    assert (again == Client(task, 0, clients[0].data, Store(tmp_path / "fresh"), task.pin).update(ask)[0]).all()
 
 
 @pytest.mark.parametrize("step", ["_keys", "_shares", "_vectors", "_consents", "_reveals"])

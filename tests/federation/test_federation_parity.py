@@ -58,11 +58,9 @@ def test_without_noise_the_numbers_agree(name: str, tmp_path: Path) -> None:
     serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
     simulated = simulation.run(task.recipe, out=tmp_path / "sim")
     found, wanted = final_shared(tmp_path / "fed" / "run"), final_shared(tmp_path / "sim")
-    first = prepare(task.recipe).initial_weights[: wanted.numel()]
-    assert (wanted - first).norm() > 1e-3  # it moved at all
+    assert (wanted - prepare(task.recipe).initial_weights[: wanted.numel()]).norm() > 1e-3  # it moved at all
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    shown = records(tmp_path / "fed" / "run" / "metrics.jsonl")
-    for ours, theirs in zip(shown, simulated.history, strict=True):
+    for ours, theirs in zip(records(tmp_path / "fed" / "run" / "metrics.jsonl"), simulated.history, strict=True):
         assert (ours["clip"] or 0) == pytest.approx(theirs["clip"] or 0, rel=1e-6)
         assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-4)
 

@@ -155,8 +155,7 @@ def test_an_error_reply_is_a_failure_without_its_text() -> None:
 
 def test_every_reason_is_either_loggable_or_private() -> None:
     assert {reason for reason, _ in BAD_CONTENT.values()} <= {*PROTOCOL_FAULTS, *DATA_FAULTS}
-    counts = Counter(dict.fromkeys((*PROTOCOL_FAULTS, *DATA_FAULTS), 1))
-    assert set(loggable(counts)) == set(PROTOCOL_FAULTS)
+    assert set(loggable(Counter(dict.fromkeys((*PROTOCOL_FAULTS, *DATA_FAULTS), 1)))) == set(PROTOCOL_FAULTS)
 
 
 def test_broken_twin_without_nonces_accepts_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,8 +301,7 @@ def test_an_ask_survives_the_wire_and_a_bad_one_is_refused() -> None:
     for names in ([], ["control"], ["direction", "control"]):
         with pytest.raises(Malformed):
             wire.read_request(ask, D, names)
-    infinite = asked(Broadcast(0, shared, float("inf"), 1.0))
-    assert wire.read_request(infinite, D).broadcast.clip == float("inf")
+    assert wire.read_request(asked(Broadcast(0, shared, float("inf"), 1.0)), D).broadcast.clip == float("inf")
     for bad in ("nan", "-0x1p+0", "zero", None):
         with pytest.raises(Malformed):
             wire.read_request(with_facts(ask, clip=bad), D, ["direction"])

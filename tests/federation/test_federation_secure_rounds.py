@@ -40,8 +40,7 @@ def silent_from(client: Client, stage: str) -> Callable[[Any], Any]:
 
     def handle(message: Any) -> Any:
         asked = message.content["facts"].get("stage")
-        late = asked in STEPS and STEPS.index(asked) >= STEPS.index(stage)
-        return None if late else honest(client)(message)
+        return None if (asked in STEPS and STEPS.index(asked) >= STEPS.index(stage)) else honest(client)(message)
 
     return handle
 

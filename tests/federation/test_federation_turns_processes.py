@@ -54,8 +54,7 @@ def test_killed_and_gone_on_with_nobody_comes_early(tmp_path: Path) -> None:
         assert turns
         assert all(b - a >= APART for a, b in pairwise(turns))
     assert verify_run(run).ok
-    facts = json.loads((run / "privacy.json").read_text())
-    assert any("2 noise keys drew" in reason for reason in facts["reasons"])
+    assert any("2 noise keys drew" in reason for reason in json.loads((run / "privacy.json").read_text())["reasons"])
     if charged == [*range(ROUNDS)]:  # else a round that was charged was lost, and its clients are not asked again
         assert before == [*range(len(before))]
         torch.testing.assert_close(final_shared(run), uninterrupted(tmp_path / "whole"), rtol=0, atol=5e-4)

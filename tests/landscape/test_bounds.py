@@ -150,8 +150,7 @@ def test_every_bound_says_that_it_enters_no_privacy_statement() -> None:
     named = [f for f in public if not f.__name__.startswith("_")]
     assert len(named) == 15
     for function in named:
-        text = " ".join((function.__doc__ or "").lower().split())
-        assert "no privacy statement" in text, function.__name__
+        assert "no privacy statement" in " ".join((function.__doc__ or "").lower().split()), function.__name__
 
 
 def without_replacement(q: float, sigma: float, order: int) -> float:

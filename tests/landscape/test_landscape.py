@@ -30,8 +30,7 @@ def test_a_direction_has_the_norm_of_each_filter() -> None:
     found = normalised(raw_direction(layout, 0, 0), weights, layout)
     views, own = dict(layout.views(found)), dict(layout.views(weights))
     for name in ("conv.weight", "head.weight"):
-        theirs = views[name].flatten(1).norm(dim=1)
-        assert torch.allclose(theirs, own[name].flatten(1).norm(dim=1), rtol=1e-5)
+        assert torch.allclose(views[name].flatten(1).norm(dim=1), own[name].flatten(1).norm(dim=1), rtol=1e-5)
     for name in ("conv.bias", "norm.weight", "norm.bias", "head.bias"):
         assert not views[name].any()
     assert [count for _, count in filters(layout)] == [4, 3]
@@ -51,8 +50,7 @@ def test_directions_are_the_same_for_every_run_before_normalising() -> None:
     first, other = directions(weights, layout, 5, 2), directions(weights + 1, layout, 5, 2)
     span = layout.tensors()[layout.names.index("head.weight")]
     for a, b in zip(first, other, strict=True):
-        rows = [F.normalize(each[span].reshape(3, -1), dim=1) for each in (a, b)]
-        assert torch.allclose(*rows, atol=1e-6)
+        assert torch.allclose(*[F.normalize(each[span].reshape(3, -1), dim=1) for each in (a, b)], atol=1e-6)
     assert torch.equal(first, directions(weights, layout, 5, 2))
     assert not torch.allclose(first, directions(weights, layout, 6, 2))
     assert abs(float(F.cosine_similarity(first[0], first[1], dim=0))) < 0.5

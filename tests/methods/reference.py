@@ -517,14 +517,9 @@ def disk(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) -> Out
 
 
 def simulate(
-    s: Setting,
-    net: Net,
-    initial: Vector,
-    clients: Sequence[Batch],
-    masks: Sequence[Vector] = (),
-    held: Sequence[Batch] | None = None,
-    batches_of: BatchesOf | None = None,
-) -> Outcome:
+    s: Setting, net: Net, initial: Vector, clients: Sequence[Batch], masks: Sequence[Vector] = (),
+    held: Sequence[Batch] | None = None, batches_of: BatchesOf | None = None,
+) -> Outcome:  # fmt: skip
     """T rounds with every client taking part and no noise (dp-fedadam reckons with that of ``noise_multiplier``).
 
     masks: the common mask of each round (Fed-SMP). held: held-back data for personal accuracies.

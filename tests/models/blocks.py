@@ -9,13 +9,9 @@ from torch.nn import functional as F
 
 
 def check_gradients(
-    x: Tensor,
-    y: Tensor,
-    *modules: nn.Module,
-    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
-    rtol: float = 1e-3,
-    atol: float = 1e-5,
-) -> None:
+    x: Tensor, y: Tensor, *modules: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    rtol: float = 1e-3, atol: float = 1e-5,
+) -> None:  # fmt: skip
     """Compare gradients under vmap with single calls. x, y: by client; modules: everybody's, or each client's own."""
 
     def of(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:

@@ -77,8 +77,7 @@ def test_the_loss_is_that_of_finding_the_other_view() -> None:
     expected = []
     for i in range(6):
         others = torch.tensor([float(found[i] @ found[j]) / example.TEMPERATURE for j in range(6) if j != i])
-        mine = float(found[i] @ found[(i + 3) % 6]) / example.TEMPERATURE
-        expected.append(torch.logsumexp(others, 0) - mine)
+        expected.append(torch.logsumexp(others, 0) - (float(found[i] @ found[(i + 3) % 6]) / example.TEMPERATURE))
     torch.testing.assert_close(example.info_nce(3 * found), torch.stack(expected).mean())
 
 

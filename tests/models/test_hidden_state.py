@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
+import pydantic
 import pytest
 import torch
 from torch import Tensor, nn
@@ -122,10 +123,20 @@ def test_what_changes_nothing_passes_and_says_whether_it_draws() -> None:
     assert refuse_unclipped_state(nn.Sequential(nn.Linear(6, 3), nn.Dropout()), X) is True
     watched = StateWatch(shown := functools.singledispatch(lambda x: x))
     assert shown(1.0) and watched.changed() is None  # what it looked up before is a memory of classes alone
+    watched = StateWatch(again := torch.utils.checkpoint.checkpoint)
+    assert again(X.sum, use_reentrant=False).ndim == 0 and watched.changed() is None  # torch notes its first call
 
 
 Bare, Nameless = type("Bare", (), {"__slots__": ()}), type("Nameless", (type,), {"__getattr__": lambda cls, n: {}[n]})
 Slot = type("Slot", (), {"__module__": "pathlib", "__slots__": ("kept",)})
+Short = type("Short", (float,), {"__repr__": lambda x: "short"})
+Silent = type("Silent", (), {"__repr__": lambda x: {}["no"]})
+
+
+class Settings(pydantic.BaseModel):
+    names: list[str]
+
+
 ODD: dict[str, tuple[Callable[[], Any], Callable[[Any], object] | None]] = {
     "a class without attributes of its own": (Bare, None),
     "a class that knows no name": (lambda: Nameless("Own", (), {}), None),
@@ -140,6 +151,12 @@ ODD: dict[str, tuple[Callable[[], Any], Callable[[Any], object] | None]] = {
     "a conjugate": (lambda: torch.ones(2, dtype=torch.complex64).conj(), lambda x: x.mul_(2)),
     "beneath a mask": (lambda: np.ma.array([1.0], mask=[True]), lambda x: x.data.fill(5)),
     "a slot, as if pathlib's": (Slot, lambda x: setattr(x, "kept", 1)),
+    "one of two in the other's place": (lambda: [a := [0], b := [1], a, b], lambda x: x.__setitem__(2, x[1])),
+    "keys of bytes": (lambda: {b"a": None}, lambda x: x.update({b"b": x.popitem()[1]})),
+    "1 and its text": (lambda: {1: None}, lambda x: x.update({"1": x.popitem()[1]})),
+    "a number that hides its digits": (lambda: {"x": Short(1)}, lambda x: x.update(x=Short(2))),
+    "settings of pydantic": (lambda: Settings(names=["a"]), lambda x: x.names.append("b")),
+    "members that show nothing": (lambda: {Silent(), Silent()}, None),
 }
 
 

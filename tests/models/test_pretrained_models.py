@@ -76,8 +76,7 @@ def test_the_text_wrapper_equals_transformers_own_mask_and_positions() -> None:
 def test_the_image_wrapper_resizes_and_repeats_a_grey_channel() -> None:
     module = tiny("vit-base")
     x = example("vit-base", 2)
-    resized = F.interpolate(x, size=(16, 16), mode="bilinear", align_corners=False)
-    assert torch.equal(module(x), module(resized))
+    assert torch.equal(module(x), module(F.interpolate(x, size=(16, 16), mode="bilinear", align_corners=False)))
     grey = x[:, :1]
     assert torch.equal(module(grey), module(grey.repeat(1, 3, 1, 1)))
     torch.testing.assert_close(module(x.to(memory_format=torch.channels_last)), module(x))

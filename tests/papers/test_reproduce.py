@@ -80,8 +80,7 @@ def test_every_cell_has_a_recipe_or_says_why_not(table: Table) -> None:
         assert (cell.value is None) == (cell.published == "–") and cell.measure in MEASURES
         assert (cell.target is not None) or cell.measure not in COUNTED
         assert cell.recipe is not None or "lost" in cell.column
-    runs = {(cell.of, cell.method): cell.recipe for cell in table.cells if cell.recipe is not None}
-    for recipe in runs.values():
+    for recipe in {(cell.of, cell.method): cell.recipe for cell in table.cells if cell.recipe is not None}.values():
         for scale in SCALES:
             found = scaled(recipe, scale)
             assert found.algorithm == recipe.algorithm or recipe.algorithm.name == "ae-dpfl"

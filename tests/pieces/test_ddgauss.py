@@ -36,8 +36,7 @@ def run(mech: DistributedDiscreteGaussian, rows: torch.Tensor, seed: int = 0, ex
         mech.encode(row, signs, stream(seed, "rounding", i), SecureBits(bytes(32), "noise", seed, i))
         for i, row in enumerate(rows)
     ]
-    total = mech.top_up(mech.wrap(sum(messages)), extra, SecureBits(bytes(32), "extra", seed))
-    return mech.decode(total, signs)
+    return mech.decode(mech.top_up(mech.wrap(sum(messages)), extra, SecureBits(bytes(32), "extra", seed)), signs)
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 256])
@@ -98,8 +97,7 @@ def test_broken_twin_unconditional_rounding_exceeds_the_accounted_norm():
 def test_a_non_finite_update_is_still_noised():
     mech = mechanism()
     signs = mech.signs(stream(0, "rotation"))
-    message = mech.encode(ADVERSARIAL["nan"], signs, stream(0, "rounding"), stream(0, "noise"))
-    assert len(np.unique(message)) > 20
+    assert len(np.unique(mech.encode(ADVERSARIAL["nan"], signs, stream(0, "rounding"), stream(0, "noise")))) > 20
 
 
 def test_messages_are_reduced_and_their_sum_is_modular():
@@ -142,8 +140,7 @@ def test_default_granularity_leaves_four_standard_deviations():
         error = (run(mech, one.repeat(n, 1)) - n * one).numpy()
         assert error.std() == pytest.approx(math.sqrt(n / 20 + n * mech.granularity**2 / 4), rel=0.15)
     signal, noise = (n * 1.0) ** 2 / d, n / 20
-    deviations = 2**15 * mech.granularity / math.sqrt(signal + noise + n * mech.granularity**2 / 4)
-    assert deviations == pytest.approx(4.0)
+    assert (2**15 * mech.granularity / math.sqrt(signal + noise + n * mech.granularity**2 / 4)) == pytest.approx(4.0)
     silent = mechanism(dimension=d, min_cohort=20, messages=n, noise_multiplier=0.0)
     tight = mechanism(dimension=d, min_cohort=20, messages=n, noise_multiplier=0.0, granularity=silent.granularity / 8)
     fits, wraps = ((run(mech, one.repeat(n, 1)) - n * one).std() for mech in (silent, tight))

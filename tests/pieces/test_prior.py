@@ -52,8 +52,7 @@ def test_back_ends_agree() -> None:
 def test_shares_are_the_client_s_own() -> None:
     data = from_pairs([(torch.zeros(4, 1), torch.tensor([0, 0, 1, 2])), (torch.zeros(1, 1), torch.tensor([2]))])
     rows = [*data.parts, np.zeros(0, dtype=np.int64)]
-    expected = torch.tensor([[0.5, 0.25, 0.25], [0, 0, 1.0], [0, 0, 0]])
-    assert torch.equal(class_shares(data, rows, 3), expected)
+    assert torch.equal(class_shares(data, rows, 3), torch.tensor([[0.5, 0.25, 0.25], [0, 0, 1.0], [0, 0, 0]]))
 
 
 class Scaled(nn.Module):

@@ -170,8 +170,7 @@ def test_all_points_of_a_grid_at_once_are_the_librarys(q: float, sigma: float) -
         assert mine._lower_loss == given._lower_loss
         assert mine._infinity_mass == pytest.approx(given._infinity_mass, rel=1e-9)
         assert np.abs(mine._probs - given._probs).max() <= 1e-15 / step
-        sign = 1 if kind == AdjacencyType.REMOVE else -1
-        middle = (sign * epsilons > math.log1p(-q) + 1e-6) & (exact > 1e-6)
+        middle = ((1 if kind == AdjacencyType.REMOVE else -1) * epsilons > math.log1p(-q) + 1e-6) & (exact > 1e-6)
         moved = np.array([loss.inverse_privacy_loss(e) for e in epsilons[middle]]) + 0.5
         less = loss.mu_upper_cdf(moved) - np.exp(epsilons[middle] + loss.mu_lower_log_cdf(moved))
         assert not middle.any() or np.abs(less - exact[middle]).max() > 1e-15

@@ -153,8 +153,7 @@ def test_no_noise_no_rounds_and_no_bound() -> None:
     assert recompute([]).epsilon == 0 and verify([], 0.0).ok
     assert participation(10, 0.1, 1e9, 0.01) == 0.0 and participation(10, 0.1, 1.0, 0.0) == math.inf
     assert participation(3, 0.3, math.inf, 1e-3) == 0.0
-    hopeless = [{**line, "cohort_min": 600} for line in lines(plan_of(trust="distributed"))]
-    assert recompute(hopeless).epsilon == math.inf
+    assert recompute([{**line, "cohort_min": 600} for line in lines(plan_of(trust="distributed"))]).epsilon == math.inf
 
 
 def test_the_multiplier_comes_from_what_was_drawn() -> None:
@@ -165,8 +164,7 @@ def test_the_multiplier_comes_from_what_was_drawn() -> None:
     assert multiplier({**line, "count_std": 0.0}) == 0.0
     adaptive = plan_of(adaptive=True).record(0, 0.2)
     assert adaptive["std"] / 0.2 > 0.95 and multiplier(adaptive) == pytest.approx(0.95)
-    lying = [{**line, "std": line["std"] / 2, "round": index} for index in range(40)]
-    found = verify(lying, plan_of().epsilon())
+    found = verify([{**line, "std": line["std"] / 2, "round": index} for index in range(40)], plan_of().epsilon())
     assert not found.ok and found.notes[0] == "round 0 accounts a noise multiplier of 0.95, but drew 0.475"
     assert len(found.notes) == 6 and "the ledger's events give" in found.notes[-1]
 

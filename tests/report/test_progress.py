@@ -188,8 +188,7 @@ def test_a_run_in_python_shows_its_progress_on_stderr(
 
 
 def test_the_epsilon_of_a_seeded_run_is_called_the_mechanisms(capsys: pytest.CaptureFixture[str]) -> None:
-    seeded = SimpleNamespace(**{**vars(RECIPE), "privacy": SimpleNamespace(randomness="seeded")})
-    with Progress(seeded) as shown:
+    with Progress(SimpleNamespace(**{**vars(RECIPE), "privacy": SimpleNamespace(randomness="seeded")})) as shown:
         shown.start(job())
         run(shown, 1)
     assert "ε of the mechanism 0.0" in capsys.readouterr().out
