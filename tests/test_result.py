@@ -91,6 +91,9 @@ def test_a_module_of_ones_own_is_given_again(tmp_path: Path) -> None:
         _ = found.model
     assert torch.equal(flat(fedflat.load(tmp_path / "a", model=module).model), flat(ran.model))
     assert torch.equal(flat(module), before)
+    make = "from torch import nn\n\ndef make(classes, input_shape):\n    "
+    (tmp_path / "my.py").write_text(make + "return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n")
+    assert torch.equal(flat(fedflat.load(tmp_path / "a", model=f"{tmp_path}/my.py:make").model), flat(ran.model))
     named = nn.Sequential(nn.Flatten())
     named.prior = nn.Linear(64, 10)  # a part of that name stays one
     assert isinstance(fedflat.run({**without, "rounds": 1}, model=named).model.prior, nn.Linear)

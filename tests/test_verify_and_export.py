@@ -189,6 +189,15 @@ def test_a_changed_export_is_noticed(run: Path, tmp_path: Path, name: str) -> No
     assert wrong(tmp_path / "out")
 
 
+def test_half_an_export_goes(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full leaves nothing in the way of the next try."""
+    with monkeypatch.context() as patch:
+        patch.setattr("fedflat.simulation.export._sha256", lambda path: os.write(-1, b""))
+        with pytest.raises(OSError, match="Bad file"):
+            export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and export(run, tmp_path / "out").files
+
+
 def test_an_export_never_overwrites(run: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="allowed: a new folder"):
         export(run, run)

@@ -297,7 +297,7 @@ def data(
         about.append(f"  {name}: {one['type']}, {counted(one['values'], 'value')}, {one['missing']} missing → {role}")
     about += _faults(found["faults"], recipe) or ["No faults."]
     # Written to a file, what is said of the table stands in comments, so that the whole is a recipe.
-    mark = "# " if recipe is not None and not sys.stdout.isatty() else ""
+    mark = "" if sys.stdout.isatty() else "# "
     print("\n".join(mark + line for line in about))
     if recipe is not None:
         print(f"\n{READ_OFF}\n{GIVEN_UP}\n{dumped(recipe)}", end="")

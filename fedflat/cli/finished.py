@@ -160,13 +160,13 @@ def predict(
         file: Rows with the run's input columns: parquet, CSV, TSV, Excel or images.
         out: Where to write them: .csv or .parquet. Default: to the terminal, as CSV.
         proba: Also the probability of each class or label.
-        model: my_file.py:make, where the run's model was given in Python.
+        model: my_file.py:make, where the run's model was given in Python; called as a recipe's model is.
         separator: What stands between two values of a CSV file. Default: as in the run's own data.
         encoding: Encoding of a CSV file, for example latin-1. Default: that of the run's own data.
     """
     import pandas as pd
 
-    from fedflat.core.imports import calling, imported
+    from fedflat.core import durable
     from fedflat.data.encoding import check_columns
     from fedflat.data.locate import COMMAS, Written, ending_of, locate
     from fedflat.simulation.result import load
@@ -176,9 +176,7 @@ def predict(
     if out is not None and (out.exists() or not out.parent.is_dir()):
         state = "which already exists" if out.exists() else "in a folder that does not exist"
         raise wrong("--out", f"{out}, {state}", "a new file in a folder that is there")
-    with calling(f"--model {model}"):
-        made = None if model is None else imported("--model", model)()
-    result = load(run, model=made)
+    result = load(run, model=model)
     if ending_of(file) in COMMAS:  # read as the training table was, unless an option says otherwise
         separator, encoding = separator or result.recipe.data.separator, encoding or result.recipe.data.encoding
     split = next(iter(locate(str(file), Written(separator, encoding), "FILE", owned=False)[2].values()))
@@ -194,7 +192,7 @@ def predict(
         answers |= {f"p({name})": shares[:, place].tolist() for place, name in enumerate(classes)}
     frame = pd.DataFrame(answers)
     if out is not None:
-        frame.to_parquet(out) if out.suffix == ".parquet" else frame.to_csv(out, index=False)
+        durable.replace(out, frame.to_parquet() if out.suffix == ".parquet" else frame.to_csv(index=False), 0o644)
     if as_json:
         print_json({"rows": len(frame), "out": out, **({} if out else answers)})
     elif out is not None:

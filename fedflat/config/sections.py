@@ -144,7 +144,7 @@ class DataSection(Section):
     examples_per_client: Annotated[int, Field(ge=1)] | None = None
     """n̄, a public number that turns passes over a client's examples into steps, the same for everybody. None: of data
     sets of fedflat list datasets their average, of others max_per_client. Example: 60"""
-    classes: Annotated[int, Field(ge=1)] | None = None
+    classes: Annotated[int | None, Field(ge=1), Only("task", ("classification", "next-token"))] = None
     """Number of classes, a public number. None: of the listed categories, of a data set of fedflat list datasets, or
     one more than the largest label of the public test data; never the largest label of a client. Example: 10"""
 

@@ -147,6 +147,7 @@ class Encoding:
 
     def _scaled(self, values: Array, name: str, place: Place) -> Array:
         """Return the values as float32, scaled where their column is. Raises InputError for one that is too large."""
+        given = values
         if name in self.scale:
             mean, std = self.scale[name]
             values = (values.astype(np.float64) - mean) / std
@@ -156,7 +157,7 @@ class Encoding:
         bad = ~np.isfinite(small).all(axis=tuple(range(1, small.ndim)))
         if bad.any():
             row = int(bad.argmax())
-            raise _bad(place, row, name, values[row], "finite numbers (of float32)")
+            raise _bad(place, row, name, given[row], "finite numbers (of float32)")
         return small
 
 

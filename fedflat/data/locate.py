@@ -7,12 +7,13 @@ import contextlib
 import dataclasses
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedflat.core.checks import InputError, RunError, nearest, require, wrong
+from fedflat.core.checks import InputError, RunError, counted, nearest, require, wrong
 from fedflat.core.imports import hub
 from fedflat.data.encoding import clean
 from fedflat.data.preparation import DATASETS, Source
@@ -287,7 +288,11 @@ def _sheet(file: Path) -> Any:
     import pyarrow as pa
 
     try:
-        frame = pd.read_excel(file)
+        book = pd.ExcelFile(file)
+        if len(book.sheet_names) > 1:
+            more = counted(len(book.sheet_names) - 1, "other")
+            warnings.warn(f"{file}: its first sheet is read, {book.sheet_names[0]}, and not the {more}", stacklevel=2)
+        frame = book.parse()
         nameless = [name for name in frame.columns[1:] if str(name).startswith("Unnamed: ")]
         if 2 * len(nameless) >= len(frame.columns) > 1:
             found = f"{len(nameless)} of {len(frame.columns)} columns without a name in the first row"

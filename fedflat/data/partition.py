@@ -25,12 +25,9 @@ KINDS: dict[str, tuple[str, ...]] = {"iid": (), "dirichlet": ("alpha",), "classe
 
 
 def partition(
-    labels: npt.NDArray[np.int64],
-    spec: dict[str, Any],
-    clients: int | None,
-    seed: int,
+    labels: npt.NDArray[np.int64], spec: dict[str, Any], clients: int | None, seed: int,
     natural: npt.NDArray[Any] | None = None,
-) -> tuple[Indices, ...]:
+) -> tuple[Indices, ...]:  # fmt: skip
     """Return the training rows of every client: disjoint sorted int64 arrays, exactly ``clients`` of them, some maybe
     empty.
 

@@ -80,10 +80,10 @@ def device_for(
 
 def _named(name: str) -> torch.device:
     """Return an existing GPU by name."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product; without it sums may vary
     if not torch.cuda.is_available():
         built = "this PyTorch is built without CUDA" if torch.version.cuda is None else "PyTorch finds no GPU"
         raise wrong("engine.device", f"{name}, but {built}", "cpu or auto")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product; without it sums may vary
     device, count = torch.device(name), torch.cuda.device_count()
     require((device.index or 0) < count, "engine.device", name, f"cuda:0 to cuda:{count - 1}")
     return torch.device("cuda", device.index or 0)

@@ -191,19 +191,11 @@ TOGETHER = 16
 
 
 def image_encoder(
-    input_shape: Sequence[int],
-    classes: int,
-    *,
-    body: str | Mapping[str, Any] | None = None,
-    bodies: Sequence[str | Mapping[str, Any]] | None = None,
-    head: str | Mapping[str, Any] = "linear",
-    train: str = "head",
-    rank: int = 8,
-    pixels: Mapping[str, Any] | None = None,
-    path: str | None = None,
-    sha256: str | None = None,
-    **shared: Any,
-) -> nn.Module:
+    input_shape: Sequence[int], classes: int, *, body: str | Mapping[str, Any] | None = None,
+    bodies: Sequence[str | Mapping[str, Any]] | None = None, head: str | Mapping[str, Any] = "linear",
+    train: str = "head", rank: int = 8, pixels: Mapping[str, Any] | None = None, path: str | None = None,
+    sha256: str | None = None, **shared: Any,
+) -> nn.Module:  # fmt: skip
     """Return a public image network, or several side by side, with a new head.
 
     ``body``: a folder that save_pretrained wrote, ``timm:NAME``, ``file.py:callable``, ``efficientnet-lite0`` to ``2``

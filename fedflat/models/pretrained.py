@@ -335,17 +335,9 @@ def _normalised(states: Tensor, keep: Tensor) -> Tensor:
 
 
 def text_encoder(
-    input_shape: Sequence[int],
-    classes: int,
-    *,
-    path: str | None = None,
-    train: str = "head",
-    rank: int = 8,
-    pooling: str = "mean",
-    attention: str = "sdpa",
-    vocabulary: int | None = None,
-    padding: int | None = None,
-) -> nn.Module:
+    input_shape: Sequence[int], classes: int, *, path: str | None = None, train: str = "head", rank: int = 8,
+    pooling: str = "mean", attention: str = "sdpa", vocabulary: int | None = None, padding: int | None = None,
+) -> nn.Module:  # fmt: skip
     """Return a BERT, RoBERTa or XLM-RoBERTa encoder in the folder ``path``, with a new linear classifier.
 
     Options: ``path`` (required) a folder written by save_pretrained, with safetensors; ``train`` head (the body is

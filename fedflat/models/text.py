@@ -216,7 +216,8 @@ def _ids(name: str, input_shape: Sequence[int], vocabulary: int | None, padding:
     """Return the number of ids and the one for padding. Raises InputError where they are not known."""
     text_length(name, input_shape)
     if vocabulary is None:
-        raise wrong("model.vocabulary", "nothing", "the number of different ids, padding included")
+        hint = f"{name} is for texts."
+        raise wrong("model.vocabulary", "nothing", "the number of different ids, padding included", hint=hint)
     return whole("model.vocabulary", vocabulary, 2), whole("model.padding", padding, 0)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+from fedflat.core import durable
 from fedflat.core.checks import wrong
 from fedflat.report.figures import DOTS_FROM, Figure, Series, thin
 from fedflat.report.wording import asset, environment, filled, measured, shortened
@@ -78,12 +79,8 @@ def digest(script: str) -> str:
 
 def write(text: str, target: Path, mode: int = 0o644) -> Path:
     """Write a page to the file ``target``, replaced in one step."""
-    # Whoever reads the page sees the old one or the new one, never half of one.
-    draft = target.with_name(f".{target.name}.part")
     try:
-        draft.write_text(text, encoding="utf-8")
-        draft.chmod(mode)
-        draft.replace(target)
+        durable.replace(target, text, mode)
     except PermissionError as error:
         raise wrong("--out", f"{target}, which cannot be written ({error.strerror})", "another file") from error
     return target

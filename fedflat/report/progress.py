@@ -138,7 +138,8 @@ class Progress:
         # With noise_cohort the budget is another system's.
         self._limit = "" if plan.budget is None or plan.noise_cohort else f" of {metrics.epsilon_text(plan.budget)}"
         privacy = "no privacy" if not plan.private else f"δ {plan.delta:.2g}"
-        cohort = f"about {recipe.cohort.size:g} of {job.data.clients} clients a round"
+        size, clients = recipe.cohort.size, job.data.clients
+        cohort = f"{f'about {size:g} of' if size < clients else 'all'} {clients} clients a round"
         self._bars.reset(self._task, description="", says="")
         self._bars.above = f"{recipe.name} · {job.parts.algorithm.name} · {cohort} · {privacy}"
         self._bars.line(self._bars.above)

@@ -70,13 +70,17 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise wrong("export", f"{target}, which cannot be created ({error.strerror})", "a new folder") from error
-    _write(target, source, public, *newest)
-    for name, content in made.items():
-        (target / name).write_bytes(content)
-    kept = {path.name for path in target.iterdir()}
+    try:
+        _write(target, source, public, *newest)
+        for name, content in made.items():
+            (target / name).write_bytes(content)
+        kept = {path.name for path in target.iterdir()}
+        sums = "".join(f"{_sha256(target / name)}  {name}\n" for name in sorted(kept))
+        (target / SEALED).write_text(sums, encoding="utf-8")
+    except BaseException:  # a disk that is full: half an export would stand in the way of the next try
+        shutil.rmtree(target, ignore_errors=True)
+        raise
     left |= _unwritten(source, kept)
-    sums = "".join(f"{_sha256(target / name)}  {name}\n" for name in sorted(kept))
-    (target / SEALED).write_text(sums, encoding="utf-8")
     return Exported(target, (*sorted(kept), SEALED), left, proven_epsilon(found) is not None)
 
 
@@ -155,7 +159,8 @@ def programs(result: Any, *, program: bool, onnx: bool) -> dict[str, bytes]:
         traced = _traced(result, "--program" if program else "--onnx")
     if program:
         buffer = io.BytesIO()
-        torch.export.save(traced, buffer)
+        with _quiet():
+            torch.export.save(traced, buffer)
         found[PROGRAM] = buffer.getvalue()
     if onnx:
         found[ONNX] = _onnx(traced)

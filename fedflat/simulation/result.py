@@ -163,11 +163,11 @@ class Result:
         return filled("result.html", rows=summary_rows(self), warnings=self.warnings)
 
 
-def load(path: str | Path, model: nn.Module | None = None) -> Result:
+def load(path: str | Path, model: nn.Module | str | None = None) -> Result:
     """Return a run that ended, or an exported folder, with every record checked against its checksums.
 
-    model: the module, where it was given in Python; its weights do not matter, and it is not changed. The weights are
-    those after the last round. Nothing is trained, and no data are read.
+    model: the module, or ``my_file.py:make`` as a recipe has it, where it was given in Python; its weights do not
+    matter, and it is not changed. The weights are those after the last round. Nothing is trained, and no data are read.
     Raises InputError: no run, one that has not ended, a damaged record (named), a module that does not fit.
 
     >>> import tempfile
@@ -213,9 +213,12 @@ def _released(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[
 
 
 def _module(
-    recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], given: nn.Module | None, folder: Path
+    recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], given: nn.Module | str | None, folder: Path
 ) -> nn.Module:
     """Return the recipe's module, or the given one, with the weights."""
+    if isinstance(given, str):
+        names = (known.get("preparation") or {}).get("names")  # of a given module only its weights may say how many
+        given = build(given, tuple(known["input_shape"]), len(names or [*weights.values()][-1]), 0)
     module = copy.deepcopy(given) if given is not None else _built(recipe, weights, known, folder)
     put(module, weights, "load: model", "the run")
     return module.eval()
@@ -224,7 +227,8 @@ def _module(
 def _built(recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], folder: Path) -> nn.Module:
     """Return the recipe's module. Where an exported folder has no seed, all that it would decide is in the folder."""
     if recipe.model.name == GIVEN:
-        raise wrong("load: model", "none, and the run's was given in Python", "fedflat.load(path, model=MODULE)")
+        allowed = "fedflat.load(path, model=MODULE), or --model my_file.py:make"
+        raise wrong("load: model", "none, and the run's was given in Python", allowed)
     if not {"input_shape", "classes"} <= known.keys():
         raise wrong(
             "load: model", "weights that do not say what they were made for", "fedflat.load(path, model=MODULE)"

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -403,8 +404,12 @@ def test_what_is_in_the_way_is_said_at_once(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(InputError, match=says) as error:
             load({"dataset": str(tmp_path / name), "by": "user", **FORM, **more})
         assert "SECRET" not in str(error.value)
-    monkeypatch.setattr(pd, "read_excel", lambda file: frame)  # openpyxl need not be there
-    with pytest.raises(InputError, match=r"row 3, .*column age: found 'old'; allowed: a number"):
+    book = SimpleNamespace(sheet_names=["visits", "notes"], parse=lambda: frame)
+    monkeypatch.setattr(pd, "ExcelFile", lambda file: book)  # openpyxl need not be there
+    with (
+        pytest.warns(UserWarning, match="its first sheet is read, visits, and not the 1 other"),
+        pytest.raises(InputError, match=r"row 3, .*column age: found 'old'; allowed: a number"),
+    ):
         load({"dataset": str(tmp_path / "cut.xlsx"), "by": "user", **FORM})
 
 

@@ -289,7 +289,7 @@ def test_what_ended_by_itself_is_named_with_the_reason(
 ) -> None:
     write_project(small(), tmp_path / "fed", port=free_port())
     with Federation(tmp_path / "fed") as federation:
-        federation._spawn("client-3", ["python", "-c", "print('error: no key'); print()"])
+        federation._spawn("client-3", ["python", "-c", "print('error: no key'); print(); exit(2)"])
         federation.processes["client-3"].wait(PATIENCE)
         with pytest.raises(RunError, match=r"client-3 has ended: no key \(see .*client-3.log\)"):
             federation.check_alive()
@@ -421,7 +421,7 @@ def test_a_message_whose_objects_are_on_their_way_is_waited_for(
     pull = mock.Mock(side_effect=[late, late, *(contents[name] for name in limit.names(tree))])
     for name, value in {"UPLOAD": 60.0 if patient else -1.0, "AGAIN": 0.0, "difference": lambda *_: ""}.items():
         monkeypatch.setattr(supernode, name, value)
-    worker: Any = SimpleNamespace(send=got.append, recv=lambda: None)
+    worker: Any = SimpleNamespace(send=got.append, recv=lambda: -9)
     other, send = mock.Mock(), mock.Mock(return_value=((), "session"))
     with pytest.raises(SystemExit):
         supernode._take_messages((None, receive, send, other, other, pull, other, other), limit, Path(), worker, 0.0)
