@@ -124,8 +124,11 @@ def module_of(
 
 def _copied(module: nn.Module) -> nn.Module:
     """Return a copy of a user's module. Raises InputError for one that cannot be copied, as old-style weight norm
-    cannot.
+    cannot, or would lose a hook.
     """
+    if hooked := [name for name, parameter in module.named_parameters() if parameter._backward_hooks]:
+        allowed = "no hook on a parameter's gradient, for none is run; a gradient rule of the method does the same"
+        raise wrong("model", f"a hook on the gradient of {hooked[0]}", allowed)
     try:
         return copy.deepcopy(module)
     except Exception as error:  # any class may refuse in its own way

@@ -343,7 +343,7 @@ def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
         found["type"] = "text"
         if len(distinct) <= FEW:
             if alike := _alike(distinct):
-                found["fault"] = f"{alike} differ only in case: write each value in one way"
+                found["fault"] = f"{alike} differ only in case or blanks: write each value in one way"
             found |= {"categories": distinct, "usual": present.mode()[0]}
             return {**found, "becomes": "a 0/1 feature for each value (categories)"}
         if odd and 2 * len(odd) < len(distinct):
@@ -385,10 +385,10 @@ def _numbers(present: pd.Series) -> dict[str, Any]:
 
 
 def _alike(values: Iterable[Any]) -> str:
-    """Return the first values that differ only in case; empty where there are none."""
+    """Return the first values that differ only in case and blanks, in quotes; empty where there are none."""
     spellings: dict[str, list[str]] = {}
     for value in map(str, values):
-        spellings.setdefault(value.casefold(), []).append(value)
+        spellings.setdefault(" ".join(value.casefold().split()), []).append(repr(value))
     return ", ".join(next((found for found in spellings.values() if len(found) > 1), []))
 
 
@@ -435,7 +435,7 @@ def _user_faults(where: str, sizes: pd.Series, rows: int) -> list[str]:
     if len(sizes) < 3:
         faults.append(f"{where}: {counted(len(sizes), 'user')}; with fewer than three nobody is protected among others")
     if alike := _alike(sizes.index):
-        faults.append(f"{where}: {alike} differ only in case, and are different clients")
+        faults.append(f"{where}: {alike} differ only in case or blanks, and are different clients")
     return faults
 
 

@@ -242,10 +242,17 @@ def _unreadable(error: Exception, file: Path, key: str, encoding: str | None) ->
 ENCODINGS = "Another encoding, such as latin-1, cp1252 or utf-16, is data.encoding, or --encoding."
 
 
+KINDS = {b"PK\x03\x04": "a ZIP archive, as Excel files are", b"\x89PNG": "a picture", b"PAR1": "a parquet file"}
+"""What a file is that begins so."""
+
+
 def _commas(file: Path, written: Written, key: str) -> Any:
     import pyarrow as pa
     import pyarrow.csv as pc
 
+    with file.open("rb") as opened:
+        kind = KINDS.get(opened.read(4))
+    require(kind is None, key, f"{file}, which is {kind}", f"a file whose ending says what it is: {TABLES}")
     mark = written.separator or ("\t" if ".tsv" in file.name.lower() else ",")
     mark = {"tab": "\t", "\\t": "\t"}.get(mark, mark)
     require(len(mark) == 1, "data.separator", mark, "one sign, or tab")

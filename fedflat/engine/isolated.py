@@ -177,11 +177,9 @@ class _Closed:
 
 
 def record(
-    call: Callable[[list[Tensor], dict[str, Tensor], Any, Ask], Tensor],
-    inputs: Sequence[Tensor],
-    broadcast: Mapping[str, Tensor],
-    check: bool = True,
-) -> Recording:
+    call: Callable[[list[Tensor], dict[str, Tensor], Any, Ask], Tensor], inputs: Sequence[Tensor],
+    broadcast: Mapping[str, Tensor], check: bool = True,
+) -> Recording:  # fmt: skip
     """Record ``call(one client's inputs, broadcast, generator, ask)`` on made-up numbers like ``inputs (n, …)``.
 
     check: look whether a row reaches another. Raises Refused where it cannot be.

@@ -74,7 +74,7 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
             if on_round is None:
                 continue
             after = RoundResult(state, hidden, functools.partial(_module, job, state, heads))
-            ended = on_round(released, after) is True
+            ended = on_round(dict(released), after) is True
             peeked = peeked or after.read_private
             if ended and state.round < job.last_round:
                 if peeked:  # no ε covers an end that private values decided

@@ -27,7 +27,7 @@ from fedflat.federation.secagg.client import answer_stage
 from fedflat.federation.store import Store, read_examples
 from fedflat.federation.task import Task
 from fedflat.federation.tips import without_tip
-from fedflat.federation.wire import FACTS, Answer, Malformed, Refused, Request, read_request, write_answer
+from fedflat.federation.wire import FACTS, Answer, Answered, Malformed, Refused, Request, read_request, write_answer
 
 log = logging.getLogger("fedflat.client")
 
@@ -106,10 +106,10 @@ class Client:
         if plan.trust != "local":
             return
         if self.store.took_part(ask.broadcast.round):  # a second noised answer would be one more than is charged
-            raise Refused(f"this client's answer to round {ask.broadcast.round} has left already")
+            raise Answered(f"this client's answer to round {ask.broadcast.round} has left already")
         allowed = plan.rounds if plan.max_participations is None else plan.max_participations
         if self.store.participations() >= allowed:
-            raise Refused(f"this client has taken part {allowed} times, which is all its guarantee allows")
+            raise Answered(f"this client has taken part {allowed} times, which is all its guarantee allows")
 
     def update(self, broadcast: Broadcast) -> tuple[Tensor, int]:
         """Return the clipped update ``(k·d,)``, noised under local trust, and the sample count if it is asked for."""
@@ -180,7 +180,7 @@ def reply_to(message: Any, config: Any, app_folder: Path) -> Any:
             return Message(client.answer(message.content), reply_to=message)
     except (InputError, RunError, OSError) as error:  # a full disk of the client's
         log.error("no answer: %s", error)
-        code = REFUSES if isinstance(error, Refused) else 0
+        code = REFUSES if isinstance(error, Refused) and not isinstance(error, Answered) else 0
     except Exception:  # a traceback in the reply could carry data
         log.exception("local training failed")
     return Message(Error(code=code, reason="no answer"), reply_to=message)

@@ -129,6 +129,8 @@ class Flower:
     """Round -> the record with the ledger's signed tip that goes with every message of it."""
     _tip: tuple[int, Any] = (-1, None)
     _late: tuple[str, ...] = ()
+    _against: int = 0
+    """Refusals since anybody answered."""
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Ask the connected clients of the cohort; yield what they answer. Nothing of a client is kept but the sum."""
@@ -149,7 +151,8 @@ class Flower:
         self.refusals(broadcast.round, tracker.refused)
         # Of two answers the first one counts.
         self._name(broadcast.round, {client: why for client, why in tracker.blamed.items() if why != "duplicate"})
-        if tracker.refused["refuses"] and not answered:
+        self._against = 0 if answered else self._against + tracker.refused["refuses"]
+        if self._against > 1:  # one may be a client that has not heard of a new roster
             raise RunError(REFUSED)  # before this round is charged, or another one
 
     def _name(self, round: int, blamed: Mapping[int, str]) -> None:

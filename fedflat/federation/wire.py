@@ -40,6 +40,10 @@ class Refused(RunError):
     """The client does not answer this ask."""
 
 
+class Answered(Refused):
+    """It has answered already: this round, or as often as its guarantee allows. The run may go on without it."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What the server asks a client. nonce: 16 random bytes, to be answered once. pin: hash of recipe and task."""

@@ -207,16 +207,9 @@ def _dense(body: nn.Module) -> list[str]:
 
 
 def vit_base(
-    input_shape: Sequence[int],
-    classes: int,
-    *,
-    pretrained: bool = True,
-    path: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    train: str = "all",
-    rank: int = 8,
-    attention: str = "sdpa",
-) -> nn.Module:
+    input_shape: Sequence[int], classes: int, *, pretrained: bool = True, path: str | None = None,
+    config: Mapping[str, Any] | None = None, train: str = "all", rank: int = 8, attention: str = "sdpa",
+) -> nn.Module:  # fmt: skip
     """ViT-Base/16 pre-trained on ImageNet-21k (Liu et al. 2025), with a new classifier.
 
     Options: ``path`` a local folder in place of the download; ``pretrained=False`` with ``config`` (keys of
@@ -233,18 +226,10 @@ def vit_base(
 
 
 def roberta_base(
-    input_shape: Sequence[int],
-    classes: int,
-    *,
-    pretrained: bool = True,
-    path: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    train: str = "all",
-    rank: int = 8,
-    attention: str = "sdpa",
-    vocabulary: int | None = None,
-    padding: int | None = None,
-) -> nn.Module:
+    input_shape: Sequence[int], classes: int, *, pretrained: bool = True, path: str | None = None,
+    config: Mapping[str, Any] | None = None, train: str = "all", rank: int = 8, attention: str = "sdpa",
+    vocabulary: int | None = None, padding: int | None = None,
+) -> nn.Module:  # fmt: skip
     """RoBERTa-Base (Liu et al. 2025) with a new classifier.
 
     Options as for :func:`vit_base`, ``config`` with the keys of transformers' RobertaConfig. ``vocabulary`` and

@@ -385,7 +385,8 @@ def test_what_is_in_the_way_is_said_at_once(tmp_path: Path, monkeypatch: pytest.
         fedflat.clients(answer.assign(bought="yes"), "user", "visits", "bought", categories={"bought": [False, True]})
     table().to_csv(tmp_path / "semi.csv", sep=";", index=False)
     (tmp_path / "empty.csv").write_bytes(b"")
-    (tmp_path / "cut.xlsx").write_bytes(b"PK\x03\x04")
+    for name in ("cut.xlsx", "zip.csv"):
+        (tmp_path / name).write_bytes(b"PK\x03\x04")
     (tmp_path / "odd.csv").write_text("user,age\nann,1\nbob,SECRET,3\n", encoding="utf-8")
     (tmp_path / "latin.csv").write_text("user,age\nKöln,1\n", encoding="latin-1")
     (tmp_path / "utf16.csv").write_text("user,age\nann,1\n", encoding="utf-16")
@@ -400,6 +401,7 @@ def test_what_is_in_the_way_is_said_at_once(tmp_path: Path, monkeypatch: pytest.
         ("binary.csv", {}, r"binary\.csv \(line \d+ has \d+ values"),
         (__file__, {}, "a file of another kind"),
         ("cut.xlsx", {}, "File is not a zip file"),
+        ("zip.csv", {}, "which is a ZIP archive, as Excel files are"),
     ):
         with pytest.raises(InputError, match=says) as error:
             load({"dataset": str(tmp_path / name), "by": "user", **FORM, **more})

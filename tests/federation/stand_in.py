@@ -15,6 +15,7 @@ from fedflat.federation.project import PACKAGE, client_folder, write_project
 from fedflat.federation.server import Settings
 from fedflat.federation.store import Store
 from fedflat.federation.task import Task
+from fedflat.federation.wire import Answered
 
 BASE: dict[str, Any] = {
     "name": "small",
@@ -127,8 +128,8 @@ def honest(client: Client) -> Handler:
             reply = Message(client.answer(message.content), reply_to=message)
             fits(client.task.limits.reply, reply)
             return reply
-        except Refused:
-            return Message(Error(code=REFUSES, reason="no answer"), reply_to=message)
+        except Refused as error:
+            return Message(Error(code=0 if isinstance(error, Answered) else REFUSES, reason="no"), reply_to=message)
 
     return handle
 

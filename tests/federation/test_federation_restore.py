@@ -166,3 +166,11 @@ def test_clients_that_refuse_the_ledger_end_the_run_before_the_next_charge(tmp_p
 def test_a_model_that_is_not_finite_ends_a_deployment(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="the model is not finite, and no client trains from it"):
         server._refuse_infinite(torch.zeros(2), torch.tensor([1.0, float("nan")]))
+
+
+def test_clients_that_have_answered_already_end_nothing(tmp_path: Path) -> None:
+    """A server that died in its first round asks again: under local trust nobody answers twice, and the run goes on."""
+    task, clients = deployed(tmp_path, small(privacy={"trust": "local", "noise_multiplier": 1.0}))
+    for client in clients:
+        client.store.note_participation(0)
+    assert server.serve(grid_of(task, clients), task, settings(tmp_path))["rounds"] == 2

@@ -117,6 +117,13 @@ def test_what_a_pass_changes_is_refused_by_name(way: str) -> None:
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_hook_that_no_copy_keeps_is_refused() -> None:
+    module = nn.Linear(6, 3)
+    module.weight.register_hook(lambda gradient: 0 * gradient)
+    with pytest.raises(InputError, match="a hook on the gradient of weight; allowed: no hook"):
+        run(module, backend="sequential")
+
+
 def test_what_changes_nothing_passes_and_says_whether_it_draws() -> None:
     assert refuse_unclipped_state(Keeps(lambda m, x: setattr(m, "mean", torch.zeros(6))), X) is False
     assert refuse_unclipped_state(Keeps(lambda m, x: torch.rand(1)), X) is True
