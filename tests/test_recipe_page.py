@@ -85,6 +85,7 @@ FIRST = {
     "data.partition.kind": "iid",
     "privacy.noise.kind": "independent",
     "server.average": "none",
+    "task": "regression",
     "server.optimizer": "sgd",
 }
 """A value of each chooser beside which the keys that name it have no effect."""
