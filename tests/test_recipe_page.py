@@ -84,6 +84,8 @@ FIRST = {
     "evaluation.private": "false",
     "data.partition.kind": "iid",
     "privacy.noise.kind": "independent",
+    "privacy.protocol": "sound",
+    "privacy.randomness": "secret",
     "server.average": "none",
     "task": "regression",
     "server.optimizer": "sgd",

@@ -301,7 +301,10 @@ class PrivacySection(Section):
     protocol: Literal["sound", "published"] = "sound"
     """sound: the guarantee is true. published: a paper's released procedure, its claimed ε shown beside what is
     proven."""
-    published: Annotated[str | None, BeforeValidator(lambda v: f"{v:03d}" if type(v) is int else v)] = None
+    published: Annotated[
+        str | None, Only("privacy.protocol", ("published",)),
+        BeforeValidator(lambda v: f"{v:03d}" if type(v) is int else v),
+    ] = None  # fmt: skip
     """The paper whose procedure it is, where a method is in several: 000 (Shi et al. 2023a), 002 (Liu et al. 2025), 003
     (Shi et al. 2023b) or 004 (Cheng et al. 2022). Example: 002"""
     accountant: str = "pld"
@@ -310,7 +313,7 @@ class PrivacySection(Section):
     """Where cohorts and noise come from. secret: operating-system entropy, which nobody can draw again. seeded: the
     seed, so that a table on public data can be made again; such a model protects nobody, and its ε is only that of the
     mechanism. Example: seeded"""
-    benchmark: bool = False
+    benchmark: Annotated[bool, Only("privacy.randomness", ("seeded",))] = False
     """true: allow randomness: seeded with clients of one's own, to measure with. Such a run is never exported."""
     secure_rng: bool = False
     """true: noise on an exact grid that withstands attacks on floating-point arithmetic. For models that leave the

@@ -355,14 +355,9 @@ class Representation(Headed):
 
 
 def representation(
-    input_shape: Sequence[int],
-    classes: int,
-    *,
-    body: str | Mapping[str, Any] = "patches",
-    head: str | Mapping[str, Any] = "linear",
-    path: str | None = None,
-    sha256: str | None = None,
-) -> nn.Module:
+    input_shape: Sequence[int], classes: int, *, body: str | Mapping[str, Any] = "patches",
+    head: str | Mapping[str, Any] = "linear", path: str | None = None, sha256: str | None = None,
+) -> nn.Module:  # fmt: skip
     """Return a frozen body of public or synthetic origin, and a head that is trained.
 
     ``body``: ``patches`` or ``{kind: patches, filters: 800, size: 6, stride: 1, cells: 3, threshold: 0.25, dimension:

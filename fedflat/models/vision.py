@@ -70,14 +70,9 @@ class Convolutions(nn.Module):
     """
 
     def __init__(
-        self,
-        name: str,
-        input_shape: Sequence[int],
-        layers: Sequence[tuple[int, bool]],
-        widths: Sequence[int],
-        kernel: int,
-        padding: int,
-    ) -> None:
+        self, name: str, input_shape: Sequence[int], layers: Sequence[tuple[int, bool]], widths: Sequence[int],
+        kernel: int, padding: int,
+    ) -> None:  # fmt: skip
         super().__init__()
         channels, pools = zip(*layers)
         whole("model.padding", padding, 0, kernel // 2)

@@ -109,20 +109,10 @@ def approximate_epsilon(
 
 
 def noise_multiplier(
-    *,
-    epsilon: float,
-    clients: int,
-    cohort: float,
-    rounds: int,
-    delta: float | None = None,
-    sampling: str = "poisson",
-    trust: str = "central",
-    accountant: str = "pld",
-    max_cohort: int | None = None,
-    min_cohort: int | None = None,
-    max_participations: int | None = None,
-    colluders: int = 0,
-) -> float:
+    *, epsilon: float, clients: int, cohort: float, rounds: int, delta: float | None = None,
+    sampling: str = "poisson", trust: str = "central", accountant: str = "pld", max_cohort: int | None = None,
+    min_cohort: int | None = None, max_participations: int | None = None, colluders: int = 0,
+) -> float:  # fmt: skip
     """The smallest noise multiplier (std / C) whose ε is at most ``epsilon`` (within 0.1 % of it, never above).
 
     The other arguments are those of :func:`fedflat.epsilon`.
