@@ -330,7 +330,9 @@ def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
         distinct = sorted(present.unique().tolist(), key=str)
     except TypeError:
         # The values are lists, which cannot be compared.
-        return {"type": "list", "values": len(present), "missing": missing, "becomes": "its numbers"}
+        found = {"type": "list", "values": len(present), "missing": missing, "becomes": "its numbers"}
+        least, most = present.map(len).min(), present.map(len).max()
+        return found | ({"fault": f"lists of {least} to {most} values; all need one length"} if least < most else {})
     found = {"type": str(values.dtype), "values": len(distinct), "missing": missing}
     if not distinct:
         return {**found, "becomes": "nothing"}
@@ -352,6 +354,8 @@ def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
         return {**found, "becomes": kind, "free": bool(words >= 3)}
     if values.dtype.kind == "b":
         return {**found, "becomes": "0 or 1", "number": True}
+    if values.dtype.kind in "iu" and int(present.abs().max()) > 1 << 53:
+        found["fault"] = "whole numbers beyond 2^53 lose their last digits; a number that names something is no input"
     return {**found, **_numbers(present.astype(float))}
 
 

@@ -487,6 +487,11 @@ def test_a_look_at_a_table_gives_a_recipe_that_loads(tmp_path: Path, capsys: pyt
     (tmp_path / "numbered.csv").write_text("\n".join(numbered), encoding="utf-8")
     look(tmp_path / "numbered.csv")
     assert "--target late" in (shown := capsys.readouterr().out) and "huge: 89 infinite or huge values" in shown
+    lists = {"user": [i % 9 for i in range(90)], "few": [[0.0] * (1 + i % 2) for i in range(90)], "y": [0, 1] * 45}
+    pd.DataFrame({**lists, "id": range(2**60, 2**60 + 90)}).to_parquet(tmp_path / "lists.parquet")
+    look(tmp_path / "lists.parquet", by="user", target="y", as_json=True)
+    few, large = json.loads(capsys.readouterr().out)["faults"]
+    assert "few: lists of 1 to 2 values" in few and "id: whole numbers beyond 2^53 lose" in large
 
 
 def test_a_look_says_what_to_do_about_dates_decimal_commas_and_empty_cells(
