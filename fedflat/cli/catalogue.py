@@ -238,7 +238,8 @@ def runs(folder: Path = Path("runs"), *, as_json: cli.Json = False) -> None:
 FEW = 20
 """Different values up to which a column of text is taken for categories."""
 ALONE = "a list of values becomes public and tells of that user: merge it with another value, or leave its rows out"
-USERS = ("user", "user_id", "userid", "client", "client_id", "patient", "patient_id", "customer", "customer_id")
+USERS = ("user", "client", "patient", "customer", "author", "owner", "speaker", "writer", "person", "member", "student",
+         "player", "reviewer", "character", "account")  # fmt: skip
 PRIVATE = "What stands here is about your clients: keep it to yourself. The guarantee covers none of it."
 READ_OFF = (
     "# categories, scale and fill were read off private rows, and become public with the model: before a run, put in "
@@ -277,7 +278,7 @@ def data(
 
     split, asked = next(iter(locate(str(file), Written(separator, encoding), "FILE")[2].values())), (by, target)
     names = list(split.features)
-    users = (name for name in names if name.lower().replace(" ", "_") in USERS)
+    users = (name for name in names if name.lower().replace(" ", "_").removesuffix("id").rstrip("_") in USERS)
     by = one_of("--by", clean(by), names) if by else next(users, None)
     if target and one_of("--target", clean(target), names) == by:
         raise wrong("--target", target, "another column than the one of users")
