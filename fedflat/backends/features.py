@@ -38,8 +38,7 @@ def with_features(data: FederatedData, module: nn.Module, precision: str = "fp32
     are those of a run without, up to rounding. Each example's features depend on that example alone, so a client in a
     deployment computes its own. precision: ``bf16`` as in the run's arithmetic. The last federation's are remembered.
     """
-    known = data.inputs.dim() == 2 and data.inputs.is_floating_point()
-    if known or getattr(module, "frozen", False) is not True:
+    if (data.inputs.dim() == 2 and data.inputs.is_floating_point()) or getattr(module, "frozen", False) is not True:
         return data
     device = _device(module, data.inputs)
     # What another machine or version made has other last bits, of which this run's noise key knows nothing.

@@ -149,8 +149,7 @@ def _named(text: str, every: Sequence[str]) -> list[str]:
     small = text.strip().lower()
     exact = [column for column in every if column.lower() == small]
     before = r"(?<![\d.])" if small[:1].isdigit() else ""
-    after = r"(?!\d|\.\d)" if small[-1:].isdigit() else ""
-    part = re.compile(before + re.escape(small) + after)
+    part = re.compile(before + re.escape(small) + (r"(?!\d|\.\d)" if small[-1:].isdigit() else ""))
     return exact or [column for column in every if part.search(column.lower())]
 
 

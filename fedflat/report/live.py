@@ -14,7 +14,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -132,6 +134,10 @@ def _left(run: Run, planned: float | None) -> str:
     if run.privacy:
         return "ended"
     seconds = [value for _, value in [*column(run.metrics, "seconds"), *column(run.private, "seconds")]][-RECENT:]
+    with suppress(OSError):  # a deployment times no round, and the oldest checkpoint may just be deleted
+        seconds = seconds or [
+            b - a for a, b in pairwise(sorted(f.stat().st_mtime for f in run.path.glob("checkpoints/round-*")))
+        ]
     if not seconds or planned is None:
         return "–"
     return wording.duration(fmean(seconds) * max(0.0, planned - len(run.metrics)))

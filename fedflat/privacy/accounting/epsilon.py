@@ -53,20 +53,10 @@ def accounting_params(
 
 
 def epsilon(
-    *,
-    clients: int,
-    cohort: float,
-    rounds: int,
-    noise_multiplier: float,
-    delta: float | None = None,
-    sampling: str = "poisson",
-    trust: str = "central",
-    accountant: str = "pld",
-    max_cohort: int | None = None,
-    min_cohort: int | None = None,
-    max_participations: int | None = None,
-    colluders: int = 0,
-) -> float:
+    *, clients: int, cohort: float, rounds: int, noise_multiplier: float, delta: float | None = None,
+    sampling: str = "poisson", trust: str = "central", accountant: str = "pld", max_cohort: int | None = None,
+    min_cohort: int | None = None, max_participations: int | None = None, colluders: int = 0,
+) -> float:  # fmt: skip
     """Proven ε after ``rounds`` rounds: the largest over the adversaries of the trust model.
 
     Args:
