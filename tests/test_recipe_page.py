@@ -85,7 +85,6 @@ FIRST = {
     "data.partition.kind": "iid",
     "privacy.noise.kind": "independent",
     "privacy.protocol": "sound",
-    "privacy.randomness": "secret",
     "server.average": "none",
     "task": "regression",
     "server.optimizer": "sgd",

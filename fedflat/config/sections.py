@@ -313,7 +313,7 @@ class PrivacySection(Section):
     """Where cohorts and noise come from. secret: operating-system entropy, which nobody can draw again. seeded: the
     seed, so that a table on public data can be made again; such a model protects nobody, and its ε is only that of the
     mechanism. Example: seeded"""
-    benchmark: Annotated[bool, Only("privacy.randomness", ("seeded",))] = False
+    benchmark: bool = False
     """true: allow randomness: seeded with clients of one's own, to measure with. Such a run is never exported."""
     secure_rng: bool = False
     """true: noise on an exact grid that withstands attacks on floating-point arithmetic. For models that leave the
