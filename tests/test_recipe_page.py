@@ -84,7 +84,6 @@ FIRST = {
     "evaluation.private": "false",
     "data.partition.kind": "iid",
     "privacy.noise.kind": "independent",
-    "privacy.protocol": "sound",
     "server.average": "none",
     "task": "regression",
     "server.optimizer": "sgd",

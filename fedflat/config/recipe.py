@@ -87,8 +87,6 @@ class Recipe(Section):
     def _check(self, where: str) -> None:
         local, clip = self.local, self.privacy.clip
         require(None in (local.steps, local.epochs), f"{where}: local", "both steps and epochs", "one of them")
-        if local.steps is not None and (public := self.data.examples_per_client) is not None:
-            raise wrong(f"{where}: data.examples_per_client", public, "nothing with local.steps, in whose place it is")
         if local.warmup > self.rounds:
             raise wrong(f"{where}: local.warmup", local.warmup, f"at most {self.rounds}, the number of rounds")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.engine.device):

@@ -301,10 +301,7 @@ class PrivacySection(Section):
     protocol: Literal["sound", "published"] = "sound"
     """sound: the guarantee is true. published: a paper's released procedure, its claimed ε shown beside what is
     proven."""
-    published: Annotated[
-        str | None, Only("privacy.protocol", ("published",)),
-        BeforeValidator(lambda v: f"{v:03d}" if type(v) is int else v),
-    ] = None  # fmt: skip
+    published: Annotated[str | None, BeforeValidator(lambda v: f"{v:03d}" if type(v) is int else v)] = None
     """The paper whose procedure it is, where a method is in several: 000 (Shi et al. 2023a), 002 (Liu et al. 2025), 003
     (Shi et al. 2023b) or 004 (Cheng et al. 2022). Example: 002"""
     accountant: str = "pld"
