@@ -21,6 +21,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
 
@@ -87,7 +88,9 @@ def own_rule(root: object) -> str:
     things = [thing for _, thing, _ in _walk(root)]
     kinds = (k for k in things if isinstance(k, type) and issubclass(k, Function) and k.vmap is not Function.vmap)
     named = [kind.__name__ for kind in kinds if not is_library(_home(kind))]
-    named += [op._qualname for op in things if isinstance(op, CustomOpDef) and op._vmap_fn is not None]
+    named += [
+        op._qualname for op in things if isinstance(op, CustomOpDef) and getattr(op, "_vmap_fn", None) is not None
+    ]
     every = (name for name in torch._C._dispatch_get_all_op_names() if not name.startswith("aten::"))
     named += [
         n for n in every if n not in OPDEFS and torch._C._dispatch_has_kernel_for_dispatch_key(n, "FuncTorchBatched")
@@ -190,8 +193,10 @@ def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None
         try:
             children = _children(thing)
             held = _beside(thing) if children is None else children
-        except Exception:  # a user's class may answer every question with an error; it may still be pickled
+        except Exception:  # a user's class may answer every question with an error; its attributes are there
             children, held = None, []
+            with suppress(AttributeError):
+                held = [(f".{name}", value) for name, value in object.__getattribute__(thing, "__dict__").items()]
         yield path, thing, children
         waiting.extend((f"{path}{label}".lstrip("."), child) for label, child in held)
 
@@ -230,7 +235,9 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{index}]", value) for index, value in enumerate(thing)] + _attributes(thing)
     if isinstance(thing, set | frozenset):
         # Two processes go through a set in different orders.
-        return [(f"{{{_label(v, index)}}}", v) for index, v in enumerate(sorted(thing, key=repr))] + _attributes(thing)
+        return [(f"{{{_label(v, index)}}}", v) for index, v in enumerate(sorted(thing, key=_shown))] + _attributes(
+            thing
+        )
     if isinstance(thing, functools.partial):
         return [("()", thing.func), (".args", thing.args), (".keywords", thing.keywords), *_attributes(thing)]
     if isinstance(thing, type):
@@ -254,6 +261,14 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
     if isinstance(thing, contextvars.ContextVar):
         return [("", thing.get(None))]
     return _of_function(thing) if isinstance(thing, types.FunctionType) else _of_object(thing)
+
+
+def _shown(value: Any) -> str:
+    """Return what a thing shows of itself; its class's name where it cannot."""
+    try:
+        return repr(value)
+    except Exception:  # any class may refuse in its own way
+        return type(value).__qualname__
 
 
 def _attributes(thing: Any) -> list[tuple[str, Any]]:

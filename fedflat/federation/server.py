@@ -18,8 +18,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fedflat.assembly.stating import Terms, state_privacy
 from fedflat.config import reading
 from fedflat.core import durable
@@ -29,7 +27,7 @@ from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
 from fedflat.core.types import RoundState
-from fedflat.engine.job import Job, Outcome, RoundResult
+from fedflat.engine.job import Job, Outcome
 from fedflat.engine.train import train
 from fedflat.federation.bounds import Limits
 from fedflat.federation.events import log_fields, serve_metrics
@@ -115,7 +113,6 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
                 log.warning(note)
             _wait_for_nodes(grid, task.roster, settings)
             log.info("clients enough are connected", extra=log_fields("ready"))
-            _refuse_infinite(outcome.state.shared)
             outcome = _train(job)
         facts = state_privacy(task.recipe, job, outcome, deployment=True)
         write_ending(job, facts, outcome)
@@ -265,17 +262,9 @@ def _tell_start(job: Job, outcome: Outcome) -> None:
     log.info("rounds %d to %d", done, plan.rounds - 1, extra=log_fields("start", **facts))
 
 
-def _refuse_infinite(*model: Tensor) -> None:
-    """Stop before a round is charged in which every client would refuse the model: a lie of a client's under
-    ``trust: local`` may have made it so."""
-    if not all(bool(values.isfinite().all()) for values in model):
-        raise RunError("the model is not finite, and no client trains from it: begin a run in another folder")
-
-
-def _announce(released: dict[str, Any], state: RoundResult) -> None:
-    """One log line of a round, of what was released anyway; RunError where no client could train from its model."""
+def _announce(released: dict[str, Any], state: object) -> None:
+    """One log line of a round, of what was released anyway."""
     number = released["round"]
     figures = {name: released.get(name) for name in ("epsilon", "test_accuracy")}
     more = {"round": number, "finished": number + 1, "aborted": bool(released.get("aborted"))}
     log.info("round %d: %s", number, json.dumps(durable.plain(figures)), extra=log_fields("round", **more, **figures))
-    _refuse_infinite(*state.model().parameters())

@@ -134,6 +134,8 @@ class Flower:
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Ask the connected clients of the cohort; yield what they answer. Nothing of a client is kept but the sum."""
+        if not bool(torch.isfinite(broadcast.shared).all()):  # a lie under trust: local may have made it so
+            raise RunError("the model is not finite, and no client trains from it: begin a run in another folder")
         # Packed once: a model for each client of a cohort would fill the memory.
         common = wire.write_broadcast(broadcast)
 

@@ -10,6 +10,7 @@ from stand_in import deployed, final_shared, grid_of, settings, small
 
 from fedflat.core.checks import InputError, RunError
 from fedflat.federation import server
+from fedflat.federation.client import Client
 from fedflat.federation.close import close
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import keys, signing
@@ -163,9 +164,14 @@ def test_clients_that_refuse_the_ledger_end_the_run_before_the_next_charge(tmp_p
     assert len(read_ledger(ledger)) == 1
 
 
-def test_a_model_that_is_not_finite_ends_a_deployment(tmp_path: Path) -> None:
+def test_a_model_that_is_not_finite_is_sent_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, clients = deployed(tmp_path, small(rounds=4, privacy={"trust": "local", "noise_multiplier": 1.0}))
+    monkeypatch.setattr(
+        Client, "_outgoing", lambda client, *given: torch.full((client.job.parts.message_length,), 3e38)
+    )
     with pytest.raises(RunError, match="the model is not finite, and no client trains from it"):
-        server._refuse_infinite(torch.zeros(2), torch.tensor([1.0, float("nan")]))
+        server.serve(grid_of(task, clients), task, settings(tmp_path))
+    assert len(read_ledger(tmp_path / "run" / "ledger.jsonl")) < 4
 
 
 def test_clients_that_have_answered_already_end_nothing(tmp_path: Path) -> None:
