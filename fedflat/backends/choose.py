@@ -164,7 +164,8 @@ class _Makers:
         of a block are to stay in a core's caches: they are read at every step, and inputs once.
         """
         per_client = max(self.parts.layout.size, self.width * math.prod(self.data.input_shape))
-        per_client = self.held_as_factors() if factors else per_client
+        # One's own pieces are recorded on vectors written out.
+        per_client = max(self.held_as_factors(), self.own * self.parts.layout.size) if factors else per_client
         most = min(FACTORS_AT_MOST if factors else AT_MOST, BLOCK_ENTRIES // max(per_client, 1), self.clients)
         most = min(most, CACHED_ENTRIES // self.parts.layout.size) if cached else most
         sizes = {max(1, most >> half) for half in range(9)}
@@ -175,6 +176,11 @@ class _Makers:
         sampler, draw = self.parts.plan.sampler, stream(0, "cohorts to size blocks for")
         own = self.clients // block + (np.arange(block) < self.clients % block)
         return float(draw.binomial(own, min(1.0, sampler.q), (8, block)).max(1).mean() * block / max(sampler.size, 1))
+
+    @property
+    def own(self) -> bool:
+        """Whether a piece of the method is a user's own."""
+        return any(isinstance(piece, Isolated) for _, piece in pieces_of(self.parts.algorithm))
 
     @property
     def width(self) -> int:
@@ -190,7 +196,6 @@ class _Makers:
         """Return why the low-rank form does not apply; empty if it does."""
         method, local = self.parts.algorithm, self.parts.local
         reasons = {
-            "a piece of one's own": any(isinstance(piece, Isolated) for _, piece in pieces_of(method)),
             "a loss other than cross-entropy": not self.problem.objective.cross_entropy,
             "a model that is not a stack of linear layers": self.layers is None,
             "a personal part": method.head is not None or any(phase.part != "all" for phase in method.phases),
@@ -198,7 +203,9 @@ class _Makers:
             f"local.optimizer: {local.optimizer}": local.optimizer != "sgd",
             "local epochs of each client's own length": local.epochs is not None,
         }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        found = next((reason for reason, holds in reasons.items() if holds), "")
+        needed = not found and self.own and not _is_right(self, "lowrank", CHECKED_CLIENTS)
+        return "a piece of one's own that needs its vectors' entries" if needed else found
 
 
 def by_shapes(makers: _Makers, block: int | None = None) -> Backend:
@@ -208,14 +215,13 @@ def by_shapes(makers: _Makers, block: int | None = None) -> Backend:
     padded = makers.data.most is None and makers.width > PADDED
     if parts.local.epochs is None and not makers.one_by_one and not padded:
         stack = makers.layers is not None
-        fits = not makers.no_factors() and makers.held_as_factors() < parts.layout.size
+        fits = makers.held_as_factors() < parts.layout.size and not makers.no_factors()
         coarse = stack and problem.precision == "bf16" and makers.width < SHORT_PRODUCT
         name = "lowrank" if fits else "vectorized-fp32" if coarse else "vectorized"
         block = block or makers.block(fits, cached=not fits)
         # Convolutions over clients by vmap are grouped convolutions, many times slower.
         small = size <= SMALL and not any(isinstance(layer, _ConvNd) for layer in problem.module.modules())
-        trusted = stack and problem.device.type == "cpu"
-        if trusted or ((stack or small) and _is_right(makers, name, block)):
+        if (stack and problem.device.type == "cpu") or ((stack or small) and _is_right(makers, name, block)):
             return makers.make(name, block, cores if stack else 1)
     cohort, steps = math.ceil(parts.plan.sampler.size), parts.local.steps * len(parts.algorithm.phases)
     positions = max(1.0, math.prod(makers.data.input_shape[1:]) / REUSED)
@@ -238,11 +244,13 @@ def _is_right(makers: _Makers, name: str, block: int) -> bool:
     first, clients = torch.cat([p.detach().reshape(-1) for p in mine.parameters]).cpu(), np.arange(CHECKED_CLIENTS)
     with using_threads(1):
         try:
-            expected, found = (sum_of(each, parts, first, clients) for each in (alone, tried.make(name, block)))
+            made = tried.make(name, block)
+            expected, found = (sum_of(each, parts, first, clients) for each in (alone, made))
         except Exception:  # a module may fail in a block, and a kernel on a GPU, in a way of its own
             return False
+    written = name == "lowrank" and getattr(made, "factors", None) is None  # vectors, which factors could not hold
     apart = torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected).clamp_min(TINY)
-    return bool(apart <= TOLERANCE[mine.precision])
+    return not written and bool(apart <= TOLERANCE[mine.precision])
 
 
 def made_up(data: FederatedData, local: Local, clients: int) -> FederatedData:
@@ -259,8 +267,8 @@ def sum_of(backend: Backend, parts: RoundParts, first: torch.Tensor, clients: np
     """Return the clipped sum ``(d,)`` of some clients' messages from w^0, as in a round of its own."""
     size = parts.layout.dimension
     threshold = 1.0 if math.isfinite(parts.clip.bound(1.0)) else math.inf
-    zero = torch.zeros(size)
-    broadcast = Broadcast(0, first[:size].clone(), threshold, 1.0, vectors=dict.fromkeys(parts.broadcast, zero))
+    told = dict.fromkeys(parts.broadcast, torch.linspace(-0.1, 0.1, size) / math.sqrt(size))  # not zero: 0 hides faults
+    broadcast = Broadcast(0, first[:size].clone(), threshold, 1.0, vectors=told)
     sink = PlainSum(parts.clip, threshold, parts.message_tensors, parts.message_length)
     kept = PersonalState(first[size:].clone())
     RoundSum(parts.algorithm, parts.local, broadcast, sink, kept).add_cohort(backend, clients)

@@ -180,14 +180,20 @@ class Factored:
         self.bases, self.steps = other.bases, other.steps
         return self
 
+    def _each(self, change: Callable[[Coefficient], Coefficient]) -> "Factored":
+        """Return the vectors with each coefficient changed."""
+        bases = [(b, change(c)) for b, c in self.bases]
+        return Factored(self.trace, bases, {s: change(c) for s, c in self.steps.items()})
+
     def mul(self, factor: Any) -> "Factored":
         """Multiply by a number, or ``(n, 1)``."""
-        if isinstance(factor, Factored) or (isinstance(factor, Tensor) and factor.shape != (self.trace.clients, 1)):
+        if isinstance(factor, Factored) or (
+            isinstance(factor, Tensor) and factor.shape not in ((), (self.shape[0], 1))
+        ):
             raise Declined("a product with other vectors")
         if isinstance(factor, Tensor):
-            factor = factor.to(torch.float32)
-        bases = [(b, c * factor) for b, c in self.bases]
-        return Factored(self.trace, bases, {s: c * factor for s, c in self.steps.items()})
+            factor = factor.to(torch.float32) if factor.dim() else float(factor)
+        return self._each(lambda c: c * factor)
 
     def add(self, other: Any, *, alpha: float = 1.0) -> "Factored":
         """Plus ``alpha`` times other factored vectors of the same block, or a vector ``(D,)``."""
@@ -222,6 +228,10 @@ class Factored:
     def sub_(self, other: Any, *, alpha: float = 1.0) -> "Factored":
         """``sub``, replacing its own factors."""
         return self.add_(other, alpha=-alpha)
+
+    def contiguous(self) -> "Factored":
+        """Itself: it has no strides."""
+        return self
 
     __mul__ = __rmul__ = mul
     __add__ = __radd__ = add
@@ -318,17 +328,43 @@ def _dense_norms(vectors: Tensor) -> Tensor:
 
 
 def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    if ord != 2 or dim not in (-1, 1):
+    if ord != 2 or dim not in (-1, 1, [-1], [1]):
         raise Declined("another norm")
     norms: Tensor = x.norms().to(dtype or torch.float32)
     return norms[:, None] if keepdim else norms
 
 
+def _sum(a: Any, b: Any, *, alpha: float = 1) -> Any:
+    return a.add(b, alpha=alpha) if isinstance(a, Factored) else b.mul(alpha).add(a)
+
+
+def _chosen(mask: Tensor, a: Any, b: Any) -> Any:
+    if isinstance(a, Tensor) or isinstance(b, Tensor) or mask.shape != (a.shape[0], 1):
+        raise Declined("a choice among entries")
+    # Not by products: where nothing is kept of a coefficient, it may be infinite.
+    return a._each(lambda c: torch.where(mask, c, 0.0)).add(b._each(lambda c: torch.where(mask, 0.0, c)))
+
+
+_ATEN = torch.ops.aten
 _OWN: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm,
     torch.zeros_like: lambda x: Factored(x.trace, [], {}),
     torch.atleast_2d: lambda x: x,
     torch.clone: lambda x: x.clone(),
+    # The operations that a user's own pieces are recorded as (``engine.isolated``).
+    _ATEN.linalg_vector_norm.default: _vector_norm,
+    _ATEN.zeros_like.default: lambda x, **_: Factored(x.trace, [], {}),
+    _ATEN.clone.default: lambda x, **_: x.clone(),
+    _ATEN.detach.default: Factored.detach,
+    _ATEN.permute.default: lambda x, order: x if order == [0, 1] else x.permute(order),
+    _ATEN.add.Tensor: _sum,
+    _ATEN.sub.Tensor: lambda a, b, *, alpha=1: _sum(a, b, alpha=-alpha),
+    _ATEN.mul.Tensor: lambda a, b: b.mul(a) if isinstance(b, Factored) else a.mul(b),
+    _ATEN.div.Tensor: lambda a, b: a * torch.reciprocal(torch.tensor(float(b)) if isinstance(b, int | float) else b),
+    _ATEN.neg.default: lambda x: x.mul(-1.0),
+    _ATEN.lerp.Scalar: lambda a, b, weight: _sum(a, _sum(b, a, alpha=-1), alpha=weight),
+    _ATEN.where.self: _chosen,
+    **{getattr(_ATEN, f"{name}_").Tensor: getattr(Factored, f"{name}_") for name in ("add", "sub", "mul")},
 }
 """What torch's own functions do where an argument is ``Factored``."""
 

@@ -8,6 +8,7 @@ is made up, and a draw from a global generator is an error. Python that would fo
 """
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from fedflat.core.held import global_generators
 from fedflat.core.params import Layout
 from fedflat.core.types import Algorithm, ClientView, GradientFn, Local, broadcast_by
 from fedflat.engine.client import steps_of
+from fedflat.engine.factored import Declined
 
 Ask = Callable[[str, int, Tensor], Tensor]
 """What a piece asks of the engine: a name, a number of classes (or 0), and a tensor ``(n, …)`` -> ``(n, …)``."""
@@ -73,6 +75,10 @@ class Recording:
         for step in self.steps:
             args = [_filled(arg, slots) for arg in step.args]
             call = ask if step.call is None else step.call
+            # Factors may hold the tensor written into: they keep a common vector as it is, without a copy.
+            beside = not isinstance(inputs[0], Tensor) and isinstance(args[0], Tensor)
+            if beside and step.call is not None and step.call._schema.is_mutable:
+                raise Declined("a tensor beside the factors that is written into")
             found = call(*args, **{k: _filled(v, slots) for k, v in step.kwargs.items()})
             for number, value in zip(step.out, found if isinstance(found, tuple | list) else (found,)):
                 if number is not None:
@@ -184,7 +190,7 @@ def record(
 
     check: look whether a row reaches another. Raises Refused where it cannot be.
     """
-    places = [torch.arange(x.numel(), dtype=x.dtype, device=x.device) for x in inputs]
+    places = [torch.arange(math.prod(x.shape), dtype=x.dtype, device=x.device) for x in inputs]
     made = [torch.sin(place + k).view(x.shape) for k, (place, x) in enumerate(zip(places, inputs))]
     told = {name: vector.clone() for name, vector in broadcast.items()}
     token = torch.zeros(len(made[0]), device=made[0].device)
@@ -287,9 +293,9 @@ class Isolated:
 
     def _run(self, call: Call, view: ClientView, tensors: Sequence[Tensor], ask: Ask) -> Tensor:
         """Return the outcome for one client's tensors ``(…)`` or a block's ``(n, …)``; its states go behind them."""
-        single, facts = tensors[0].dim() == 1, (view.clip, view.steps, view.lr)
+        single, facts, clients = tensors[0].dim() == 1, (view.clip, view.steps, view.lr), tensors[0].shape[0]
         names, given = list(view.state), [*tensors, *view.state.values()]
-        block = [x[None] for x in given] if single else [x.expand(len(tensors[0]), -1) for x in given]
+        block = [x[None] for x in given] if single else [x if x.dim() == 2 else x.expand(clients, -1) for x in given]
         asked: Ask = ask if not single else lambda name, classes, at: ask(name, classes, at[0])[None]
         shapes = tuple(x.shape for x in block)
         with _RECORDING:  # blocks of clients train in threads
@@ -310,7 +316,7 @@ class Isolated:
                     self._made.clear()
                 self._made[shapes, facts] = made
                 self._checked.add(shapes)
-        found = made.run([*block, *view.broadcast.values(), block[0].new_zeros(len(block[0]))], asked)
+        found = made.run([*block, *view.broadcast.values(), block[0].new_zeros(block[0].shape[0])], asked)
         return found[0] if single else found
 
 

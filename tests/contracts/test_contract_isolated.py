@@ -1,6 +1,7 @@
 """A user's pieces run on clients' data as recorded tensor operations: their own code never sees a number of it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,12 @@ def test_blocks_of_a_users_method_are_one_client_after_the_other_up_to_rounding(
     torch.testing.assert_close(trained(OWN, "vectorized"), trained(OWN, "sequential"), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("noise_of_any_engine")
+def test_a_users_linear_algebra_runs_on_factors() -> None:
+    method = replace(rule(lambda g, w, view: g + 0.1 * (w - view.start) / g.norm()), transforms=OWN.transforms)
+    torch.testing.assert_close(trained(method, "lowrank"), trained(method, "sequential"), rtol=1e-4, atol=1e-6)
+
+
 class Ruled(torch.autograd.Function):
     @staticmethod
     def forward(w: Tensor) -> Tensor:  # type: ignore[override]
@@ -159,8 +166,10 @@ def test_a_block_is_refused_for_what_cannot_be_recorded_and_one_line_says_why() 
         trained(method, "auto")
     with pytest.warns(UserWarning), pytest.raises(InputError, match="found vectorized with a piece that trains"):
         trained(method, "vectorized")
-    with pytest.raises(InputError, match=r"found lowrank with clients' state|found lowrank with a piece of one's own"):
+    with pytest.raises(InputError, match=r"found lowrank with clients' state"):
         trained(OWN, "lowrank")
+    with pytest.raises(InputError, match=r"found lowrank with a piece of one's own that needs its vectors' entries"):
+        trained(rule(lambda g, w, view: g * g.sign()), "lowrank")
 
 
 def test_packaged_pieces_stay_as_they_are() -> None:

@@ -16,6 +16,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import seeded_torch
+from fedflat.core.types import Algorithm, ClientView, GradientFn, Phase
 from fedflat.data.clients import from_pairs
 from fedflat.engine.batches import BlockBatches, Order
 from fedflat.engine.factored import Factored
@@ -152,7 +153,17 @@ BLOCKS = [("vectorized", None), ("vectorized", 7), ("vectorized", 16), ("lowrank
 THERE = np.array([0, 3, 4, 5, 8, 9, 11, 12, 14, 15, 17, 18, 20, 21, 23])
 
 
-def chaotic(backend: str, block: int | None) -> Any:
+def steep(gradient: GradientFn, view: ClientView) -> GradientFn:
+    """A user's own SAM."""
+
+    def rule(w: Tensor) -> Tensor:
+        g = gradient(w)
+        return gradient(w + 5.0 * g / g.norm().clamp_min(1e-12))
+
+    return rule
+
+
+def chaotic(backend: str, block: int | None, own: bool = False) -> Any:
     """SAM with a large radius on contradictory labels: a difference in the last bit becomes one of the clip's size."""
     draw = np.random.default_rng(1)
     inputs = [torch.from_numpy(2 * draw.standard_normal((6, 24), dtype=np.float32)).repeat(2, 1) for _ in range(24)]
@@ -167,7 +178,9 @@ def chaotic(backend: str, block: int | None) -> Any:
         "local": {"steps": 40, "batch_size": 5, "lr": 1.0, "momentum": 0.0},
         "engine": {"backend": backend, "block": block, "processes": 2},
     }
-    return prepare(Recipe.of(recipe("dp-fedsam", changes)), network, [(x, labels) for x in inputs])
+    method = Algorithm("own", phases=(Phase(rule=steep),), momentum=0.0) if own else None
+    made = Recipe.of(recipe("dp-fedsam", changes))
+    return prepare(made, network, [(x, labels) for x in inputs], algorithm=method)
 
 
 def sent_by(made: Any, cohort: np.ndarray) -> dict[int, Tensor]:
@@ -186,9 +199,11 @@ def moved_by_a_coin(made: Any) -> int:
     return sum(not torch.equal(whole[client], message) for client, message in found)
 
 
-@pytest.mark.parametrize(("backend", "block"), BLOCKS)
-def test_a_coin_of_one_client_moves_no_other_clients_message(backend: str, block: int | None) -> None:
-    assert moved_by_a_coin(chaotic(backend, block)) == 0
+@pytest.mark.parametrize(("backend", "block", "own"), [*((*b, False) for b in BLOCKS), ("lowrank", 7, True)])
+def test_a_coin_of_one_client_moves_no_other_clients_message(backend: str, block: int | None, own: bool) -> None:
+    made = chaotic(backend, block, own)
+    assert moved_by_a_coin(made) == 0
+    assert made.backend.factors is not None or backend == "vectorized"
 
 
 def in_order(clients: np.ndarray, size: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Vectors kept as factors: their arithmetic, norms and sums against the vectors written out, hostile cases included."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor, nn
 
 from fedflat.core.params import flatten, layout_of
 from fedflat.core.rng import seeded_torch
-from fedflat.core.types import ClientView
+from fedflat.core.types import ClientView, GradientFn
 from fedflat.engine.factored import Declined, Factored, LowRankProblem
+from fedflat.engine.isolated import IsolatedRule, packaged
 from fedflat.engine.mlp import DenseProblem, layers_of
 from fedflat.engine.problem import Batch
 from fedflat.engine.reduce import PlainSum
@@ -33,13 +35,40 @@ def batch(seed: int, scale: float = 1.0) -> Batch:
         return Batch(scale * torch.randn(CLIENTS, 5, 7), torch.randint(0, 3, (CLIENTS, 5)))
 
 
+def own(gradient: GradientFn, view: ClientView) -> GradientFn:
+    """What a user may write: recorded, it is torch's operations on factors."""
+
+    def rule(w: Tensor) -> Tensor:
+        g = gradient(w)
+        g = torch.where(g.norm() > 0.1, -g / -g.norm(), g.lerp(gradient(w - 0.1 * g), 0.5))
+        g.mul_(view.broadcast["direction"].norm()).add_(view.start, alpha=0.1).sub_(w, alpha=0.1)
+        return gradient(w + g.detach().clone() / 2.0) - torch.zeros_like(g)
+
+    return rule
+
+
+def test_a_vector_beside_the_factors_is_never_written_into() -> None:
+    """They keep it as it is: a write would change weights that were made before."""
+    low, _, first = problems()
+    w = low.start(first, CLIENTS)
+    view = ClientView(start=w.clone(), clip=1.0, steps=1, lr=0.3, broadcast={"direction": torch.ones(len(first))})
+
+    def rule(gradient: GradientFn, view: ClientView) -> GradientFn:
+        offset = view.broadcast["direction"] * 0.5
+        return lambda w: gradient(w + offset) + gradient(w + offset.neg_())
+
+    with pytest.raises(Declined, match="written into"):
+        IsolatedRule(rule, "own")(lambda at: at, view)(w)
+
+
 @pytest.mark.parametrize(
     "rule",
-    [sam(0.5), blur(0.7), compose(sam(0.3), blur(0.7)), pgn(0.2, 0.3), compose(sam(0.3), pgn(0.2, 0.3))],
+    [sam(0.5), blur(0.7), compose(sam(0.3), blur(0.7)), pgn(0.2, 0.3), compose(sam(0.3), pgn(0.2, 0.3)), own],
     ids=lambda rule: type(rule).__name__,
 )
 def test_every_rule_is_the_same_on_factors(rule: object) -> None:
     low, dense, first = problems()
+    rule = rule if packaged(rule) else IsolatedRule(rule, "own")
     direction = torch.linspace(-1, 1, len(first))
     w, v = low.start(first, CLIENTS), first.repeat(CLIENTS, 1)
     starts = w.clone(), v.clone()
@@ -118,7 +147,15 @@ def test_what_factors_cannot_hold_is_declined() -> None:
     w = low.start(first, CLIENTS)
     with pytest.raises(Declined):
         w.sub_(torch.ones(CLIENTS, low.layout.size))
-    with pytest.raises(Declined):
-        w.clamp_(0.0, 1.0)
+    aten, g = torch.ops.aten, low.gradient(w, "all", batch(0)).vector
+    mask = torch.ones(CLIENTS, low.layout.size, dtype=torch.bool)
+    cases: list[tuple[Any, Any]] = [
+        (lambda: w.clamp_(0.0, 1.0), ()), (aten.linalg_vector_norm.default, (g, 2, [1, 0])),
+        (aten.permute.default, (g, [1, 0])), (aten.div.Tensor, (g.norms()[:, None], g)),
+        (aten.where.self, (mask, g, w)), (aten.where.self, (mask[:, :1], g, first[0])), (aten.mul.Tensor, (g, w)),
+    ]  # fmt: skip
+    for call, args in cases:
+        with pytest.raises(Declined):
+            call(*args)
     with pytest.raises(Declined):
         low.gradient(w.dense(), "all", batch(0))  # type: ignore[arg-type]
