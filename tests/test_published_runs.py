@@ -211,7 +211,7 @@ def test_a_run_states_claim_and_proof_side_by_side(algorithm: str) -> None:
 
 
 @pytest.mark.usefixtures("quick_workers")
-@pytest.mark.parametrize("algorithm", ["dp-fedsam", "dp-fedpgn"])
+@pytest.mark.parametrize("algorithm", ["dp-fedsam", pytest.param("dp-fedpgn", marks=pytest.mark.long)])
 def test_no_output_of_any_kind_shows_the_claim_alone(
     tmp_path: Path, algorithm: str, command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,7 @@ def test_copies_are_not_used_where_they_would_differ():
     assert must_loop(dataclasses.replace(neighbours, bench=neighbours.bench.changed(mechanism=Shared())))
 
 
+@pytest.mark.long
 def test_adaptive_clip_is_audited_run_by_run():
     sections = {"privacy": {"clip": {"kind": "adaptive", "initial": 1.0, "count_noise": 3.0}}}
     found = audit_method("dp-fedavg", sections=sections, runs=200)

@@ -149,7 +149,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_only_the_operator_gives_orders_and_only_for_this_app(place: Path) -> None:
     """``flwr run`` from the network, from this machine without the token, and with it but for another app."""
     app = hostile_app(place, place / "state-home" / "fedflat" / "keys", place / "loot")
@@ -174,7 +174,7 @@ def test_only_the_operator_gives_orders_and_only_for_this_app(place: Path) -> No
     assert "refused: run" in logs(federation)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_runs_nothing_that_comes_with_a_run(place: Path) -> None:
     """An operator who attacks: a SuperLink left open, on which the hostile app may run. One client's SuperNode is
     ours; the other is the twin, Flower's own, and loses its key. So do the server's noise keys, and the SuperLink's

@@ -55,7 +55,7 @@ def moved(before: nn.Module, after: nn.Module) -> set[str]:
         ("head", "vectorized"),
         ("lora", "sequential"),
         ("lora", "vectorized"),
-        pytest.param("lora", "workers", marks=pytest.mark.slow),
+        pytest.param("lora", "workers", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.usefixtures("quick_workers")
