@@ -20,15 +20,11 @@ from fedflat.simulation.inspection import inspect_run
 from fedflat.simulation.result import export
 
 RECIPE: dict[str, Any] = {
-    "rounds": 3,
-    "algorithm": "dp-fedavg",
-    "data": {"clients": 40, "max_examples": 400},
-    "model": "linear",
-    "local": {"steps": 2, "batch_size": 10, "lr": 0.1},
-    "cohort": {"size": 20},
+    "rounds": 3, "algorithm": "dp-fedavg", "data": {"clients": 40, "max_examples": 400}, "model": "linear",
+    "local": {"steps": 2, "batch_size": 10, "lr": 0.1}, "cohort": {"size": 20},
     "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "delta": 0.01, "budget": 20},
     "engine": {"backend": "sequential", "device": "cpu"},
-}
+}  # fmt: skip
 
 
 def flat(module: nn.Module) -> torch.Tensor:
@@ -175,6 +171,8 @@ def test_from_a_table_to_an_answer_and_to_onnx_with_the_steps_beside_it(tmp_path
         ran.predict(rows.drop(columns="plan"))
     with pytest.raises(InputError, match=r"row 0, column plan: found 'gold'; allowed: free, pro"):
         ran.predict(rows.assign(plan="gold"))
+    with pytest.raises(InputError, match=r"predict: found ndarray; allowed: a table with columns "):
+        ran.predict(inputs)
 
 
 def test_tensors_numbers_and_labels_are_answered(tmp_path: Path) -> None:
@@ -225,6 +223,7 @@ QUIET = {"round": 0, "cohort": 5, "clipped_fraction": 0.5, "signal_to_noise": 1.
         ({**GOOD, "test_loss": float("nan")}, {}, "test loss is not finite from round 0"),
         ({**GOOD, "test_loss": None}, {}, "test loss is not finite"),
         ({**GOOD, "test_accuracy": 0.52, "class_accuracy": [0.3, 0.7]}, {}, "guessing among 2 classes"),
+        ({**GOOD, "test_accuracy": 0.9, "class_accuracy": [0.99, 0.03]}, {}, "90.00 %, each class counted alike,"),
         ({**GOOD, "test_accuracy": 0.5, "class_accuracy": [1.0, 0.0, None]}, {}, "every test example the same class"),
         ({**GOOD, "test_accuracy": 0.01, "class_accuracy": []}, {}, None),
         (GOOD, {**QUIET, "train_loss": None}, "training loss is not finite in round 0"),

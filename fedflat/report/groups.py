@@ -214,9 +214,7 @@ def final_epsilon(group: Group) -> float | None:
 
 
 def _same(one: float | None, other: float | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return math.isclose(one, other, rel_tol=SAME)
+    return one is other if None in (one, other) else math.isclose(one or 0.0, other or 0.0, rel_tol=SAME)
 
 
 def headline(groups: Sequence[Group]) -> str:

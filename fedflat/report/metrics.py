@@ -422,14 +422,17 @@ def tested_classes(record: Record) -> list[float]:
 
 
 def guess(released: Sequence[Record]) -> Guess | None:
-    """Return the last evaluated model, if it gives one class to everything or is no better than a class at random."""
+    """Return the last evaluated model, if it gives one class to everything or is no better than a class at random.
+
+    Each class counts alike too: where most examples are of one class, naming nearly always that one has learnt nothing.
+    """
     last = next((r for r in reversed(released) if number(r.get("test_accuracy")) is not None), None)
     known = [] if last is None else tested_classes(last)
     if last is None or len(known) < 2:
         return None
     found = Guess(float(last["test_accuracy"]), len(known), sorted(known) == [0.0] * (len(known) - 1) + [1.0])
     most = (CHANCE if found.classes >= FEW else CHANCE_OF_FEW) / found.classes
-    return found if found.one_class or found.accuracy <= most else None
+    return found if found.one_class or min(found.accuracy, sum(known) / len(known)) <= most else None
 
 
 NAMED = 3

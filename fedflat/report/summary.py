@@ -85,7 +85,8 @@ def _chance(released: Sequence[Record]) -> list[str]:
     accuracy = wording.percent(found.accuracy)
     if found.one_class:
         return [f"The model gives every test example the same class (accuracy {accuracy} %)."]
-    return [f"Test accuracy {accuracy} % is no better than guessing among {found.classes} classes."]
+    alike = ", each class counted alike," if found.accuracy * found.classes > metrics.CHANCE else ""
+    return [f"Test accuracy {accuracy} %{alike} is no better than guessing among {found.classes} classes."]
 
 
 def _clipped(private: Sequence[Record]) -> list[str]:

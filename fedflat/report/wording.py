@@ -155,5 +155,4 @@ def share_bound(value: float) -> str:
     percent = 100 * value
     digits = max(0, 2 - math.floor(math.log10(percent))) if percent > 0 else 0
     # A bound must not be rounded down.
-    shown = math.ceil(percent * 10**digits - 1e-9) / 10**digits
-    return f"{min(shown, 100):.{digits}f} %"
+    return f"{min(math.ceil(percent * 10**digits - 1e-9) / 10**digits, 100):.{digits}f} %"

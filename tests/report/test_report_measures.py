@@ -52,6 +52,7 @@ def test_the_gap_is_taken_in_the_round_that_is_shown(tmp_path: Path) -> None:
         ({"class_accuracy": [0.1, 0.2, None], "test_accuracy": 0.15}, None, "chance"),
         ({"class_accuracy": [0.0, 1.0, 0.0], "test_accuracy": 0.6}, None, "chance"),
         ({"class_accuracy": [0.5, 0.9, 0.1], "test_accuracy": 0.5}, None, ""),
+        ({"class_accuracy": [0.98, 0.05], "test_accuracy": 0.85}, None, "chance"),
         ({"class_accuracy": [None, 0.5], "test_accuracy": 0.5}, None, ""),
         ({"class_accuracy": [0.0, 1.0], "test_accuracy": 0.5}, [{"round": 0, "personal_accuracy": 0.9}], ""),
     ],

@@ -24,17 +24,8 @@ from fedflat.report.tables import PLAINLY
 
 RELEASED = {"accuracy", "loss", "epsilon", "classes"}
 SIMULATED = {
-    "norms",
-    "clipped",
-    "signal",
-    "alpha",
-    "errors",
-    "train-accuracy",
-    "train-loss",
-    "personal",
-    "spread",
-    "cohort",
-}
+    "norms", "clipped", "signal", "alpha", "errors", "train-accuracy", "train-loss", "personal", "spread", "cohort",
+}  # fmt: skip
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 
 
