@@ -40,35 +40,11 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
-    "Algorithm",
-    "ClientState",
-    "ClientView",
-    "CommonMask",
-    "GradientFn",
-    "GradientRule",
-    "Guard",
-    "InputError",
-    "Local",
-    "MaskView",
-    "MeanView",
-    "Optimizer",
-    "Phase",
-    "PrivateClassifier",
-    "PrivateRegressor",
-    "Recipe",
-    "Result",
-    "RoundResult",
-    "RunError",
-    "ServerStep",
-    "ServerView",
-    "Transform",
-    "clients",
-    "epsilon",
-    "export",
-    "load",
-    "noise_multiplier",
-    "run",
-]
+    "Algorithm", "ClientState", "ClientView", "CommonMask", "GradientFn", "GradientRule", "Guard", "InputError",
+    "Local", "MaskView", "MeanView", "Optimizer", "Phase", "PrivateClassifier", "PrivateRegressor", "Recipe",
+    "Result", "RoundResult", "RunError", "ServerStep", "ServerView", "Transform", "clients", "epsilon", "export",
+    "load", "noise_multiplier", "run",
+]  # fmt: skip
 
 _PLACES = dict.fromkeys(__all__, "fedflat.core.types") | {
     "RoundResult": "fedflat.engine.job",

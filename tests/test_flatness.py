@@ -18,15 +18,11 @@ from fedflat.records import checkpoint
 from fedflat.report.metrics import read_run, read_runs
 
 TINY: dict[str, Any] = {
-    "name": "tiny",
-    "rounds": 2,
-    "data": {"dataset": "digits", "clients": 20, "max_examples": 400},
-    "model": {"name": "mlp", "hidden": 8},
-    "algorithm": {"name": "dp-fedsam", "rho": 0.05},
-    "local": {"steps": 3, "batch_size": 16},
-    "cohort": {"size": 8},
+    "name": "tiny", "rounds": 2, "data": {"dataset": "digits", "clients": 20, "max_examples": 400},
+    "model": {"name": "mlp", "hidden": 8}, "algorithm": {"name": "dp-fedsam", "rho": 0.05},
+    "local": {"steps": 3, "batch_size": 16}, "cohort": {"size": 8},
     "privacy": {"noise_multiplier": 1.0, "accountant": "rdp"},
-}
+}  # fmt: skip
 FAST = ("--points", "5", "--draws", "2", "--curvature-examples", "60", "--threads", "1")
 Call = Callable[..., tuple[int, str, str]]
 

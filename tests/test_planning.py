@@ -34,14 +34,10 @@ from fedflat.simulation.planning import (
 )
 
 RECIPE: dict[str, Any] = {
-    "rounds": 6,
-    "data": {"dataset": "digits", "clients": 40},
-    "model": {"name": "mlp", "hidden": 8},
-    "algorithm": "dp-fedavg",
-    "local": {"steps": 2, "batch_size": 8},
-    "cohort": {"size": 20},
+    "rounds": 6, "data": {"dataset": "digits", "clients": 40}, "model": {"name": "mlp", "hidden": 8},
+    "algorithm": "dp-fedavg", "local": {"steps": 2, "batch_size": 8}, "cohort": {"size": 20},
     "privacy": {"clip": 0.5, "epsilon": 8},
-}
+}  # fmt: skip
 DIMENSION = 64 * 8 + 8 + 8 * 10 + 10
 
 

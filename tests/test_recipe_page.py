@@ -79,15 +79,10 @@ def test_every_key_is_read_and_has_an_effect_or_is_refused() -> None:
 
 
 FIRST = {
-    "cohort.sampling": "poisson",
-    "data.client_test_fraction": "0",
-    "evaluation.private": "false",
-    "data.partition.kind": "iid",
-    "privacy.noise.kind": "independent",
-    "server.average": "none",
-    "task": "regression",
+    "cohort.sampling": "poisson", "data.client_test_fraction": "0", "evaluation.private": "false",
+    "data.partition.kind": "iid", "privacy.noise.kind": "independent", "server.average": "none", "task": "regression",
     "server.optimizer": "sgd",
-}
+}  # fmt: skip
 """A value of each chooser beside which the keys that name it have no effect."""
 OTHER = {"server.momentum": "adam"}
 
@@ -111,6 +106,13 @@ def test_a_key_without_its_section_is_pointed_at() -> None:
         reference.explain("epsilon")
     with pytest.raises(InputError, match=r"Did you mean cohort\.size\?"):
         Recipe.of(override({"rounds": 1, "algorithm": "dp-fedavg", "cohort": {"size": 1}}, "size=3"))
+
+
+def test_an_object_in_a_recipe_is_sent_beside_it() -> None:
+    with pytest.raises(
+        InputError, match=r"found Algorithm\(…\); .* Beside the recipe: fedflat.run\(recipe, algorithm=…\)"
+    ):
+        Recipe.of({**BASE, "algorithm": ALGORITHMS["dp-fedavg"]()})
 
 
 def test_all_missing_keys_are_named_at_once() -> None:

@@ -39,17 +39,11 @@ from fedflat.simulation.inspection import inspect_run
 from fedflat.simulation.settings import CHARGE, PUBLIC, WINNER, applied, axes, draw, expand, grid, tasks
 
 SMALL = {
-    "name": "small",
-    "seed": 1,
-    "rounds": 2,
-    "data": {"dataset": "digits", "clients": 20},
-    "model": {"name": "mlp", "hidden": 4},
-    "algorithm": "dp-fedavg",
-    "local": {"steps": 1, "batch_size": 8, "lr": 0.3},
-    "cohort": {"size": 20, "sampling": "full"},
-    "privacy": {"clip": 0.5, "epsilon": 8},
+    "name": "small", "seed": 1, "rounds": 2, "data": {"dataset": "digits", "clients": 20},
+    "model": {"name": "mlp", "hidden": 4}, "algorithm": "dp-fedavg", "local": {"steps": 1, "batch_size": 8, "lr": 0.3},
+    "cohort": {"size": 20, "sampling": "full"}, "privacy": {"clip": 0.5, "epsilon": 8},
     "engine": {"backend": "sequential", "device": "cpu"},
-}
+}  # fmt: skip
 TWO = Selection(1.5)
 VARY = ["local.lr=log:0.05:1", "privacy.clip=0.1,0.5"]
 

@@ -192,7 +192,7 @@ def test_a_changed_export_is_noticed(run: Path, tmp_path: Path, name: str) -> No
 def test_half_an_export_goes(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is full leaves nothing in the way of the next try."""
     with monkeypatch.context() as patch:
-        patch.setattr("fedflat.simulation.export._sha256", lambda path: os.write(-1, b""))
+        patch.setattr("fedflat.simulation.export.exported_recipe", lambda recipe: os.write(-1, b""))
         with pytest.raises(OSError, match="Bad file"):
             export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists() and export(run, tmp_path / "out").files
@@ -251,6 +251,9 @@ def test_no_page_is_written_into_an_export(run: Path, tmp_path: Path, command: A
     said = command(word, str(tmp_path / "out"))
     assert said.status == 2 and "whose files are sealed; allowed: another folder" in said.err
     assert wrong(tmp_path / "out") == []
+    (tmp_path / "own.html").write_text("mine")
+    if word == "report":
+        assert "which is no report of fedflat" in command(word, str(run), "--out", str(tmp_path / "own.html")).err
 
 
 DEEP = b"[" * 100_000 + b"\n"

@@ -30,28 +30,10 @@ METHODS = [
     "sam_over_blur",
 ]  # fmt: skip
 ROOMS = [
-    "algorithms",
-    "assembly",
-    "audit",
-    "backends",
-    "cli",
-    "config",
-    "core",
-    "data",
-    "engine",
-    "estimator",
-    "federation",
-    "guard",
-    "landscape",
-    "methods",
-    "models",
-    "papers",
-    "pieces",
-    "privacy",
-    "records",
-    "report",
+    "algorithms", "assembly", "audit", "backends", "cli", "config", "core", "data", "engine", "estimator",
+    "federation", "guard", "landscape", "methods", "models", "papers", "pieces", "privacy", "records", "report",
     "simulation",
-]
+]  # fmt: skip
 PIECES = [f"fedflat.pieces.{found.name}" for found in pkgutil.iter_modules(pieces.__path__)]
 TOLD = ["privacy.accounting.epsilon", "simulation.run", "simulation.result", "data.own", "methods.published"]
 EXAMPLES = [*PIECES, "fedflat.algorithms", *(f"fedflat.{name}" for name in TOLD)]

@@ -3,6 +3,8 @@
 import hashlib
 import inspect
 import json
+import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -131,12 +133,21 @@ def is_seeded(recipe: Recipe) -> bool:
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse seeded noise for clients of one's own, unless the recipe says that it is a benchmark.
+    """Refuse seeded noise for clients of one's own, unless the recipe says that it is a benchmark; warn of keys without
+    effect.
 
     Raises:
         InputError: with what to write instead.
     """
-    if is_seeded(recipe) and not recipe.privacy.benchmark and not is_public(recipe.data.dataset):
+    privacy = recipe.privacy
+    idle = {  # not refused: a run's own recipe may have them
+        "published beside privacy.protocol: sound": privacy.published and privacy.protocol == "sound",
+        "benchmark beside privacy.randomness: secret": privacy.benchmark and not is_seeded(recipe),
+        "budget above privacy.epsilon": (privacy.budget or 0.0) > (privacy.epsilon or math.inf),
+    }
+    for found in (found for found, holds in idle.items() if holds):
+        warnings.warn(f"privacy.{found}: without effect", stacklevel=2)
+    if is_seeded(recipe) and not privacy.benchmark and not is_public(recipe.data.dataset):
         hint = "Seeded noise can be drawn again, so it protects nobody; privacy.benchmark: true allows it to measure."
         raise wrong("privacy.randomness", "seeded with clients of one's own", "secret", hint=hint)
 

@@ -44,8 +44,7 @@ def list_names(kind: str = "", *, as_json: cli.Json = False) -> None:
     Args:
         kind: algorithms, datasets, models, recipes or accountants. Default: all.
     """
-    kinds = [str(one_of("list", kind, KINDS))] if kind else list(KINDS)
-    found = {name: catalogue(name) for name in kinds}
+    found = {name: catalogue(name) for name in ([str(one_of("list", kind, KINDS))] if kind else KINDS)}
     if as_json:
         cli.print_json(found[kind] if kind else found)
         return
@@ -120,6 +119,8 @@ def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, p
     page = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     if (page.parent / RECIPE).is_file() and [page.parent.resolve()] != [run.resolve() for run in runs]:
         raise wrong("--out", str(page), "a file outside the folders of runs, whose own pages are among their records")
+    if out and page.is_file() and b"fedflat report</title>" not in page.read_bytes():
+        raise wrong("--out", f"{page}, which is no report of fedflat", "a new file, or an older report")
     for run in runs if len(runs) > 1 else []:  # their ε are added
         if (run / "privacy.json").is_file():
             refuse_damage(run)

@@ -227,9 +227,7 @@ class Setting(Numbers):
     def as_dict(self) -> Row:
         """Return the setting's numbers as plain values, for ``--json``."""
         said = {name: value for name, value in vars(self).items() if value not in (None, "") and name not in HIDDEN}
-        if self.plan is None:
-            return said
-        return said | self.plan.account.record(self.plan)
+        return said if self.plan is None else said | self.plan.account.record(self.plan)
 
     def text(self) -> str:
         """Return one line: M = 500, m = 50 (q = 0.1), T = 300, σ = 0.95, δ = 0.002."""

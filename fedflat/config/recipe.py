@@ -184,7 +184,10 @@ def _sentence(error: ValidationError, where: str) -> InputError:
     if first["type"] == "missing":
         return wrong(place, "nothing", "a value; the key is required")
     if first["type"] == "model_type":
-        return wrong(place, found, f"a section with some of {', '.join(_fields(path))}")
+        sections, hint = f"a section with some of {', '.join(_fields(path))}", ""
+        if not isinstance(found, str | int | float | list | None):
+            found, hint = f"{type(found).__name__}(…)", f"Beside the recipe: fedflat.run(recipe, {path[0]}=…)."
+        return wrong(place, found, sections, hint=hint)
     if first["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", str(first["ctx"]["expected"]))
         return wrong(place, found, ", ".join(choices) or first["ctx"]["expected"], hint=nearest(str(found), choices))

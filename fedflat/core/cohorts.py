@@ -274,9 +274,7 @@ class FromRound(Fixed):
 
     def busiest(self, rounds: int) -> int:
         """Return in how many of the first ``rounds`` rounds the busiest client takes part."""
-        if rounds == 0:
-            return 0
-        return _busiest(self, 1 << (rounds - 1).bit_length())[rounds - 1]
+        return 0 if rounds == 0 else _busiest(self, 1 << (rounds - 1).bit_length())[rounds - 1]
 
     def event(self, multiplier: float) -> Any:
         """dp-accounting's event of a round for a client that is in it."""

@@ -179,8 +179,7 @@ def tree(rounds: int) -> Factor:
 
     require(rounds <= MOST_ROUNDS // 2, "rounds", rounds, f"at most {MOST_ROUNDS // 2} with noise: tree")
     mixed = _tree_estimates(rounds)
-    root = cholesky(mixed @ mixed.T, lower=True)
-    full = solve_triangular(root, np.tril(np.ones((rounds, rounds))), lower=True)
+    full = solve_triangular(cholesky(mixed @ mixed.T, lower=True), np.tril(np.ones((rounds, rounds))), lower=True)
     columns = np.zeros((rounds, rounds))
     for t in range(rounds):
         columns[t, : rounds - t] = full[t:, t]

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -263,7 +264,7 @@ def refuse_users(clients: Iterable[Any], public: Iterable[Any], where: str) -> b
 
 
 def _bare(name: str) -> str:
-    return name.casefold().lstrip("0") or name[-1:]
+    return unicodedata.normalize("NFKC", name).casefold().lstrip("0") or name[-1:]
 
 
 def _marks(inputs: torch.Tensor, targets: torch.Tensor) -> Indices:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import numbers
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -206,8 +207,8 @@ def encoding_of(
 
 
 def clean(name: Any) -> str:
-    """Return a column's name without blanks around it and without characters that cannot be seen."""
-    return " ".join(str(name).translate(INVISIBLE).split())
+    """Return a column's name in one Unicode form, without blanks around it and characters that cannot be seen."""
+    return " ".join(unicodedata.normalize("NFC", str(name)).translate(INVISIBLE).split())
 
 
 def name_of(user: Any) -> str:
@@ -321,7 +322,7 @@ def _codes(column: pd.Series, name: str, listed: tuple[Any, ...], place: Place) 
 def _category_hint(value: Any, listed: tuple[Any, ...]) -> str:
     """Return what to do about a value that is not listed."""
     if value == "":
-        return "Of an input a value may stand for it (fill); leave rows without a target out, or list '' as a category."
+        return "A public value may stand for it (fill); rows without a target can be left out; '' can be a category."
     if any(isinstance(entry, bool) for entry in listed) and str(value).lower() in ("yes", "on", "no", "off"):
         meant = "true" if value.lower() in ("yes", "on") else "false"
         return f"YAML reads {value} as {meant} where it is not quoted: write '{value}'."

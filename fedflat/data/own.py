@@ -269,6 +269,8 @@ def prepared(rows: Any, preparation: Preparation | None, known: Mapping[str, Any
             raise wrong("predict", "a table", "a tensor or array of inputs, as the run was given")
         found = preparation.inputs(_frame(rows))
     else:
+        if preparation is not None and preparation.kind == "table":  # whose scale and categories go by name
+            raise wrong("predict", type(rows).__name__, f"a table with columns {', '.join(preparation.reads)}")
         try:
             found = torch.as_tensor(rows)
         except (TypeError, ValueError, RuntimeError):

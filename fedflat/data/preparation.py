@@ -132,8 +132,7 @@ def answers(outputs: torch.Tensor, task: str, preparation: Preparation | None) -
     names: Sequence[Any] = () if preparation is None else preparation.names
     if not names or task != "classification":
         return chosen
-    table = np.array(names) if len({type(name) for name in names}) == 1 else np.array(names, dtype=object)
-    return table[chosen]
+    return (np.array(names) if len({type(name) for name in names}) == 1 else np.array(names, dtype=object))[chosen]
 
 
 def in_own_units(values: torch.Tensor, preparation: Preparation | None) -> torch.Tensor:

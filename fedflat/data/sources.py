@@ -293,8 +293,7 @@ def public_training(
         return data, _elsewhere(data, source, seed)
     rest, taken = _held_out(data, max(1, sum(map(len, data.parts)) // 20), seed, None if own else dataset, "a data set")
     taken = np.sort(taken)
-    alone = dataclasses.replace(data, parts=(taken,), held_back=(taken[:0],), test_inputs=None, test_targets=None)
-    return rest, alone
+    return rest, dataclasses.replace(data, parts=(taken,), held_back=(taken[:0],), test_inputs=None, test_targets=None)
 
 
 def _held_out(

@@ -210,8 +210,7 @@ def mean_view(parts: RoundParts, bound: float, divisor: float, round: int) -> Me
     """Return the public noise in a mean of messages with L2 norm ≤ ``bound``, for the expected cohort."""
     plan, source = parts.plan, parts.mechanism
     found = source.total_std(bound, plan.divisor)
-    std = (plan.std(bound) if found is None else found) * source.row_norm(round)
-    return MeanView(std / divisor, bound, divisor)
+    return MeanView((plan.std(bound) if found is None else found) * source.row_norm(round) / divisor, bound, divisor)
 
 
 def _averaged(parts: RoundParts, state: RoundState) -> RoundState:

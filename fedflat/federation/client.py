@@ -164,8 +164,7 @@ def client_of(task: Task, config: Any) -> Client:
     if not isinstance(config["client"], int) or isinstance(config["client"], bool):
         raise wrong("node config: client", repr(config["client"]), "the client's number in the roster, unquoted")
     paths = {name: Path(str(config[name])) for name in ("data", "state", "key", "operator") if config.get(name)}
-    store = Store(paths.pop("state"))
-    return Client(task, config["client"], store=store, pin=str(config.get("pin", "")), **paths)
+    return Client(task, config["client"], store=Store(paths.pop("state")), pin=str(config.get("pin", "")), **paths)
 
 
 def reply_to(message: Any, config: Any, app_folder: Path) -> Any:

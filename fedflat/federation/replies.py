@@ -103,8 +103,7 @@ class ReplyTracker:
             raise Malformed(UNREACHABLE if reply.has_error() else "sender")
         self._closed[asked] = self._open.pop(asked)
         if reply.has_error() or not reply.has_content():
-            code = reply.error.code if reply.has_error() else 0
-            raise Malformed(CODES.get(code, "failed"))
+            raise Malformed(CODES.get(reply.error.code if reply.has_error() else 0, "failed"))
         answer = self.read(reply.content)
         if answer.round != self.round:
             raise Malformed("late" if answer.round < self.round else "early")

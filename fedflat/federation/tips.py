@@ -135,8 +135,7 @@ def without_tip(content: Any, folder: Path, operator: Path | None = None) -> Any
     try:
         envelope, shown = json.loads(record[ENVELOPE]), record[PUBLIC]
         public = known or load_pem_public_key(shown)
-        found = signing.opened(envelope, public)  # type: ignore[arg-type]
-        said = found["predicate"]
+        said = signing.opened(envelope, public)["predicate"]  # type: ignore[arg-type]
         run, events, history = str(said["run"]), int(said["events"]), base64.b64decode(said.get("history", ""))
         fits = run.isalnum() and len(history) == 32 * events and (not events or history[-32:].hex() == said["tip"])
     except (InputError, ValueError, KeyError, TypeError, AttributeError) as error:

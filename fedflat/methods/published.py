@@ -67,9 +67,7 @@ class Published(Accounted):
         Cheng et al. 2022 give each message a share of σ²C²/|P_t| of the realised cohort: m is then the largest cohort
         that any round exceeds with chance at most δ/100.
         """
-        if 2 in self.items:
-            return 0.0
-        return plan.noise_multiplier / math.sqrt(self.shares(plan) * self.tensors)
+        return 0.0 if 2 in self.items else plan.noise_multiplier / math.sqrt(self.shares(plan) * self.tensors)
 
     def shares(self, plan: Plan) -> float:
         """m, over which the noise is divided."""

@@ -104,8 +104,7 @@ class Blur:
     def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
         def penalised(w: Tensor) -> Tensor:
             moved = w - view.start
-            outside = l2(moved) > view.clip
-            return gradient(w) + self.lam * moved * outside
+            return gradient(w) + self.lam * moved * (l2(moved) > view.clip)
 
         return penalised
 

@@ -76,8 +76,7 @@ class PgnDirection:
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         reach = view.steps * view.lr
-        update = mean - (1 - self.beta) * reach * view.slots["direction"]
-        direction = -update / reach
+        direction = -(mean - (1 - self.beta) * reach * view.slots["direction"]) / reach
         if self.smoothing is not None:
             direction = self.smoothing.smooth(direction, view.tensors)
         return -reach * direction, {"direction": direction}

@@ -75,7 +75,8 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
         for name, content in made.items():
             (target / name).write_bytes(content)
         kept = {path.name for path in target.iterdir()}
-        sums = "".join(f"{_sha256(target / name)}  {name}\n" for name in sorted(kept))
+        digests = {name: hashlib.sha256((target / name).read_bytes()).hexdigest() for name in sorted(kept)}
+        sums = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
         (target / SEALED).write_text(sums, encoding="utf-8")
     except BaseException:  # a disk that is full: half an export would stand in the way of the next try
         shutil.rmtree(target, ignore_errors=True)
@@ -134,10 +135,6 @@ def _unwritten(source: Path, kept: set[str]) -> dict[str, str]:
     }  # fmt: skip
     names = {path.relative_to(source).parts[0] for path in source.rglob("*") if path.is_file()}
     return {name: reasons.get(name, "not covered by the guarantee, or not needed") for name in sorted(names - kept)}
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"

@@ -273,8 +273,7 @@ def _short(value: Any) -> str:
 def differences(stated: Any, found: Any, place: str = "") -> Iterator[Difference]:
     """Yield every place where a stated figure or sentence is not the one that was found."""
     if isinstance(stated, Mapping) and isinstance(found, Mapping):
-        keys = [key for key in dict.fromkeys((*stated, *found)) if place or key not in APART]
-        for key in keys:
+        for key in [key for key in dict.fromkeys((*stated, *found)) if place or key not in APART]:
             where = f"{place}.{key}" if place else str(key)
             yield from differences(stated.get(key, _NOTHING), found.get(key, _NOTHING), where)
     elif isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):

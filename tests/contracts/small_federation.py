@@ -23,20 +23,9 @@ PRIVATE = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update" an
 UPDATES = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
 SIZES = (7, 3, 12, 1, 5)
 NEUTRAL = {
-    "rho": 0.0,
-    "lam": 0.0,
-    "sparsity": 0.0,
-    "keep": 1.0,
-    "beta": 1.0,
-    "smoothing": 0.0,
-    "mu": 0.0,
-    "strength": 0.0,
-    "gamma": 0.0,
-    "kappa": 1.0,
-    "beta1": 0.0,
-    "floor": 1.0,
-    "head_lr": 0.0,
-}
+    "rho": 0.0, "lam": 0.0, "sparsity": 0.0, "keep": 1.0, "beta": 1.0, "smoothing": 0.0, "mu": 0.0, "strength": 0.0,
+    "gamma": 0.0, "kappa": 1.0, "beta1": 0.0, "floor": 1.0, "head_lr": 0.0,
+}  # fmt: skip
 
 
 def module(hidden: int = 5, seed: int = 4) -> nn.Module:

@@ -349,6 +349,8 @@ def test_rows_of_clients_are_never_public(tmp_path: Path) -> None:
         assert said in "".join(result.privacy["not_covered"])
         assert bool(said) == ("test data" in dict(summary_rows(result)))
     assert not refuse_users(["0", "7"], ["", "70"], "test")  # a blank is nobody's name, not user 0's
+    forms = pd.DataFrame({"user": ["M\u00fc", "Mu\u0308"], "x": [1.0, 2.0], "y": [0, 1]})  # one name on the screen
+    assert fedflat.clients(forms, by="user", inputs=["x"], target="y", categories={"y": [0, 1]}).names == ("M\u00fc",)
 
 
 @pytest.mark.parametrize(

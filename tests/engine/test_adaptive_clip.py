@@ -81,16 +81,12 @@ def test_broken_twin_a_count_that_is_not_centred_goes_elsewhere():
 
 def recipe(initial: float, **privacy: object) -> dict:
     return {
-        "name": "adaptive",
-        "rounds": 50,
-        "data": {"dataset": "digits", "clients": 50, "max_examples": 500},
-        "model": {"name": "linear"},
-        "algorithm": {"name": "dp-fedavg"},
-        "local": {"steps": 2, "batch_size": 10, "lr": 0.1},
-        "cohort": {"size": 25},
+        "name": "adaptive", "rounds": 50, "data": {"dataset": "digits", "clients": 50, "max_examples": 500},
+        "model": {"name": "linear"}, "algorithm": {"name": "dp-fedavg"},
+        "local": {"steps": 2, "batch_size": 10, "lr": 0.1}, "cohort": {"size": 25},
         "privacy": {"clip": {"kind": "adaptive", "quantile": 0.5, "initial": initial}, **privacy},
         "evaluation": {"every": 50},
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("initial", [0.02, 4.0])

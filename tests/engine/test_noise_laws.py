@@ -23,15 +23,11 @@ def job(name: str = "dp-fedavg", *, sampling: str = "poisson", **privacy: object
     """A federation whose model has D parameters."""
     inputs = torch.zeros(2, D // 2 - 1)
     recipe = {
-        "rounds": 20,
-        "seed": 3,
-        "algorithm": name if isinstance(name, dict) else {"name": name},
-        "data": {"classes": 2},
-        "model": {"name": "linear"},
-        "local": {"steps": 1, "batch_size": 2},
+        "rounds": 20, "seed": 3, "algorithm": name if isinstance(name, dict) else {"name": name},
+        "data": {"classes": 2}, "model": {"name": "linear"}, "local": {"steps": 1, "batch_size": 2},
         "cohort": {"size": COHORT, "sampling": sampling},
         "privacy": {"clip": 0.5, "noise_multiplier": 0.8, "delta": 1e-3, **privacy},
-    }
+    }  # fmt: skip
     return prepare(recipe_of(recipe), None, [(inputs, torch.tensor([0, 1]))] * CLIENTS)
 
 

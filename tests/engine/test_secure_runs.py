@@ -20,16 +20,11 @@ from fedflat.simulation import run as simulation
 
 ROUNDS = 5
 RECIPE = {
-    "name": "secure",
-    "rounds": ROUNDS,
-    "data": {"dataset": "digits", "clients": 20, "max_examples": 200},
-    "model": {"name": "linear"},
-    "algorithm": {"name": "dp-fedavg"},
-    "local": {"steps": 1, "batch_size": 4},
-    "cohort": {"size": 10},
-    "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "secure_rng": True},
+    "name": "secure", "rounds": ROUNDS, "data": {"dataset": "digits", "clients": 20, "max_examples": 200},
+    "model": {"name": "linear"}, "algorithm": {"name": "dp-fedavg"}, "local": {"steps": 1, "batch_size": 4},
+    "cohort": {"size": 10}, "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "secure_rng": True},
     "engine": {"backend": "sequential"},
-}
+}  # fmt: skip
 
 
 def deadly(folder: Path, state: str, resume: bool, kill_at: int) -> None:

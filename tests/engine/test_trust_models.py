@@ -24,16 +24,11 @@ from fedflat.simulation import run as simulation
 pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
 RECIPE = {
-    "name": "trust",
-    "rounds": 6,
-    "data": {"dataset": "digits", "clients": 30, "max_examples": 300},
-    "model": {"name": "linear"},
-    "algorithm": {"name": "dp-fedavg"},
-    "local": {"steps": 2, "batch_size": 8},
-    "cohort": {"size": 15},
-    "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "delta": 0.003, "trust": "distributed"},
+    "name": "trust", "rounds": 6, "data": {"dataset": "digits", "clients": 30, "max_examples": 300},
+    "model": {"name": "linear"}, "algorithm": {"name": "dp-fedavg"}, "local": {"steps": 2, "batch_size": 8},
+    "cohort": {"size": 15}, "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "delta": 0.003, "trust": "distributed"},
     "engine": {"backend": "sequential"},
-}
+}  # fmt: skip
 KEY = b"\7" * 32
 
 

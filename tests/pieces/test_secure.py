@@ -18,16 +18,12 @@ torch.set_num_threads(1)
 KEY = bytes(32)
 
 ROWS = {
-    "at the clip": torch.full((64,), 0.125),
-    "just above": torch.full((64,), 0.12500002),
-    "uneven": torch.linspace(-1, 1, 64) / torch.linspace(-1, 1, 64).norm(),
-    "huge": torch.full((64,), 3e38),
+    "at the clip": torch.full((64,), 0.125), "just above": torch.full((64,), 0.12500002),
+    "uneven": torch.linspace(-1, 1, 64) / torch.linspace(-1, 1, 64).norm(), "huge": torch.full((64,), 3e38),
     "one huge": torch.cat([torch.tensor([-3e38]), torch.ones(63)]),
-    "nan": torch.cat([torch.tensor([float("nan")]), torch.ones(63)]),
-    "inf": torch.full((64,), -float("inf")),
-    "denormal": torch.full((64,), 1e-45),
-    "zero": torch.zeros(64),
-}
+    "nan": torch.cat([torch.tensor([float("nan")]), torch.ones(63)]), "inf": torch.full((64,), -float("inf")),
+    "denormal": torch.full((64,), 1e-45), "zero": torch.zeros(64),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bits", [None, 0, 3, 30])

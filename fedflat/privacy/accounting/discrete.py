@@ -55,8 +55,7 @@ def sum_curve(bound: float, shares: int, share_variance: float, dimension: int) 
 
     def curve(orders: Floats) -> Floats:
         additive = orders * ratio**2 / 2 + gap * dimension
-        joint = orders * (ratio + gap * math.sqrt(dimension)) ** 2 / 2
-        return np.asarray(np.minimum(additive, joint))
+        return np.asarray(np.minimum(additive, orders * (ratio + gap * math.sqrt(dimension)) ** 2 / 2))
 
     return curve
 
