@@ -30,7 +30,7 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "code lines of the package": Limit(29_230, 26_000),
+    "code lines of the package": Limit(29_218, 26_000),
     "files of the package": Limit(193, 200),
     "circles of files": Limit(0, 0),
     "frames from the command to a step's gradient": Limit(10, 10),
@@ -38,7 +38,7 @@ LIMITS = {
     "words of the docs": Limit(50_000, 50_000),
     "words of the README": Limit(850, 900),
     "files of more than 300 lines": Limit(47),
-    "functions of more than 40 lines": Limit(11),
+    "functions of more than 40 lines": Limit(10),
     "lines of the tests": Limit(37_761),
 }
 """The only place where limits are kept. They are today's values: nothing may grow."""

@@ -91,31 +91,19 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
     trust = noising.trust_of(recipe, method)
     ballot = votes.account_of(recipe, method) if method.kind == "votes" else None
     plan = build_plan(
-        clients=clients,
-        cohort=cohort.size,
-        sampling=cohort.sampling,
-        max_cohort=cohort.max,
+        clients=clients, cohort=cohort.size, sampling=cohort.sampling, max_cohort=cohort.max,
         min_cohort=cohort.min if ballot is None else votes.min_cohort(recipe, trust, clients, ballot.total),
-        max_participations=cohort.max_participations,
-        rounds=recipe.rounds,
-        noise_multiplier=privacy.noise_multiplier,
-        epsilon=privacy.epsilon,
-        delta=privacy.delta,
-        trust=trust,
-        colluders=cohort.colluders,
-        accountant=privacy.accountant,
-        noise_cohort=privacy.noise_cohort,
+        max_participations=cohort.max_participations, rounds=recipe.rounds, noise_multiplier=privacy.noise_multiplier,
+        epsilon=privacy.epsilon, delta=privacy.delta, trust=trust, colluders=cohort.colluders,
+        accountant=privacy.accountant, noise_cohort=privacy.noise_cohort,
         count_noise=privacy.clipping.count_noise if ballot is None else None,
-        adaptive=privacy.clipping.kind == "adaptive" and ballot is None,
-        private=method.private,
-        mechanism=ballot or noising.account_of(recipe, method, dimension),
-        separation=cohort.separation,
-        noise=privacy.noise.kind,
-        bands=privacy.noise.bands,
+        adaptive=privacy.clipping.kind == "adaptive" and ballot is None, private=method.private,
+        mechanism=ballot or noising.account_of(recipe, method, dimension), separation=cohort.separation,
+        noise=privacy.noise.kind, bands=privacy.noise.bands,
         momentum=recipe.server.momentum if method.optimizer is None else 0.0,
         selection=Selection(privacy.selection.mean) if privacy.selection else None,
         evaluation=evaluation_of(recipe, method),
-    )
+    )  # fmt: skip
     given = privacy.model_dump(include=IDLE_WITHOUT_PRIVACY, exclude_defaults=True)
     idle = [key for key, value in given.items() if value not in (0.0, "central")]
     if idle and not plan.private:
