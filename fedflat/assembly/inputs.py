@@ -239,17 +239,10 @@ def federation(options: DataSection, seed: int) -> FederatedData:
     share = in_range("data.client_test_fraction", options.client_test_fraction, 0.0, 1.0, open_high=True)
     parts, held = hold_back(parts, share, seed)
     return FederatedData(
-        inputs=images[: form.train],
-        targets=targets[: form.train],
-        parts=parts,
-        held_back=held,
-        test_inputs=images[form.train :],
-        test_targets=targets[form.train :],
-        classes=form.classes,
-        name=options.dataset,
-        most=options.max_per_client,
-        stated=True,
-    )
+        inputs=images[: form.train], targets=targets[: form.train], parts=parts, held_back=held,
+        test_inputs=images[form.train :], test_targets=targets[form.train :], classes=form.classes,
+        name=options.dataset, most=options.max_per_client, stated=True,
+    )  # fmt: skip
 
 
 def examples(form: Form, count: int) -> tuple[Tensor, Tensor]:

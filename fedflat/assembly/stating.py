@@ -197,15 +197,9 @@ def stated(
         facts |= more
     asked = plan.mechanism.stated(plan, charged) if isinstance(plan.mechanism, Published) else {}
     found = statement(
-        plan,
-        rounds_run=rounds,
-        algorithm=terms.method.name,
-        facts=facts,
-        key_source=key_source(recipe, terms),
-        entries=entries,
-        warnings=said,
-        **asked,
-    )
+        plan, rounds_run=rounds, algorithm=terms.method.name, facts=facts, key_source=key_source(recipe, terms),
+        entries=entries, warnings=said, **asked,
+    )  # fmt: skip
     if not terms.deployment:
         last = min(plan.rounds, plan.rounds_within_budget(plan.again(entries)))
         found["reasons"] += interrupted(plan, found["rounds_charged"], last)

@@ -164,8 +164,7 @@ class _Makers:
         of a block are to stay in a core's caches: they are read at every step, and inputs once.
         """
         per_client = max(self.parts.layout.size, self.width * math.prod(self.data.input_shape))
-        # One's own pieces are recorded on vectors written out.
-        per_client = max(self.held_as_factors(), self.own * self.parts.layout.size) if factors else per_client
+        per_client = self.held_as_factors() if factors else per_client
         most = min(FACTORS_AT_MOST if factors else AT_MOST, BLOCK_ENTRIES // max(per_client, 1), self.clients)
         most = min(most, CACHED_ENTRIES // self.parts.layout.size) if cached else most
         sizes = {max(1, most >> half) for half in range(9)}
@@ -176,11 +175,6 @@ class _Makers:
         sampler, draw = self.parts.plan.sampler, stream(0, "cohorts to size blocks for")
         own = self.clients // block + (np.arange(block) < self.clients % block)
         return float(draw.binomial(own, min(1.0, sampler.q), (8, block)).max(1).mean() * block / max(sampler.size, 1))
-
-    @property
-    def own(self) -> bool:
-        """Whether a piece of the method is a user's own."""
-        return any(isinstance(piece, Isolated) for _, piece in pieces_of(self.parts.algorithm))
 
     @property
     def width(self) -> int:
@@ -204,8 +198,9 @@ class _Makers:
             "local epochs of each client's own length": local.epochs is not None,
         }
         found = next((reason for reason, holds in reasons.items() if holds), "")
-        needed = not found and self.own and not _is_right(self, "lowrank", CHECKED_CLIENTS)
-        return "a piece of one's own that needs its vectors' entries" if needed else found
+        own = any(isinstance(piece, Isolated) for _, piece in pieces_of(method))
+        needed = not found and own and not _is_right(self, "lowrank", CHECKED_CLIENTS)
+        return "a piece of one's own that needs its vectors' entries, or whose sum is another then" if needed else found
 
 
 def by_shapes(makers: _Makers, block: int | None = None) -> Backend:

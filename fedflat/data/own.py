@@ -177,21 +177,10 @@ def _encoded(
     _, vocabulary, padding = ((), 0, 0) if encoding.words is None else encoding.words.ids([])
     preparation = Preparation("table", encoding, names=encoding.class_names(frame))
     found = FederatedData(
-        x,
-        y,
-        parts,
-        tuple(part[:0] for part in parts),
-        None,
-        None,
-        len(encoding.names) or classes_of(y),
-        GIVEN,
-        vocabulary,
-        padding,
-        names=tuple(names),
-        preparation=preparation,
-        stated=bool(preparation.names),
+        x, y, parts, tuple(part[:0] for part in parts), None, None, len(encoding.names) or classes_of(y), GIVEN,
+        vocabulary, padding, names=tuple(names), preparation=preparation, stated=bool(preparation.names),
         compared=compared,
-    )
+    )  # fmt: skip
     return with_test(found, public)
 
 

@@ -75,20 +75,12 @@ def _loaded(options: DataSection, seed: int) -> tuple[FederatedData, Pair | None
     labels = _one_label(train.targets, options.partition.kind)
     parts = partition(labels, options.partition.model_dump(exclude_none=True), number, seed, train.natural)
     found = FederatedData(
-        inputs=_resident(train.inputs, meaning),
-        targets=train.targets,
-        parts=parts,
-        held_back=tuple(part[:0] for part in parts),
-        test_inputs=_resident(test.inputs, meaning) if test else None,
-        test_targets=test.targets if test else None,
-        classes=meaning.classes,
-        name=meaning.name,
-        vocabulary=meaning.vocabulary,
-        padding=meaning.padding,
-        preparation=meaning.preparation,
-        stated=not own or bool(meaning.preparation.names),
-        compared=own and _compared(train, given_test),
-    )
+        inputs=_resident(train.inputs, meaning), targets=train.targets, parts=parts,
+        held_back=tuple(part[:0] for part in parts), test_inputs=_resident(test.inputs, meaning) if test else None,
+        test_targets=test.targets if test else None, classes=meaning.classes, name=meaning.name,
+        vocabulary=meaning.vocabulary, padding=meaning.padding, preparation=meaning.preparation,
+        stated=not own or bool(meaning.preparation.names), compared=own and _compared(train, given_test),
+    )  # fmt: skip
     if own:
         refuse_private_test(found)
     if options.test_clients is not None:

@@ -1,14 +1,13 @@
 """Record a user's own pieces as tensor operations, so that their code never runs on a client's data.
 
 A gradient rule, a transform or a state's function is a function of one client. It is called once for each set of public
-numbers, under ``torch.func.vmap(…, randomness="error")``, on made-up numbers in the form of a block; the tensor
+numbers, under ``torch.func.vmap(…, randomness="error")``, on made-up numbers of 3 clients and of 2; the tensor
 operations that it makes are recorded, and only these run on clients' data. So it cannot see another row, what it stores
 is made up, and a draw from a global generator is an error. Python that would follow the numbers (a branch on data,
 ``.item()``, ``view.generator``) is refused by torch or here; such a piece's clients are trained one by one.
 """
 
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,8 @@ Ask = Callable[[str, int, Tensor], Tensor]
 """What a piece asks of the engine: a name, a number of classes (or 0), and a tensor ``(n, …)`` -> ``(n, …)``."""
 Call = Callable[[list[Tensor], ClientView, Ask], Tensor]
 """A piece as it is recorded: one client's tensors, what it may see, and how it asks the engine -> its outcome."""
+FEW = (3, 2)
+"""Numbers of clients that a piece is recorded on."""
 KEPT = 4
 """Recordings kept of a piece: for each shape and each phase's public numbers one."""
 
@@ -43,6 +44,10 @@ class Refused(InputError):
 @dataclass(frozen=True)
 class _Slot:
     number: int
+
+
+_ROWS = _Slot(-1)
+"""Where a step takes the number of clients."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +69,17 @@ class Recording:
     steps: tuple[_Step, ...]
     result: _Slot
     broadcast: Mapping[str, Tensor]
+    rows: int = 0
+    """The number of clients that it is for; 0: any."""
 
-    def fits(self, broadcast: Mapping[str, Tensor]) -> bool:
-        """Return whether it was made for these public vectors."""
-        return all(torch.equal(self.broadcast[name], vector) for name, vector in broadcast.items())
+    def fits(self, broadcast: Mapping[str, Tensor], rows: int) -> bool:
+        """Return whether it was made for these public vectors and so many clients."""
+        same = all(torch.equal(self.broadcast[name], vector) for name, vector in broadcast.items())
+        return same and self.rows in (0, rows)
 
     def run(self, inputs: Sequence[Tensor], ask: Ask) -> Tensor:
         """Return the outcome for a block's tensors."""
-        slots: dict[int, Any] = dict(enumerate(inputs))
+        slots: dict[int, Any] = dict(enumerate(inputs)) | {_ROWS.number: inputs[0].shape[0]}
         for step in self.steps:
             args = [_filled(arg, slots) for arg in step.args]
             call = ask if step.call is None else step.call
@@ -188,10 +196,46 @@ def record(
 ) -> Recording:  # fmt: skip
     """Record ``call(one client's inputs, broadcast, generator, ask)`` on made-up numbers like ``inputs (n, …)``.
 
-    check: look whether a row reaches another. Raises Refused where it cannot be.
+    On few clients, so that weights of a whole block are never written out; on all n where the steps tell more of the
+    number of clients than itself. check: look whether a row reaches another. Raises Refused where it cannot be.
     """
-    places = [torch.arange(math.prod(x.shape), dtype=x.dtype, device=x.device) for x in inputs]
-    made = [torch.sin(place + k).view(x.shape) for k, (place, x) in enumerate(zip(places, inputs))]
+    three, two = (_recorded(call, inputs, broadcast, rows, check and rows == FEW[0]) for rows in FEW)
+    try:
+        return replace(
+            three, steps=tuple(map(_of_any, three.steps, two.steps)), result=_any(three.result, two.result), rows=0
+        )
+    except ValueError:
+        return _recorded(call, inputs, broadcast, inputs[0].shape[0], check)
+
+
+def _of_any(three: _Step, two: _Step) -> _Step:
+    """Return a step for any number of clients from the two; ValueError where they differ in more than that."""
+    if (three.call, three.out, three.drop) != (two.call, two.out, two.drop) or three.kwargs.keys() != two.kwargs.keys():
+        raise ValueError
+    kwargs = {name: _any(value, two.kwargs[name]) for name, value in three.kwargs.items()}
+    return replace(three, args=_any(three.args, two.args), kwargs=kwargs)
+
+
+def _any(three: Any, two: Any) -> Any:
+    if isinstance(three, list | tuple) and type(three) is type(two):
+        return type(three)(_any(*pair) for pair in zip(three, two, strict=True))
+    if type(three) is int and (three, two) == FEW:
+        return _ROWS
+    same = torch.equal(three, two) if isinstance(three, Tensor) and isinstance(two, Tensor) else three == two
+    if type(three) is not type(two) or not same:
+        raise ValueError
+    return three
+
+
+def _made_up(x: Tensor, start: int) -> Tensor:
+    return torch.sin(torch.arange(x.numel(), dtype=x.dtype, device=x.device) + start).view(x.shape)
+
+
+def _recorded(
+    call: Callable[[list[Tensor], dict[str, Tensor], Any, Ask], Tensor], inputs: Sequence[Tensor],
+    broadcast: Mapping[str, Tensor], rows: int, check: bool,
+) -> Recording:  # fmt: skip
+    made = [_made_up(x.new_zeros((rows, *x.shape[1:])), k) for k, x in enumerate(inputs)]
     told = {name: vector.clone() for name, vector in broadcast.items()}
     token = torch.zeros(len(made[0]), device=made[0].device)
     recorder = _Recorder([*made, *told.values(), token])
@@ -222,7 +266,7 @@ def record(
     result = recorder.slot(found)
     if not isinstance(result, _Slot):
         raise Refused("returns a tensor that it keeps")
-    recording = Recording(_without_leftovers(recorder.steps, result), result, told)
+    recording = Recording(_without_leftovers(recorder.steps, result), result, told, rows)
     if check:
         _refuse_mixing(recording, made, [*told.values(), token])
     return recording
@@ -234,11 +278,14 @@ def _refuse_mixing(recording: Recording, made: Sequence[Tensor], rest: Sequence[
     def answer(name: str, classes: int, at: Tensor) -> Tensor:
         return at.new_ones(len(at), classes) if classes else at * 2
 
-    # NaN in all other rows must not show in the first: vmap cannot see what a matrix product mixes.
-    broken = [torch.cat([values[:1], torch.full_like(values[1:], torch.nan)]) for values in made]
-    rows = [recording.run([*values, *rest], answer)[:1] for values in (made, broken)]
-    if not torch.equal(*(torch.nan_to_num(row) for row in rows)):
-        raise Refused("mixes the clients of a block")
+    # NaN in all other rows must not show in the first and last: vmap cannot see what a matrix product mixes.
+    for row in (0, len(made[0]) - 1):
+        broken = [torch.full_like(values, torch.nan) for values in made]
+        for values, there in zip(broken, made):
+            values[row] = there[row]
+        rows = [recording.run([*values, *rest], answer)[row] for values in (made, broken)]
+        if not torch.equal(*(torch.nan_to_num(each) for each in rows)):
+            raise Refused("mixes the clients of a block")
 
 
 def _in_words(error: Exception) -> str:
@@ -297,10 +344,10 @@ class Isolated:
         names, given = list(view.state), [*tensors, *view.state.values()]
         block = [x[None] for x in given] if single else [x if x.dim() == 2 else x.expand(clients, -1) for x in given]
         asked: Ask = ask if not single else lambda name, classes, at: ask(name, classes, at[0])[None]
-        shapes = tuple(x.shape for x in block)
+        shapes = tuple(x.shape[1:] for x in block)
         with _RECORDING:  # blocks of clients train in threads
             made = self._made.get((shapes, facts))
-            if made is None or not made.fits(view.broadcast):
+            if made is None or not made.fits(view.broadcast, block[0].shape[0]):
 
                 def inner(mine: list[Tensor], told: dict[str, Tensor], generator: Any, ask: Ask) -> Tensor:
                     state = dict(zip(names, mine[len(tensors) :]))

@@ -1,5 +1,6 @@
 """A user's pieces run on clients' data as recorded tensor operations: their own code never sees a number of it."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ import fedflat
 from fedflat.core.checks import InputError
 from fedflat.core.params import layout_of
 from fedflat.core.types import Algorithm, ClientState, ClientView, Local, Phase
-from fedflat.engine.isolated import Isolated, Refused, isolated, pieces_of
+from fedflat.engine.isolated import Isolated, IsolatedRule, Refused, isolated, pieces_of
 
 LAYOUT, LOCAL = layout_of(module()), Local(2, 5, 0.1)
 SEEN: list[Tensor] = []
@@ -93,6 +94,15 @@ def test_blocks_of_a_users_method_are_one_client_after_the_other_up_to_rounding(
 def test_a_users_linear_algebra_runs_on_factors() -> None:
     method = replace(rule(lambda g, w, view: g + 0.1 * (w - view.start) / g.norm()), transforms=OWN.transforms)
     torch.testing.assert_close(trained(method, "lowrank"), trained(method, "sequential"), rtol=1e-4, atol=1e-6)
+
+
+def test_a_recording_is_for_any_number_of_clients_unless_its_steps_tell_it() -> None:
+    calls = itertools.count()
+    for body, rows in ((lambda g, w, view: g / g.norm(), 0), (lambda g, w, view: g * float(next(calls)), 5)):
+        found = IsolatedRule(rule(body).phases[0].rule, "rule")
+        view = ClientView(start=torch.zeros(5, 4), clip=1.0, steps=1, lr=0.1)
+        assert found(lambda at: at, view)(torch.ones(5, 4)).shape == (5, 4)
+        assert [made.rows for made in found._made.values()] == [rows]
 
 
 class Ruled(torch.autograd.Function):

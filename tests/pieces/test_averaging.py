@@ -24,16 +24,10 @@ pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
 def recipe(**changes: Any) -> dict[str, Any]:
     return {
-        "rounds": 5,
-        "data": {"dataset": "digits", "clients": 10},
-        "model": "linear",
-        "algorithm": "dp-fedavg",
-        "local": {"steps": 1, "batch_size": 20},
-        "cohort": {"size": 5},
-        "privacy": {"clip": 0.5, "noise_multiplier": 1.0},
-        "engine": {"backend": "sequential"},
-        **changes,
-    }
+        "rounds": 5, "data": {"dataset": "digits", "clients": 10}, "model": "linear", "algorithm": "dp-fedavg",
+        "local": {"steps": 1, "batch_size": 20}, "cohort": {"size": 5},
+        "privacy": {"clip": 0.5, "noise_multiplier": 1.0}, "engine": {"backend": "sequential"}, **changes,
+    }  # fmt: skip
 
 
 def iterates(average: Any, count: int) -> list[Tensor | None]:
