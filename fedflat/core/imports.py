@@ -70,7 +70,8 @@ def _package(where: str, name: str) -> ModuleType:
 
 
 def _file(where: str, path: Path) -> ModuleType:
-    require(path.is_file(), where, f"no file {path}", "path/to/file.py:callable")
+    here = "" if path.is_absolute() else f" in {Path.cwd()}"
+    require(path.is_file(), where, f"no file {path}{here}", "path/to/file.py:callable")
     try:
         return _made(str(path.resolve()), importlib.util.decode_source(path.read_bytes()))
     except InputError:

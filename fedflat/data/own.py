@@ -80,6 +80,10 @@ def clients(
 
     by = clean(by) if isinstance(by, str) else by
     found = _federation(source, by, encoding, test)
+    given = {"inputs": inputs, "target": target, "categories": categories, "scale": scale, "fill": fill}
+    given |= {"max_length": max_length, "vocabulary": vocabulary, "tokenizer": tokenizer}
+    for name, value in given.items() if found.preparation is None else ():
+        require(value is None, f"clients: {name}", value, "nothing beside clients that are no tables")
     if test_clients is not None:
         found = leave_out(found, test_clients, "clients: test_clients")
     if max_examples is None:

@@ -255,25 +255,11 @@ def draw(figure: Figure, axis: str) -> Markup:
         return low + [(x(across[place]), y(series.high[place])) for place in reversed(places)]
 
     return filled(
-        "drawing.svg",
-        figure=figure,
-        axis=axis,
-        words=describe(figure),
-        x=x,
-        y=y,
-        labels=labels,
-        left=LEFT,
-        right=RIGHT,
-        width=WIDTH,
-        height=HEIGHT,
-        few=FEW_POINTS,
-        dots_from=DOTS_FROM,
-        path=_path,
-        corners_of=corners_of,
-        edge_of=edge_of,
-        tick_text=tick_text,
+        "drawing.svg", figure=figure, axis=axis, words=describe(figure), x=x, y=y, labels=labels, left=LEFT,
+        right=RIGHT, width=WIDTH, height=HEIGHT, few=FEW_POINTS, dots_from=DOTS_FROM, path=_path,
+        corners_of=corners_of, edge_of=edge_of, tick_text=tick_text,
         lines=[(label, value, _free_side(figure, value)) for label, value in figure.lines],
-    )
+    )  # fmt: skip
 
 
 def _free_side(figure: Figure, value: float) -> str:

@@ -349,6 +349,8 @@ def test_rows_of_clients_are_never_public(tmp_path: Path) -> None:
         assert said in "".join(result.privacy["not_covered"])
         assert bool(said) == ("test data" in dict(summary_rows(result)))
     assert not refuse_users(["0", "7"], ["", "70"], "test")  # a blank is nobody's name, not user 0's
+    with pytest.raises(InputError, match=r"clients: scale: found .*; allowed: nothing beside clients that are no"):
+        fedflat.clients({"a": (torch.zeros(2, 3), torch.tensor([0, 1]))}, scale={"x": (0.0, 1.0)})
     forms = pd.DataFrame({"user": ["M\u00fc", "Mu\u0308"], "x": [1.0, 2.0], "y": [0, 1]})  # one name on the screen
     assert fedflat.clients(forms, by="user", inputs=["x"], target="y", categories={"y": [0, 1]}).names == ("M\u00fc",)
 

@@ -164,6 +164,7 @@ def test_evaluation_mode_stays_on_plain_tensors(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("quick_workers")
+@pytest.mark.long
 def test_one_run_in_every_back_end() -> None:
     """``workers`` bit for bit, blocks up to rounding, and the tensors were in use."""
     clients = [(images(n, (1, 16, 16), n), torch.arange(n) % 4) for n in (9, 5, 14, 1)]

@@ -205,6 +205,7 @@ def landscape() -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("quick_workers")
+@pytest.mark.long
 def test_a_figure_trained_on_digits(tmp_path: Path) -> None:
     figure = find_figure("000", "figure-4").only(["radius"])
     few = replace(figure, panels=(replace(figure.panels[0], lines=figure.panels[0].lines[:2]),))

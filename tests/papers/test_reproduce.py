@@ -162,6 +162,7 @@ def test_filters_that_fit_nothing_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("quick_workers")
+@pytest.mark.long
 def test_two_columns_of_the_same_runs_trained_on_digits(tmp_path: Path) -> None:
     chosen = find("000", "1").only(["CIFAR-10, IID", "CIFAR-10, IID: train"], ["DP-FedAvg", "DP-FedSAM"])
     overrides = ["data.dataset=digits", "data.max_examples=500", "data.clients=25"]
