@@ -80,7 +80,7 @@ def clients(
 
     by = clean(by) if isinstance(by, str) else by
     found = _federation(source, by, encoding, test)
-    given = {"inputs": inputs, "target": target, "categories": categories, "scale": scale, "fill": fill}
+    given: dict[str, Any] = {"inputs": inputs, "target": target, "categories": categories, "scale": scale, "fill": fill}
     given |= {"max_length": max_length, "vocabulary": vocabulary, "tokenizer": tokenizer}
     for name, value in given.items() if found.preparation is None else ():
         require(value is None, f"clients: {name}", value, "nothing beside clients that are no tables")
