@@ -107,7 +107,8 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
     given = privacy.model_dump(include=IDLE_WITHOUT_PRIVACY, exclude_defaults=True)
     idle = [key for key, value in given.items() if value not in (0.0, "central")]
     if idle and not plan.private:
-        warnings.warn(f"privacy: {', '.join(idle)} without effect, for {method.name} has no privacy", stacklevel=2)
+        said = f"privacy: {', '.join(idle)} without effect, for {method.name} has no privacy."
+        plan = replace(plan, warnings=(*plan.warnings, said))
     plan = noising.with_fixed_numbers(plan)
     if ballot is not None:  # the draws are those of the non-private twin too
         warned = (*plan.warnings, *([votes.UNUSED_CLIP] if recipe.privacy.clip != PrivacySection().clip else []))
@@ -172,7 +173,7 @@ def local_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> Local:
     return Local(**{**local.model_dump(), **settled, "rounds": recipe.rounds})
 
 
-IDLE_WITHOUT_PRIVACY = {"noise_multiplier", "epsilon", "budget", "trust", "noise_cohort", "secure_rng", "noise"}
+IDLE_WITHOUT_PRIVACY = {"budget", "trust", "noise_cohort", "secure_rng"}
 STEPS = 10
 """Local steps where neither the recipe nor a public number of examples says how many."""
 

@@ -308,8 +308,9 @@ def build_plan(
     params = accounting_params(rounds=rounds, noise_multiplier=chosen, **accounting)
     if not private:
         require(selection is None, "privacy.selection", "a method without privacy", "a private method")
-        said = ("This method neither clips nor adds noise: no privacy guarantee.",)
-        return Plan(**vars(params) | {"noise_multiplier": 0.0}, protocol=protocol, private=False, warnings=said)
+        return _without_privacy(
+            params, protocol, bool(noise_multiplier) or epsilon is not None or noise != "independent"
+        )
     check_target(noise_multiplier, epsilon)
     scheduled = scheduled_plan(params.sampler, rounds, noise, bands, momentum)
     if scheduled is not None:
@@ -354,6 +355,13 @@ def _check_scheduled(
     if adaptive and scheduled.kind != "independent":
         hint = "The one Gaussian that the run is needs one clip."
         raise wrong("privacy.clip", "adaptive", f"one constant clip with {what}", hint=hint)
+
+
+def _without_privacy(params: AccountingParams, protocol: str, ignored: bool) -> Plan:
+    found = ["This method neither clips nor adds noise: no privacy guarantee."]
+    if ignored:
+        found.append("privacy.noise_multiplier, epsilon and noise are ignored by a method without privacy.")
+    return Plan(**vars(params) | {"noise_multiplier": 0.0}, protocol=protocol, private=False, warnings=tuple(found))
 
 
 def _summable(sampler: Sampler) -> None:

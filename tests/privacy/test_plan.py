@@ -151,6 +151,7 @@ def test_methods_without_privacy() -> None:
     assert plan.rounds_within_budget() == 20
     assert plan.record(0, math.inf)["epsilon"] is None
     assert len(plan.warnings) == 1
+    assert len(build_plan(**SMALL, private=False, epsilon=3.0).warnings) == 2
 
 
 def test_the_ledger_line_is_json_and_enough_to_recompute() -> None:

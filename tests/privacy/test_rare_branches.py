@@ -27,15 +27,9 @@ from fedflat.privacy.verify import verify_run
 def test_too_little_noise_per_share_amplifies_nothing() -> None:
     plan = build_plan(clients=100, cohort=50, sampling="poisson", rounds=5, noise_multiplier=1.0, trust="distributed")
     account = DDGaussAccount(
-        clients=plan.sampler.clients,
-        cohort=plan.sampler.size,
-        noise_multiplier=1e-6,
-        clip=1.0,
-        granularity=1.0,
-        dimension=8,
-        min_cohort=10,
-        delta=1e-3,
-    )
+        clients=plan.sampler.clients, cohort=plan.sampler.size, noise_multiplier=1e-6, clip=1.0, granularity=1.0,
+        dimension=8, min_cohort=10, delta=1e-3,
+    )  # fmt: skip
     assert np.isinf(account.amplified(20)).all()
 
 
