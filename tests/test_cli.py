@@ -17,15 +17,11 @@ from fedflat.cli import main as cli
 from fedflat.cli.main import _full, _short
 
 TINY: dict[str, Any] = {
-    "name": "tiny",
-    "rounds": 3,
-    "data": {"dataset": "digits", "clients": 20, "max_examples": 400},
-    "model": {"name": "mlp", "hidden": 8},
-    "algorithm": {"name": "dp-fedsam", "rho": 0.05},
-    "local": {"steps": 3, "batch_size": 16},
-    "cohort": {"size": 8},
+    "name": "tiny", "rounds": 3, "data": {"dataset": "digits", "clients": 20, "max_examples": 400},
+    "model": {"name": "mlp", "hidden": 8}, "algorithm": {"name": "dp-fedsam", "rho": 0.05},
+    "local": {"steps": 3, "batch_size": 16}, "cohort": {"size": 8},
     "privacy": {"randomness": "seeded", "noise_multiplier": 1.0, "accountant": "rdp"},
-}
+}  # fmt: skip
 
 
 @pytest.fixture

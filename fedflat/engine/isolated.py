@@ -201,9 +201,8 @@ def record(
     """
     three, two = (_recorded(call, inputs, broadcast, rows, check and rows == FEW[0]) for rows in FEW)
     try:
-        return replace(
-            three, steps=tuple(map(_of_any, three.steps, two.steps)), result=_any(three.result, two.result), rows=0
-        )
+        steps = tuple(_of_any(*pair) for pair in zip(three.steps, two.steps, strict=True))
+        return replace(three, steps=steps, result=_any(three.result, two.result), rows=0)
     except ValueError:
         return _recorded(call, inputs, broadcast, inputs[0].shape[0], check)
 
@@ -221,8 +220,9 @@ def _any(three: Any, two: Any) -> Any:
         return type(three)(_any(*pair) for pair in zip(three, two, strict=True))
     if type(three) is int and (three, two) == FEW:
         return _ROWS
-    same = torch.equal(three, two) if isinstance(three, Tensor) and isinstance(two, Tensor) else three == two
-    if type(three) is not type(two) or not same:
+    if type(three) is not type(two) or getattr(three, "dtype", None) != getattr(two, "dtype", None):
+        raise ValueError
+    if not (torch.equal(three, two) if isinstance(three, Tensor) else three == two):
         raise ValueError
     return three
 
@@ -278,14 +278,15 @@ def _refuse_mixing(recording: Recording, made: Sequence[Tensor], rest: Sequence[
     def answer(name: str, classes: int, at: Tensor) -> Tensor:
         return at.new_ones(len(at), classes) if classes else at * 2
 
-    # NaN in all other rows must not show in the first and last: vmap cannot see what a matrix product mixes.
-    for row in (0, len(made[0]) - 1):
-        broken = [torch.full_like(values, torch.nan) for values in made]
-        for values, there in zip(broken, made):
-            values[row] = there[row]
-        rows = [recording.run([*values, *rest], answer)[row] for values in (made, broken)]
-        if not torch.equal(*(torch.nan_to_num(each) for each in rows)):
-            raise Refused("mixes the clients of a block")
+    # NaN must not show in rows without it: vmap cannot see what a matrix product mixes.
+    rows = torch.arange(len(made[0]), device=made[0].device)
+    plain = recording.run([*made, *rest], answer)
+    for bit in range((len(rows) - 1).bit_length()):  # of any two rows one is hidden and the other not, some time
+        for hidden in ((rows >> bit) % 2 == 0, (rows >> bit) % 2 == 1):
+            broken = [values.masked_fill(hidden[:, None], torch.nan) for values in made]
+            found = recording.run([*broken, *rest], answer)
+            if not torch.equal(plain[~hidden].nan_to_num(), found[~hidden].nan_to_num()):
+                raise Refused("mixes the clients of a block")
 
 
 def _in_words(error: Exception) -> str:

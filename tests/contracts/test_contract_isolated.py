@@ -37,6 +37,13 @@ def unwraps(g: Tensor, w: Tensor, view: ClientView) -> Tensor:
     return g + torch._C._functorch.get_unwrapped(w).mean(0)  # type: ignore[attr-defined]
 
 
+def unwraps_one(g: Tensor, w: Tensor, view: ClientView) -> Tensor:
+    """Only the last client's row reaches the others, and only the second's."""
+    inside = torch._C._functorch  # type: ignore[attr-defined]
+    rows, level = inside.get_unwrapped(w), inside.maybe_get_level(w)
+    return g + inside._add_batch_dim(torch.cat([rows[:1] * 0, rows[-1:], rows[2:] * 0]), 0, level)
+
+
 def adds_up(g: Tensor, w: Tensor, view: ClientView) -> Tensor:
     KEPT.add_(1)
     return g + KEPT
@@ -51,6 +58,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "numpy's generator": (lambda g, w, view: g * np.random.rand(), "draws from a global generator"),  # noqa: NPY002
     "its own generator": (lambda g, w, view: g * view.generator.random(), "draws from view.generator"),
     "the block": (unwraps, "mixes the clients of a block"),
+    "one of the block": (unwraps_one, "mixes the clients of a block"),
     "a counter": (adds_up, "writes into a tensor that it was given or keeps"),
     "a memory": (lambda g, w, view: g + KEPT.add_(w), "cannot run under torch.func.vmap"),
     "its input": (lambda g, w, view: g + w.mul_(2), "writes into a tensor that it was given or keeps"),
@@ -98,7 +106,15 @@ def test_a_users_linear_algebra_runs_on_factors() -> None:
 
 def test_a_recording_is_for_any_number_of_clients_unless_its_steps_tell_it() -> None:
     calls = itertools.count()
-    for body, rows in ((lambda g, w, view: g / g.norm(), 0), (lambda g, w, view: g * float(next(calls)), 5)):
+
+    def longer(g: Tensor, w: Tensor, view: ClientView) -> Tensor:
+        return g if next(calls) % 2 else g + w
+
+    for body, rows in (
+        (lambda g, w, view: g / g.norm(), 0),
+        (lambda g, w, view: g * float(next(calls)), 5),
+        (longer, 5),
+    ):
         found = IsolatedRule(rule(body).phases[0].rule, "rule")
         view = ClientView(start=torch.zeros(5, 4), clip=1.0, steps=1, lr=0.1)
         assert found(lambda at: at, view)(torch.ones(5, 4)).shape == (5, 4)

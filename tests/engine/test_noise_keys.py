@@ -34,15 +34,10 @@ from fedflat.simulation.result import export
 from fedflat.simulation.run import run
 
 RECIPE: dict[str, Any] = {
-    "rounds": 3,
-    "data": {"classes": 3},
-    "model": {"name": "linear"},
-    "algorithm": {"name": "dp-fedavg"},
-    "local": {"steps": 1, "batch_size": 4, "momentum": 0.0},
-    "cohort": {"size": 4},
-    "privacy": {"clip": 0.5, "noise_multiplier": 1.0},
-    "engine": {"backend": "sequential"},
-}
+    "rounds": 3, "data": {"classes": 3}, "model": {"name": "linear"}, "algorithm": {"name": "dp-fedavg"},
+    "local": {"steps": 1, "batch_size": 4, "momentum": 0.0}, "cohort": {"size": 4},
+    "privacy": {"clip": 0.5, "noise_multiplier": 1.0}, "engine": {"backend": "sequential"},
+}  # fmt: skip
 WITHOUT_MODEL = {key: value for key, value in RECIPE.items() if key != "model"}
 
 

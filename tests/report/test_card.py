@@ -32,18 +32,10 @@ NAME = "<img src=x onerror=alert(1)> & *many*"
 
 def recipe(seed: int = 0, **change: Any) -> dict[str, Any]:
     return {
-        "name": NAME,
-        "seed": seed,
-        "rounds": 3,
-        "data": {"dataset": "digits", "clients": 20},
-        "model": {"name": "mlp", "hidden": 4},
-        "algorithm": "dp-fedavg",
-        "local": {"steps": 1, "batch_size": 8},
-        "cohort": {"size": 10},
-        "privacy": {"clip": 0.5, "epsilon": 8},
-        "engine": {"backend": "sequential"},
-        **change,
-    }
+        "name": NAME, "seed": seed, "rounds": 3, "data": {"dataset": "digits", "clients": 20},
+        "model": {"name": "mlp", "hidden": 4}, "algorithm": "dp-fedavg", "local": {"steps": 1, "batch_size": 8},
+        "cohort": {"size": 10}, "privacy": {"clip": 0.5, "epsilon": 8}, "engine": {"backend": "sequential"}, **change,
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
