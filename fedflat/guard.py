@@ -190,7 +190,8 @@ class Guard:
         vectors = dict(vectors)  # whatever else a mapping may yield twice, or differently the second time
         cohort = set(self.cohort(round).tolist())
         for client in vectors:
-            if not (isinstance(client, (int, np.integer)) and not isinstance(client, bool)) or client not in cohort:
+            whole_number = isinstance(client, (int, np.integer)) and not isinstance(client, bool)
+            if not whole_number or client not in cohort:
                 raise wrong("vectors", f"client {client!r}", f"clients of guard.cohort({round}), as whole numbers")
         rows = [_row(client, vectors[client]) for client in sorted(vectors)]
         if self._dimension is None and not rows:

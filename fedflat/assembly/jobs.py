@@ -143,7 +143,8 @@ def _ingredients(
     own += (module,) if model is not None or ":" in recipe.model.name else ()
     own += (objective.own,) if objective.own is not None else ()
     layout = layout_of(module, method.head)
-    check_bias(method, module, layout, data.inputs.new_zeros(2, *data.inputs.shape[1:]), data.targets)
+    zeros = data.inputs.new_zeros(2, *data.inputs.shape[1:])  # a server may hold no rows
+    check_bias(method, module, layout, zeros, data.targets)
     random = random or objective.own is not None
     return _Ingredients(method, data, queries, public, module, layout, precision, random, objective, own)
 

@@ -105,7 +105,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         evaluation=evaluation_of(recipe, method),
     )  # fmt: skip
     given = privacy.model_dump(include=IDLE_WITHOUT_PRIVACY, exclude_defaults=True)
-    idle = [key for key, value in given.items() if value not in (0.0, "central")]
+    idle = [key for key, value in given.items() if value != "central"]
     if idle and not plan.private:
         said = f"privacy: {', '.join(idle)} without effect, for {method.name} has no privacy."
         plan = replace(plan, warnings=(*plan.warnings, said))
@@ -174,6 +174,7 @@ def local_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> Local:
 
 
 IDLE_WITHOUT_PRIVACY = {"budget", "trust", "noise_cohort", "secure_rng"}
+"""Keys of ``privacy`` that a method without privacy leaves unread, beside those that its plan names."""
 STEPS = 10
 """Local steps where neither the recipe nor a public number of examples says how many."""
 

@@ -95,7 +95,8 @@ class _Rows:
         widest, pairs = max(layer.inputs + layer.outputs for layer in layers), sum(rows**2 for rows in lengths)
         # A count of terms that no client's own rows change, so the test does not follow them either.
         self.product_error = gamma(max(TERMS, self.together * max(lengths)) + len(self.bases) + SPARE)
-        self.norm_error = gamma(max(PRODUCTS, widest + pairs) + (self.trace.size if len(self.bases) else 0) + 2 * SPARE)
+        dense = self.trace.size if len(self.bases) else 0
+        self.norm_error = gamma(max(PRODUCTS, widest + pairs) + dense + 2 * SPARE)
 
     def _bases(self, vectors: Factored) -> None:
         """The dense parts ``(K, D)``, and every client's coefficients ``(n, K)``."""

@@ -210,7 +210,8 @@ def mean_view(parts: RoundParts, bound: float, divisor: float, round: int) -> Me
     """Return the public noise in a mean of messages with L2 norm ≤ ``bound``, for the expected cohort."""
     plan, source = parts.plan, parts.mechanism
     found = source.total_std(bound, plan.divisor)
-    return MeanView((plan.std(bound) if found is None else found) * source.row_norm(round) / divisor, bound, divisor)
+    std = (plan.std(bound) if found is None else found) * source.row_norm(round)
+    return MeanView(std / divisor, bound, divisor)
 
 
 def _averaged(parts: RoundParts, state: RoundState) -> RoundState:

@@ -174,7 +174,8 @@ class Adaptive(NormClip):
 
     def next(self, threshold: float, noisy_bits: float, divisor: float) -> float:
         """C_{t+1} from the noisy centred count Σ(b_i − ½) + N(0, σ_b²) and the constant divisor m."""
-        return threshold * math.exp(-self.rate * (0.5 + noisy_bits / divisor - self.quantile))
+        share = 0.5 + noisy_bits / divisor
+        return threshold * math.exp(-self.rate * (share - self.quantile))
 
 
 @dataclass(frozen=True)

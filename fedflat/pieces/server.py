@@ -76,7 +76,8 @@ class PgnDirection:
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         reach = view.steps * view.lr
-        direction = -(mean - (1 - self.beta) * reach * view.slots["direction"]) / reach
+        update = mean - (1 - self.beta) * reach * view.slots["direction"]
+        direction = -update / reach
         if self.smoothing is not None:
             direction = self.smoothing.smooth(direction, view.tensors)
         return -reach * direction, {"direction": direction}

@@ -55,7 +55,8 @@ def sum_curve(bound: float, shares: int, share_variance: float, dimension: int) 
 
     def curve(orders: Floats) -> Floats:
         additive = orders * ratio**2 / 2 + gap * dimension
-        return np.asarray(np.minimum(additive, orders * (ratio + gap * math.sqrt(dimension)) ** 2 / 2))
+        joint = orders * (ratio + gap * math.sqrt(dimension)) ** 2 / 2
+        return np.asarray(np.minimum(additive, joint))
 
     return curve
 

@@ -109,7 +109,8 @@ def _toeplitz(rounds: int, separation: int, bands: int, momentum: float) -> Floa
         for j in range(bands):
             lost = -2 * float((weights[j:] * left[j:]) @ inner[: rounds - j])
             by_c[j] = lost / noise + 2 * float(worst[j:] @ turns[: rounds - j]) / moved
-        return math.log(noise * moved), np.cumsum((by_c * c)[::-1])[::-1][1:] / ratios
+        down = np.cumsum((by_c * c)[::-1])[::-1]
+        return math.log(noise * moved), down[1:] / ratios
 
     # The square root of 1/(1 − x), which is optimal where everybody takes part once.
     start = np.array([(j - 0.5) / j for j in range(1, bands)])
