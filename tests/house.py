@@ -30,7 +30,7 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "code lines of the package": Limit(29_223, 26_000),
+    "code lines of the package": Limit(29_226, 26_000),
     "files of the package": Limit(193, 200),
     "circles of files": Limit(0, 0),
     "frames from the command to a step's gradient": Limit(10, 10),

@@ -254,6 +254,7 @@ def test_no_page_is_written_into_an_export(run: Path, tmp_path: Path, command: A
     (tmp_path / "own.html").write_text("mine")
     if word == "report":
         assert "which is no report of fedflat" in command(word, str(run), "--out", str(tmp_path / "own.html")).err
+        assert not any(command(word, str(run), "--out", str(tmp_path / "new.html")).status for _ in range(2))
 
 
 DEEP = b"[" * 100_000 + b"\n"

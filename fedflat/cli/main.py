@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import unicodedata
-import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Annotated
@@ -82,7 +81,7 @@ def main() -> None:
     """Run the ``fedflat`` command: errors become one line and an exit status."""
     _assemble()
     process.forget_signals()
-    warnings.formatwarning = lambda message, *_, **__: f"Warning: {message}\n"  # whose line it is tells a user nothing
+    process.warn_in_a_line()
     codecs.register_error("spelled", _spelled)
     for stream in (sys.stdout, sys.stderr):
         # An encoding without ε gets it spelled out instead of an error.

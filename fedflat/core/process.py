@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,6 +49,11 @@ def ignored() -> Iterator[None]:
     """Inside the block both signals are ignored; processes started there inherit that."""
     with _set(signal.SIG_IGN):
         yield
+
+
+def warn_in_a_line() -> None:
+    """Show warnings of this process without the place they come from, which tells a user nothing."""
+    warnings.formatwarning = lambda message, *_, **__: f"Warning: {message}\n"
 
 
 def leave_to_parent() -> None:

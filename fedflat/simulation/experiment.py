@@ -23,7 +23,7 @@ from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
 from fedflat.core import process as stopping
 from fedflat.core.checks import InputError, RunError, one_line, whole
-from fedflat.core.process import leave_to_parent, listening_to_progress, write_errors_to
+from fedflat.core.process import leave_to_parent, listening_to_progress, warn_in_a_line, write_errors_to
 from fedflat.data.clients import FederatedData
 from fedflat.records.folder import METRICS, RECIPE, STATEMENT, read_lines
 from fedflat.report import metrics, tables
@@ -52,6 +52,7 @@ def begin_worker(
 
     write_errors_to(parent, errors)
     leave_to_parent()
+    warn_in_a_line()
     torch.set_num_threads(threads)
     _SHARED.update(queue=queue, stop=stop, data=data)
     threading.Thread(target=_watch, args=(abort,), daemon=True).start()
