@@ -17,27 +17,17 @@ _LIVE = _LOW | {"privacy", "pieces", "data", "models", "records", "engine", "alg
 """What the rooms see that turn a recipe into live objects."""
 
 MAY_IMPORT = {
-    "core": set(),
-    "privacy": _LOW,
-    "pieces": _LOW,
-    "algorithms": _LOW | {"pieces"},
-    "config": _LOW | {"algorithms"},
-    "data": _LOW | {"config"},
-    "models": _LOW,
-    "records": _LOW | {"privacy"},
-    "engine": _LOW | {"privacy", "data", "records"},
-    "guard": _LOW | {"privacy", "pieces", "engine"},
+    "core": set(), "privacy": _LOW, "pieces": _LOW, "algorithms": _LOW | {"pieces"}, "config": _LOW | {"algorithms"},
+    "data": _LOW | {"config"}, "models": _LOW, "records": _LOW | {"privacy"},
+    "engine": _LOW | {"privacy", "data", "records"}, "guard": _LOW | {"privacy", "pieces", "engine"},
     "backends": _LOW | {"data", "records", "engine"},
-    "methods": _LOW | {"privacy", "pieces", "data", "engine", "config"},
-    "assembly": _LIVE | {"backends", "methods"},
-    "report": _LOW | {"privacy"},
-    "simulation": _LIVE | {"backends", "methods", "assembly", "report"},
-    "estimator": {"core", "data", "simulation"},
-    "landscape": _LIVE | {"backends", "assembly", "report", "simulation"},
+    "methods": _LOW | {"privacy", "pieces", "data", "engine", "config"}, "assembly": _LIVE | {"backends", "methods"},
+    "report": _LOW | {"privacy"}, "simulation": _LIVE | {"backends", "methods", "assembly", "report"},
+    "estimator": {"core", "data", "simulation"}, "landscape": _LIVE | {"backends", "assembly", "report", "simulation"},
     "papers": _LIVE | {"backends", "methods", "assembly", "report", "simulation", "landscape"},
     "audit": _LIVE | {"backends", "methods", "assembly", "simulation"},
     "federation": _LIVE | {"backends", "methods", "assembly", "report", "simulation"},
-}
+}  # fmt: skip
 """Every room but the command line: it imports rooms above it in this table, and itself."""
 
 TOP = {"cli", "__init__", "__main__"}

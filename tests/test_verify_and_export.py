@@ -229,12 +229,19 @@ def test_another_runs_statement_is_noticed(run: Path, tmp_path: Path) -> None:
     assert "privacy.json" in wrong(run)
 
 
-@pytest.mark.parametrize("name", ["recipe.yaml", "ledger.lock", "private/run.json", FILES[-2], FILES[-1]])
+@pytest.mark.parametrize("name", ["recipe.yaml", "ledger.lock", "private/run.json", "tips.jsonl", FILES[-2], FILES[-1]])
 def test_a_pipe_where_a_file_belongs_is_not_waited_for(run: Path, name: str) -> None:
     (run / name).unlink()
     os.mkfifo(run / name)
     with pytest.raises(InputError, match="no file"):
         inspect_run(run)
+
+
+def test_a_key_that_comes_twice_and_another_encoding_are_wrong(run: Path) -> None:
+    (run / "signature.json").write_text('{"payload": "x", "payload": "y", "payloadType": "z", "signatures": []}')
+    (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_text().encode("utf-16"))
+    found = {check.record for check in inspect_run(run) if check.verdict == "wrong"}
+    assert {"signature.json", "metrics.jsonl"} <= found
 
 
 def test_a_run_without_private_is_no_export(run: Path, tmp_path: Path) -> None:
@@ -596,7 +603,8 @@ def test_less_noise_in_an_unsigned_folder_is_noticed_and_nothing_else_is_said(tm
     rewrite(tmp_path / "out", lambda line: {**line, "sampling": "full"})
     assert "q is not 1" in reviewer(tmp_path / "out/check.py").stderr
     (tmp_path / "out/ledger.jsonl").write_bytes(whole)
-    for odd in ({"separation": 1000}, {"trust": "local"}, {"run": None}):
+    void = ({"q": 1e-9}, {"clip": -1}, {"clip": None}, {"rounding": -0.9}, {"std": 0})
+    for odd in ({"separation": 1000}, {"trust": "local"}, {"run": None}, *void):
         rewrite(tmp_path / "out", lambda line, odd=odd: {**line, **odd})  # type: ignore[misc]
         assert reviewer(tmp_path / "out/check.py").returncode == 1, odd
         (tmp_path / "out/ledger.jsonl").write_bytes(whole)

@@ -234,16 +234,10 @@ def _parts(recipe: Recipe, method: Algorithm, data: FederatedData, layout: Layou
     paper = plan.mechanism if isinstance(plan.mechanism, Published) else None
     clip, threshold = clip_of(recipe, method, layout) if paper is None else shares.clip_of(recipe, paper, layout)
     parts = RoundParts(
-        algorithm=method,
-        plan=plan,
-        clip=clip,
-        mechanism=noising.mechanism_of(recipe, plan),
-        optimizer=optimizer_of(recipe, method),
-        local=local_of(recipe, method, data),
-        layout=layout,
-        weighted=weighted(recipe, method),
-        average=average_of(recipe, method),
-    )
+        algorithm=method, plan=plan, clip=clip, mechanism=noising.mechanism_of(recipe, plan),
+        optimizer=optimizer_of(recipe, method), local=local_of(recipe, method, data), layout=layout,
+        weighted=weighted(recipe, method), average=average_of(recipe, method),
+    )  # fmt: skip
     return parts if paper is None else shares.parts_of(parts, paper), threshold
 
 

@@ -60,17 +60,11 @@ class Terms:
         """Return the terms of a run that is about to begin."""
         method, layout = job.parts.algorithm, job.parts.layout
         return cls(
-            method,
-            identified=job.identity.method is not None,
-            prior=prior_of(recipe, job.problem.pristine),
-            held_out=held_out(method, recipe.data.dataset, job.data.name),
-            left_out=job.data.left_out,
-            uncompared=not is_public(recipe.data.dataset) and job.data.unknown,
-            deployment=deployment,
-            dimension=layout.dimension,
-            tensors=layout.shared,
-            fedflat=versions(("fedflat",))["fedflat"],
-        )
+            method, identified=job.identity.method is not None, prior=prior_of(recipe, job.problem.pristine),
+            held_out=held_out(method, recipe.data.dataset, job.data.name), left_out=job.data.left_out,
+            uncompared=not is_public(recipe.data.dataset) and job.data.unknown, deployment=deployment,
+            dimension=layout.dimension, tensors=layout.shared, fedflat=versions(("fedflat",))["fedflat"],
+        )  # fmt: skip
 
     @classmethod
     def read(cls, recipe: Recipe, record: Mapping[str, Any]) -> "Terms":
@@ -82,15 +76,10 @@ class Terms:
         """Return what the ledger keeps."""
         method, others = self.method, {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         return {
-            "algorithm": method.name,
-            "kind": method.kind,
-            "private": method.private,
-            "vectors": method.vectors,
-            "personal": method.head is not None,
-            "finetuned": method.finetune is not None,
-            "client_state": [state.name for state in method.client_state],
-            **others,
-        }
+            "algorithm": method.name, "kind": method.kind, "private": method.private, "vectors": method.vectors,
+            "personal": method.head is not None, "finetuned": method.finetune is not None,
+            "client_state": [state.name for state in method.client_state], **others,
+        }  # fmt: skip
 
 
 def _stand_in(record: Mapping[str, Any]) -> Algorithm:
@@ -138,15 +127,10 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome, *, deployment: boo
     """Return the privacy statement of a run so far."""
     history = outcome.history or ([] if job.folder is None else read_lines(job.folder.path / METRICS))
     return stated(
-        recipe,
-        settled(recipe, job.parts, job.data.clients, job.problem.pristine),
-        job.parts.plan,
-        Terms.of(recipe, job, deployment=deployment),
-        rounds=outcome.state.round,
-        entries=outcome.entries,
-        tested=tested(history),
-        seen=outcome.seen,
-    )
+        recipe, settled(recipe, job.parts, job.data.clients, job.problem.pristine), job.parts.plan,
+        Terms.of(recipe, job, deployment=deployment), rounds=outcome.state.round, entries=outcome.entries,
+        tested=tested(history), seen=outcome.seen,
+    )  # fmt: skip
 
 
 def tested(metrics: Sequence[Mapping[str, Any]]) -> bool:

@@ -107,7 +107,7 @@ def _isolated(parts: RoundParts, problem: ModuleProblem) -> tuple[RoundParts, st
         warnings.warn(f"{error}, so clients train one by one, which is slower (docs/own.md)", stacklevel=4)
         return parts, f"a piece that trains clients one by one ({error})"
     if rule:
-        return parts, f"{rule}, which has a vmap rule of its own"
+        return parts, f"{rule}, which has a vmap rule of its own or looks behind vmap"
     if problem.objective.own is not None:  # what it does to the rows of a block, no trial can show
         return parts, "a loss of one's own"
     if any(isinstance(layer, nn.RNNBase) for layer in problem.module.modules()):  # weights in a list: vmap changes them

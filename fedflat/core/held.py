@@ -9,7 +9,7 @@ the process's environment, and memory inside compiled extensions that cannot be 
 
 import contextvars
 import functools
-import inspect
+import gc
 import pickle
 import random
 import sys
@@ -81,7 +81,8 @@ def own_code(root: object) -> bool:
 
 
 def own_rule(root: object) -> str:
-    """Return the name of a user's torch.autograd.Function or operation that says itself how vmap runs it; "" if none.
+    """Return the name of a user's torch.autograd.Function or operation that says itself how vmap runs it, or of a
+    function that looks behind vmap; "" if none.
 
     An operation that no ``torch.library.custom_op`` made counts wherever it is: code may call it under any name.
     """
@@ -91,6 +92,8 @@ def own_rule(root: object) -> str:
     named += [
         op._qualname for op in things if isinstance(op, CustomOpDef) and getattr(op, "_vmap_fn", None) is not None
     ]
+    named += [f.__name__ for f in things if isinstance(f, types.FunctionType) and "_functorch" in names_in(f.__code__)]
+    named += [f.__name__ for f in things if getattr(f, "__module__", "") == "torch._C._functorch"]
     every = (name for name in torch._C._dispatch_get_all_op_names() if not name.startswith("aten::"))
     named += [
         n for n in every if n not in OPDEFS and torch._C._dispatch_has_kernel_for_dispatch_key(n, "FuncTorchBatched")
@@ -217,7 +220,7 @@ def _form(thing: Any, children: list[tuple[str, Any]]) -> tuple[Any, ...]:
     """
     more: Any = thing.__code__ if isinstance(thing, types.FunctionType) else None
     if isinstance(thing, Mapping):
-        more = tuple(_value(key, set()) for key in thing if isinstance(key, _PLAIN))
+        more = tuple(_value(key, set()) for key, _ in _pairs(thing) if isinstance(key, _PLAIN))
     return type(thing).__qualname__, tuple(label for label, _ in children), more
 
 
@@ -228,11 +231,13 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
     if isinstance(thing, (Tensor, types.ModuleType, *_PLAIN, *_STATE)):
         return None
     if isinstance(thing, Mapping):
-        found = [(f"[{_label(key, index)}]", value) for index, (key, value) in enumerate(thing.items())]
-        found += [(f"{{key {index}}}", key) for index, key in enumerate(thing) if not isinstance(key, _PLAIN)]
+        pairs = _pairs(thing)
+        found = [(f"[{_label(key, index)}]", value) for index, (key, value) in enumerate(pairs)]
+        found += [(f"{{key {index}}}", key) for index, (key, _) in enumerate(pairs) if not isinstance(key, _PLAIN)]
         return [*found, (".default_factory", getattr(thing, "default_factory", None)), *_attributes(thing)]
     if isinstance(thing, list | tuple | deque):
-        return [(f"[{index}]", value) for index, value in enumerate(thing)] + _attributes(thing)
+        base: Any = next(kind for kind in (list, tuple, deque) if isinstance(thing, kind))
+        return [(f"[{index}]", value) for index, value in enumerate(base.__iter__(thing))] + _attributes(thing)
     if isinstance(thing, set | frozenset):
         # Two processes go through a set in different orders.
         return [(f"{{{_label(v, index)}}}", v) for index, v in enumerate(sorted(thing, key=_shown))] + _attributes(
@@ -244,11 +249,8 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
         return _of_class(thing)
     if isinstance(thing, types.CellType):
         return [("", thing.cell_contents)] if _filled(thing) else None
-    if isinstance(thing, types.GeneratorType):
-        # How far a generator has come is memory too.
-        frame, own = thing.gi_frame, inspect.getgeneratorlocals(thing) | {"<from>": thing.gi_yieldfrom}
-        own |= {"<at>": frame.f_lasti, **dict(_globals_of(thing.gi_code, frame.f_globals))} if frame else {}
-        return [(f".{name}", value) for name, value in own.items()]
+    if isinstance(thing, types.GeneratorType | types.CoroutineType | types.AsyncGeneratorType):
+        return _of_generator(thing)
     if isinstance(thing, weakref.ref):
         return [("", thing())]
     if isinstance(thing, threading.local):
@@ -261,6 +263,22 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
     if isinstance(thing, contextvars.ContextVar):
         return [("", thing.get(None))]
     return _of_function(thing) if isinstance(thing, types.FunctionType) else _of_object(thing)
+
+
+def _pairs(thing: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """Return what a mapping holds; a subclass of dict may show nothing of it."""
+    return list(dict.items(thing) if isinstance(thing, dict) else thing.items())
+
+
+def _of_generator(thing: Any) -> list[tuple[str, Any]]:
+    """Return the local variables of a generator or a coroutine, and how far it has come, which is memory too."""
+    kind, inner = ("gi", "gi_yieldfrom") if isinstance(thing, types.GeneratorType) else ("cr", "cr_await")
+    kind, inner = ("ag", "ag_await") if isinstance(thing, types.AsyncGeneratorType) else (kind, inner)
+    frame, found = getattr(thing, f"{kind}_frame"), [(".<from>", getattr(thing, inner))]
+    if frame is not None:
+        found += [(f".{name}", value) for name, value in {**frame.f_locals, "<at>": frame.f_lasti}.items()]
+        found += _globals_of(getattr(thing, f"{kind}_code"), frame.f_globals)
+    return found
 
 
 def _shown(value: Any) -> str:
@@ -277,7 +295,9 @@ def _attributes(thing: Any) -> list[tuple[str, Any]]:
     if kind in (dict, list, tuple, set):
         return []
     found = [(f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items() if not _noted(name)]
-    found += [(f".{name}", getattr(thing, name)) for name in _slots(kind) if hasattr(thing, name)]
+    for name in _slots(kind):
+        with suppress(AttributeError):
+            found.append((f".{name}", object.__getattribute__(thing, name)))  # a class may answer otherwise
     return found if is_library(_home(thing)) else [*found, (f"<{kind.__name__}>", kind)]
 
 
@@ -299,12 +319,14 @@ def _noted(name: str) -> bool:
 def _beside(leaf: Any) -> list[tuple[str, Any]]:
     """Return what a leaf holds beside its value: attributes, a tensor's gradient and hooks."""
     if isinstance(leaf, (*_PLAIN, *_STATE)):
-        return _attributes(leaf)
+        whole = {np.ndarray: "base", memoryview: "obj"}.get(type(leaf))
+        return [*([(f".{whole}", getattr(leaf, whole))] if whole else []), *_attributes(leaf)]
     # Subclasses may answer for attributes with anything, a computation even.
     if type(leaf) not in (Tensor, nn.Parameter):
         own = isinstance(leaf, Tensor) and not is_library(_home(leaf))
         return list(object.__getattribute__(leaf, "__dict__").items()) if own else []
-    found = [(".grad", leaf.grad)] if leaf.is_leaf else []
+    found: list[tuple[str, Any]] = [(".grad", leaf.grad)] if leaf.is_leaf else []
+    found.append(("._base", leaf._base))  # a view's memory is more than it shows
     found += [(f".{name}", getattr(leaf, name, None)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
     return found + _attributes(leaf)
 
@@ -315,7 +337,10 @@ def _opaque(module: str) -> bool:
 
 def _of_object(thing: Any) -> list[tuple[str, Any]] | None:
     kind = type(thing)
-    if isinstance(thing, functools._lru_cache_wrapper) or (_opaque(_module(kind)) and not isinstance(thing, nn.Module)):
+    if isinstance(thing, functools._lru_cache_wrapper):
+        kept = [str(thing.cache_info()), *gc.get_referents(thing)]
+        return [(f"[{index}]", value) for index, value in enumerate(kept)]
+    if _opaque(_module(kind)) and not isinstance(thing, nn.Module):
         return None
     if isinstance(thing, nn.Module):
         whole = [] if is_library(_home(thing)) else [(f"<{kind.__name__}>", kind)]
@@ -336,10 +361,11 @@ def _compiled(thing: Any) -> list[tuple[str, Any]]:
     """Return what the compiled class that a thing derives from, such as an array or an exception, keeps of it."""
     if next(filter(_compiled_class, type(thing).__mro__)) is object:
         return []
-    try:
-        return [("<held>", thing.__reduce_ex__(4)[1:])]
-    except Exception:  # any class may refuse in its own way
-        return []
+    beside = ("__cause__", "__context__") if isinstance(thing, BaseException) else ()
+    found: list[tuple[str, Any]] = [(f".{name}", getattr(thing, name)) for name in beside]
+    with suppress(Exception):  # any class may refuse in its own way
+        found.append(("<held>", thing.__reduce_ex__(4)[1:]))
+    return found
 
 
 def _of_class(kind: type) -> list[tuple[str, Any]] | None:
@@ -348,6 +374,8 @@ def _of_class(kind: type) -> list[tuple[str, Any]] | None:
         return None
     every = [(name, part) for name, value in vars(kind).items() for part in _parts_of(value)]
     kept = [(f".{n}", part) for n, part in every if isinstance(part, types.FunctionType) or n not in _OF_PYTHON]
+    kept += [(f".{name}", vars(kind).get(name)) for name in ("__doc__", "__dataclass_fields__", "__module__")]
+    kept += [(".__annotations__", dict(vars(kind).get("__annotations__", {})))]
     own = (base for base in (*kind.__bases__, type(kind)) if not is_library(_home(base)))
     return [*kept, *((f"<{base.__name__}>", base) for base in own)]
 
@@ -355,7 +383,7 @@ def _of_class(kind: type) -> list[tuple[str, Any]] | None:
 def _parts_of(value: Any) -> list[Any]:
     """Return what a class's attribute is made of."""
     if isinstance(value, staticmethod | classmethod):
-        return [value.__func__]
+        return [value.__func__, vars(value)]
     if isinstance(value, property):
         return [part for part in (value.fget, value.fset, value.fdel) if part is not None]
     return [value.func] if isinstance(value, functools.cached_property) else [value]
@@ -368,7 +396,8 @@ def _of_function(thing: types.FunctionType) -> list[tuple[str, Any]] | None:
         found += [(f".{name}", value) for name, value in vars(thing).items() if not _noted(name)]
         return [(name, value) for name, value in found if name not in (".dispatch_cache", "._clear_cache")]
     found += [(f".defaults[{index}]", value) for index, value in enumerate(thing.__defaults__ or ())]
-    found += [(f".{name}", value) for name, value in {**(thing.__kwdefaults__ or {}), **vars(thing)}.items()]
+    more = {**(thing.__kwdefaults__ or {}), **vars(thing), "__doc__": thing.__doc__, "<hints>": thing.__annotations__}
+    found += [(f".{name}", value) for name, value in more.items()]
     return found + _globals_of(thing.__code__, thing.__globals__)
 
 
@@ -413,6 +442,7 @@ _STATE: dict[type, Callable[[Any], Any]] = {
     np.random.RandomState: lambda leaf: pickle.dumps(leaf.get_state()),
     random.SystemRandom: lambda leaf: None,
     random.Random: lambda leaf: leaf.getstate(),
+    type(threading.Lock()): lambda leaf: leaf.locked(),
     bytearray: bytes,
     memoryview: bytes,
 }
@@ -432,7 +462,7 @@ def _value(leaf: Any, skipped: set[int]) -> Any:
             return state(leaf)
     if isinstance(leaf, _PLAIN):
         return type(leaf).__name__, plain_text(leaf)
-    return id(leaf), str(leaf.cache_info()) if isinstance(leaf, functools._lru_cache_wrapper) else _pickled(leaf)
+    return id(leaf), _pickled(leaf)
 
 
 def _pickled(leaf: Any) -> bytes:

@@ -64,18 +64,18 @@ class Encoding:
         """Names of the classes in order, where the target's categories give them."""
         return tuple(self.categories.get(self.target[0], ())) if len(self.target) == 1 else ()
 
-    def for_texts(self, where: str, frame: pd.DataFrame, words: Words | None) -> Encoding:
-        """Return the encoding as it is, or as one of texts where every input is a column of free text.
+    def for_texts(self, where: str, words: Words | None) -> Encoding:
+        """Return the encoding as it is, or as one of texts where the recipe says how those are read.
+
+        What the inputs are never follows from the rows: one client's cell would decide it for everybody.
 
         Raises:
-            InputError: keys of texts are given (``words``), and the inputs are none.
+            InputError: keys of texts beside those of numbers.
         """
-        if all(name not in self.categories and _is_free_text(frame[name]) for name in self.inputs):
-            return dataclasses.replace(self, words=words or Words())
-        if words is not None:
-            keys = f"{where}max_length, vocabulary, tokenizer"
-            raise wrong(keys, "keys of texts", "nothing: the inputs are no texts")
-        return self
+        numbers = {*self.categories, *self.scale, *self.fill} & {*self.inputs}
+        keys = f"{where}max_length, vocabulary, tokenizer"
+        require(words is None or not numbers, keys, "keys of texts", f"nothing beside keys of {', '.join(numbers)}")
+        return dataclasses.replace(self, words=words)
 
     def class_names(self, frame: pd.DataFrame) -> tuple[Any, ...]:
         """Return the names of the classes: of the listed categories, or of a column of true and false."""
@@ -247,15 +247,6 @@ def owners_of(users: Iterable[Any], where: str) -> list[str]:
     return names
 
 
-def _is_free_text(column: pd.Series) -> bool:
-    import pandas as pd
-
-    cells = [value for value in column.tolist()[:1000] if not _missing(value)]
-    if not cells or not all(isinstance(value, str) for value in cells):
-        return False
-    return bool(pd.to_numeric(pd.Series(cells), errors="coerce").isna().mean() > 0.5)
-
-
 def _columns(where: str, given: str | Sequence[str] | None, there: list[str]) -> tuple[str, ...]:
     if isinstance(given, str):
         given = [given] if clean(given) in there else given.split(",")
@@ -378,7 +369,7 @@ def number_hint(value: Any, name: str, values: Sequence[Any] = ()) -> str:
     if 2 * sum(_is_number(other) or is_numeral(other) for other in values) > len(values):
         return "" if is_numeral(value) else "Other cells of the column are numbers."
     listed = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
-    return f"For words give all values in a public order: categories={{{name}: [{listed}]}}."
+    return f"For words give all values in a public order: categories={{{name}: [{listed}]}}; for texts max_length."
 
 
 def _lists(values: list[Any], name: str, place: Place, scaled: bool) -> Array:

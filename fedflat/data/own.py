@@ -76,7 +76,7 @@ def clients(
     def encoding(frame: pd.DataFrame) -> Encoding:
         columns = [column for column in frame.columns if column != by]
         found = encoding_of("clients: ", columns, inputs, target, categories, scale, fill)
-        return found.for_texts("clients: ", frame, words)
+        return found.for_texts("clients: ", words)
 
     by = clean(by) if isinstance(by, str) else by
     found = _federation(source, by, encoding, test)

@@ -69,12 +69,12 @@ def read(
     frame = _frame(kind, train, encoding, owner)
     vocabulary = padding = 0
     if kind != "image":
-        # What is text is decided on the training rows; a test split cannot change it.
+        # What is text is said by the recipe or by the types of the training file; a test split cannot change it.
         words = words_of("data.", options.max_length, options.vocabulary, options.tokenizer)
         if kind == "text" and not set(encoding.inputs) & set(encoding.categories):
             encoding = dataclasses.replace(encoding, words=words or Words())
         else:
-            encoding = encoding.for_texts("data.", frame, words)
+            encoding = encoding.for_texts("data.", words)
         if encoding.words is not None:
             _, vocabulary, padding = encoding.words.ids([])
     tables = [_table(kind, train, frame, encoding, owner)]
@@ -182,7 +182,8 @@ def _kind_of(split: Split, source: Source | None, options: DataSection) -> Kind:
         return source.kind
     of_text = any((options.vocabulary, options.tokenizer, options.max_length))
     plain = columns and not set(columns) & set(options.categories or {}) and not options.scale and not options.fill
-    if plain and all(is_text_feature(split.features[column]) for column in columns):
+    # A table without types of its own has those of its cells, and one client's would decide everybody's.
+    if plain and (of_text or not split.csv) and all(is_text_feature(split.features[column]) for column in columns):
         return "text"
     if len(columns) == 1 and plain and is_image_feature(split.features[columns[0]]):
         return "image"

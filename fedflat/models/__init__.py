@@ -25,25 +25,13 @@ from fedflat.models import image_encoder, pretrained, representation, text, visi
 from fedflat.models.state import freeze_batch_norm, group_norm_instead, refuse_unclipped_state
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
-    "linear": vision.linear,
-    "mlp": vision.mlp,
-    "cnn": vision.cnn,
-    "cnn-2-layers": vision.cnn_2_layers,
-    "cnn-3": vision.cnn_3,
-    "resnet10": vision.resnet10,
-    "resnet18": vision.resnet18,
-    "char-lstm": text.char_lstm,
-    "char-gru": text.char_gru,
-    "char-linear": text.char_linear,
-    "bow": text.bow,
-    "bow-linear": text.bow_linear,
-    "bow-overlap": text.bow_overlap,
-    "vit-base": pretrained.vit_base,
-    "roberta-base": pretrained.roberta_base,
-    "text-encoder": pretrained.text_encoder,
-    "image-encoder": image_encoder.image_encoder,
+    "linear": vision.linear, "mlp": vision.mlp, "cnn": vision.cnn, "cnn-2-layers": vision.cnn_2_layers,
+    "cnn-3": vision.cnn_3, "resnet10": vision.resnet10, "resnet18": vision.resnet18, "char-lstm": text.char_lstm,
+    "char-gru": text.char_gru, "char-linear": text.char_linear, "bow": text.bow, "bow-linear": text.bow_linear,
+    "bow-overlap": text.bow_overlap, "vit-base": pretrained.vit_base, "roberta-base": pretrained.roberta_base,
+    "text-encoder": pretrained.text_encoder, "image-encoder": image_encoder.image_encoder,
     "representation": representation.representation,
-}
+}  # fmt: skip
 
 OURS = BUILDERS.keys() - {"vit-base", "roberta-base", "image-encoder"}
 """Models whose code is this package's own; the tests make the whole search for hidden state on each."""

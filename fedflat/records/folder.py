@@ -153,7 +153,7 @@ def _numbered(path: Path) -> tuple[dict[int, str], int]:
 
 def _round(raw: bytes) -> int | None:
     try:
-        found = json.loads(raw)["round"]
+        found = json.loads(raw.decode("utf-8"))["round"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None
@@ -205,6 +205,7 @@ def check_kinds(folder: Path) -> None:
     names = [RECIPE, METRICS, seals_of(METRICS), LEDGER, LOCK, STATEMENT]
     names += [] if locked(folder) else [OPENING, PRIVATE, seals_of(PRIVATE)]
     records = [folder / name for name in names]
+    records += [path for path in folder.glob("*") if path.suffix in (".json", ".jsonl", ".html", ".md")]
     weights = [*folder.glob("checkpoints/round-*"), *folder.glob("private/heads/round-*")]
     # A named pipe in the place of a record would make the reader wait for ever.
     for path in (*records, *(each for each in weights if not each.is_dir())):

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, reading, require, wrong
 from fedflat.records import checkpoint, keys
-from fedflat.records.folder import LEDGER, STATEMENT, metrics_digest, read_lines
+from fedflat.records.folder import LEDGER, STATEMENT, metrics_digest, read_lines, single_keys
 
 IN_TOTO = "https://in-toto.io/Statement/v1"
 PAYLOAD = "application/vnd.in-toto+json"
@@ -187,9 +187,9 @@ def payload_of(envelope: Any) -> dict[str, Any]:
         InputError: it is no envelope.
     """
     with reading("signature", "no DSSE envelope of an in-toto Statement", "what was signed"):
-        if envelope["payloadType"] != PAYLOAD:
-            raise ValueError("another payload")
-        found = json.loads(base64.b64decode(envelope["payload"], validate=True))
+        if envelope["payloadType"] != PAYLOAD or envelope.keys() - {"payload", "payloadType", "signatures"}:
+            raise ValueError("another payload, or more than one says")
+        found = json.loads(base64.b64decode(envelope["payload"], validate=True), object_pairs_hook=single_keys)
         if found["_type"] != IN_TOTO:
             raise ValueError("another statement")
         return {"subjects": {each["name"]: each["digest"]["sha256"] for each in found["subject"]}, **found}
@@ -231,7 +231,7 @@ def read(path: Path) -> Any:
         InputError: the file is none.
     """
     with reading(path, "no JSON", "a signed record"):
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes(), object_pairs_hook=single_keys)
 
 
 # --------------------------------------------------------------------------------------------------- tips.jsonl

@@ -91,17 +91,11 @@ def _words(run: Run) -> dict[str, Any]:
     sections = {key: section(run.recipe, key) for key in ("data", "model", "cohort")}
     sections["facts"] = section(run.privacy, "facts")
     values = {
-        "run": run,
-        "partition": section(sections["data"], "partition"),
-        "readable": readable,
-        "names": class_names(run),
-        "count": len(last_classes(run)),
-        "proven": metrics.proven_epsilon(run),
-        "claimed": metrics.claimed_epsilon(run),
-        "delta": metrics.number(run.privacy.get("delta")),
-        "greatest": statement.greatest(run),
-        "reasons": metrics.reasons(run),
-    }
+        "run": run, "partition": section(sections["data"], "partition"), "readable": readable,
+        "names": class_names(run), "count": len(last_classes(run)), "proven": metrics.proven_epsilon(run),
+        "claimed": metrics.claimed_epsilon(run), "delta": metrics.number(run.privacy.get("delta")),
+        "greatest": statement.greatest(run), "reasons": metrics.reasons(run),
+    }  # fmt: skip
     return cast(dict[str, Any], wording.texts("page.yaml", sections | values))
 
 

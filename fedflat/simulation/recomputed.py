@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calendar
 import contextlib
 import dataclasses
 import fcntl
@@ -524,7 +525,7 @@ def check_page(run: Records) -> tuple[Verdict, str]:
     titles = [html.unescape(each) for each in re.findall(r"<(?:h1|title)>([^<]*)<", text)]
     found = read_run(path)
     names = dict.fromkeys([found.name, str(found.recipe.get("name") or found.algorithm)])
-    if not run.exported and titles and re.fullmatch(r"[\w.+ -]{1,60}", titles[-1]):  # the folder was renamed since
+    if not run.exported and titles and re.fullmatch(NAME, titles[-1]):  # the folder was renamed since
         names[titles[-1]] = None
     shapes = [public(found)] if locked(path) else [public(found), found]  # before 1.0 it showed private charts too
     ours = _figures(headline(run.statement)) if run.statement else set()
@@ -547,11 +548,15 @@ def _figures(text: str) -> set[str]:
     return {figure.replace(",", "") for figure in SHOWN.findall(html.unescape(re.sub(r"<[^>]*>", " ", text)))}
 
 
+NAME = r"(?![^<&]*(?:ε|epsilon|proven))[\w.+ -]{1,60}"
+"""The name of a folder: no sentence about the guarantee."""
+
+
 def _of_any_folder(text: str) -> str:
     """Return a page without the folder's name in its commands, and without the day of its files: copies differ."""
-    text = re.sub(r"(?<=fedflat\.load\(&#34;)[\w.+ -]{1,60}(?=&#34;\))", "", text)
+    text = re.sub(rf"(?<=fedflat\.load\(&#34;){NAME}(?=&#34;\))", "", text)
     text = re.sub(r"<code>fedflat (export|predict) [\w.+-]{1,60} (FOLDER|FILE)</code>", r"\1", text)
-    return re.sub(r" · \d{1,2} [A-Z][a-z]{2,8} \d{4}(?=<)", "", text)
+    return re.sub(rf" · \d{{1,2}} (?:{'|'.join(calendar.month_name[1:])}) (?:19|20)\d\d(?=<)", "", text)
 
 
 def check_card(run: Records, name: str) -> tuple[Verdict, str]:

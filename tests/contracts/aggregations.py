@@ -167,25 +167,16 @@ def canaries(d: int, tensors: tuple[slice, ...]) -> dict[str, Member]:
     nan, inf, one = torch.zeros(d), torch.zeros(d), torch.zeros(d)
     nan[0], inf[-1], one[d // 2] = math.nan, -math.inf, 1e38
     return {
-        "aimed": Member(direction * CLIP, 5),
-        "against": Member(-direction * CLIP, 10_000, 1e6),
-        "huge": Member(direction * 1e30, 5),
-        "all largest": Member(torch.full((d,), 3e38), 5),
-        "one largest": Member(one, 5),
-        "tiny": Member(direction * 1e-30, 10_000),
-        "every tensor at the clip": Member(each, 5),
-        "nan": Member(nan, 5, math.nan),
-        "inf": Member(inf, 5),
-        "all nan": Member(torch.full((d,), math.nan), 5),
-        "double": Member(direction.double() * 1e300, 5),
-        "half": Member(direction.half() * 1000, 5),
-        "too short": Member(torch.ones(d - 1), 5),
-        "too long": Member(torch.ones(d + 1), 5),
-        "empty": Member(torch.zeros(0), 0),
-        "whole numbers": Member(torch.full((d,), 7), 5),
-        "complex": Member(torch.full((d,), 1j), 5),
+        "aimed": Member(direction * CLIP, 5), "against": Member(-direction * CLIP, 10_000, 1e6),
+        "huge": Member(direction * 1e30, 5), "all largest": Member(torch.full((d,), 3e38), 5),
+        "one largest": Member(one, 5), "tiny": Member(direction * 1e-30, 10_000),
+        "every tensor at the clip": Member(each, 5), "nan": Member(nan, 5, math.nan), "inf": Member(inf, 5),
+        "all nan": Member(torch.full((d,), math.nan), 5), "double": Member(direction.double() * 1e300, 5),
+        "half": Member(direction.half() * 1000, 5), "too short": Member(torch.ones(d - 1), 5),
+        "too long": Member(torch.ones(d + 1), 5), "empty": Member(torch.zeros(0), 0),
+        "whole numbers": Member(torch.full((d,), 7), 5), "complex": Member(torch.full((d,), 1j), 5),
         "zero": Member(torch.zeros(d), 1_000_000),
-    }
+    }  # fmt: skip
 
 
 def crowds(d: int, tensors: tuple[slice, ...]) -> dict[str, list[Member]]:

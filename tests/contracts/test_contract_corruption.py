@@ -168,19 +168,11 @@ WHOLE: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 LINES = WHOLE | {"cut line": cut_line, "double line": double_line, "swap lines": swap_lines}
 MATRIX: dict[str, dict[str, Callable[[Path], None]]] = {
-    "run/recipe.yaml": WHOLE,
-    "run/metrics.jsonl": LINES,
-    "run/metrics.seals": LINES,
-    "run/ledger.jsonl": LINES,
-    "run/privacy.json": WHOLE,
-    "run/private/run.json": WHOLE,
-    "run/private/private.jsonl": LINES,
-    "run/private/private.seals": LINES,
-    "run/private/heads/*": WHOLE | {"older": older},
-    "run/checkpoints/*": WHOLE | {"older": older},
-    "home/fedflat/keys/*": WHOLE,
-    "home/fedflat/marks/*": LINES,
-}
+    "run/recipe.yaml": WHOLE, "run/metrics.jsonl": LINES, "run/metrics.seals": LINES, "run/ledger.jsonl": LINES,
+    "run/privacy.json": WHOLE, "run/private/run.json": WHOLE, "run/private/private.jsonl": LINES,
+    "run/private/private.seals": LINES, "run/private/heads/*": WHOLE | {"older": older},
+    "run/checkpoints/*": WHOLE | {"older": older}, "home/fedflat/keys/*": WHOLE, "home/fedflat/marks/*": LINES,
+}  # fmt: skip
 CASES = [(file, name) for file, kinds in MATRIX.items() for name in kinds]
 SECURE = ("run/ledger.jsonl", "run/private/run.json", "home/")
 """What the secure run is damaged in; the seeded one in every file that it has."""

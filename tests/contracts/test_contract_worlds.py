@@ -25,17 +25,11 @@ from fedflat.data.clients import from_pairs
 
 EVERY = [*PRIVATE, "ddgauss", "ae-dpfl"]
 SHORT = [
-    Case("ordinary"),
-    Case("cancelling 1e6", start="even"),
-    Case("no gradient", start="even"),
-    Case("no gradient", others="constant", start="even", last=True),
-    Case("pixels", others="pixels", start="even"),
-    Case("ordinary", others="opposite 1e6"),
-    Case("ordinary", others="cancelling 1e6"),
-    Case("ordinary", others="cancelling 1e6", start="even"),
-    Case("huge 1e14"),
-    Case("huge 1e6", start="later"),
-]
+    Case("ordinary"), Case("cancelling 1e6", start="even"), Case("no gradient", start="even"),
+    Case("no gradient", others="constant", start="even", last=True), Case("pixels", others="pixels", start="even"),
+    Case("ordinary", others="opposite 1e6"), Case("ordinary", others="cancelling 1e6"),
+    Case("ordinary", others="cancelling 1e6", start="even"), Case("huge 1e14"), Case("huge 1e6", start="later"),
+]  # fmt: skip
 FEW = [*SHORT[1:6:2], *SHORT[-3:-1]]
 """For each method: all of them one by one, and some by each other back end, so that every pair is met."""
 MODELS: dict[str, tuple[int, int, Any]] = {

@@ -292,7 +292,11 @@ def test_a_text_without_a_user_is_refused(tmp_path: Path, ending: str) -> None:
 BAD_FILES: list[tuple[dict[str, list[Any]], dict[str, Any], str]] = [
     ({"a": [1.0], "b": [2.0]}, {}, "data.target: a label column is needed and none found"),
     ({"t": ["x"], "u": ["y"], "label": [0]}, {}, "data.inputs: a text column is needed and 2 candidates (t, u)"),
-    ({"t": [7], "label": [0]}, {"inputs": "t", "vocabulary": 9, "target": "label"}, "nothing: the inputs are no texts"),
+    (
+        {"t": [7], "label": [0]},
+        {"inputs": "t", "vocabulary": 9, "target": "label"},
+        "column t: found 7; allowed: a te",
+    ),
     ({"t": ["x"], "label": [-1]}, {}, "found label -1"),
     ({"t": ["x", "y"], "label": [0, None]}, {}, "row 1 of"),
     ({"t": ["x"], "label": [0]}, {"inputs": "tt"}, "data.inputs: found tt; allowed: t, label. Did you mean t"),

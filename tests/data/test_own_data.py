@@ -540,3 +540,14 @@ def test_the_recipe_for_photos_is_a_head_on_a_frozen_body(
     recipe = fedflat.Recipe.of(json.loads(capsys.readouterr().out)["recipe"])
     assert recipe.model.name == ("image-encoder" if vision else "representation")
     assert load(recipe.data).clients == recipe.cohort.size == 9
+
+
+def test_one_clients_word_does_not_make_texts_of_everybodys_numbers(tmp_path: Path) -> None:
+    table = pd.DataFrame({"who": ["ann", "bob", "cy"] * 2, "k": [1, 2, 3, 4, 5, "abc"], "y": [0, 1] * 3})
+    table.to_csv(tmp_path / "t.csv", index=False)
+    section = {"dataset": str(tmp_path / "t.csv"), "by": "who", "inputs": "k", "target": "y"}
+    for read in (lambda **keys: load({**section, **keys}), lambda **keys: fedflat.clients(
+        table.astype({"k": str}), by="who", inputs="k", target="y", **keys)):  # fmt: skip
+        with pytest.raises(InputError, match=r"column k: found 'abc'; allowed: a number"):
+            read()
+        assert read(vocabulary=9).vocabulary == 9

@@ -24,33 +24,18 @@ BACKENDS = ("sequential", "vectorized")
 SEED = 11
 
 OPTIONS = {
-    "fedavg": {},
-    "fedsam": {"rho": 0.3},
-    "dp-fedavg": {},
-    "dp-fedavg-blur": {"lam": 0.7},
-    "dp-fedavg-lus": {"sparsity": 0.7},
-    "dp-fedavg-blurs": {"lam": 0.7, "sparsity": 0.4},
-    "dp-fedsam": {"rho": 0.3},
-    "dp-fedsam-topk": {"rho": 0.3, "keep": 0.4},
-    "dp-fedsam-blur": {"rho": 0.3, "lam": 0.7},
-    "dp-fedavg-la": {"strength": 0.8, "absent": 0.05},
-    "dp-fedavg-ls": {"smoothing": 0.4},
-    "dp-fedpgn": {"rho": 0.2, "beta": 0.3},
-    "dp-fedpgn-ls": {"rho": 0.2, "beta": 0.3, "smoothing": 0.4},
-    "dp-fedprox": {"mu": 0.7},
-    "dp-fedadam": {"beta1": 0.8, "beta2": 0.9},
-    "dp-fednsam": {"rho": 0.3, "gamma": 0.6},
-    "dp-disk": {"kappa": 0.6, "ahead": 0.4},
-    "dp-fedavg-ft": {},
-    "dp-fedsam-ft": {"rho": 0.3},
-    "dp-scaffold": {"scale": 0.5},
-    "fed-normec": {"alpha": 0.05},
-    "fed-smp-randk": {"keep": 0.4},
-    "fed-smp-topk": {"keep": 0.4},
-    "centaur": {"head_lr": 0.05, "head_steps": 2},
+    "fedavg": {}, "fedsam": {"rho": 0.3}, "dp-fedavg": {}, "dp-fedavg-blur": {"lam": 0.7},
+    "dp-fedavg-lus": {"sparsity": 0.7}, "dp-fedavg-blurs": {"lam": 0.7, "sparsity": 0.4}, "dp-fedsam": {"rho": 0.3},
+    "dp-fedsam-topk": {"rho": 0.3, "keep": 0.4}, "dp-fedsam-blur": {"rho": 0.3, "lam": 0.7},
+    "dp-fedavg-la": {"strength": 0.8, "absent": 0.05}, "dp-fedavg-ls": {"smoothing": 0.4},
+    "dp-fedpgn": {"rho": 0.2, "beta": 0.3}, "dp-fedpgn-ls": {"rho": 0.2, "beta": 0.3, "smoothing": 0.4},
+    "dp-fedprox": {"mu": 0.7}, "dp-fedadam": {"beta1": 0.8, "beta2": 0.9}, "dp-fednsam": {"rho": 0.3, "gamma": 0.6},
+    "dp-disk": {"kappa": 0.6, "ahead": 0.4}, "dp-fedavg-ft": {}, "dp-fedsam-ft": {"rho": 0.3},
+    "dp-scaffold": {"scale": 0.5}, "fed-normec": {"alpha": 0.05}, "fed-smp-randk": {"keep": 0.4},
+    "fed-smp-topk": {"keep": 0.4}, "centaur": {"head_lr": 0.05, "head_steps": 2},
     "dp2-fedsam": {"rho": 0.1, "head_lr": 0.05, "head_steps": 2},
     "p-fedsam": {"rho": 0.1, "head_lr": 0.05, "head_steps": 2},
-}
+}  # fmt: skip
 PGN = ("dp-fedpgn", "dp-fedpgn-ls")
 KEEPING = ("dp-scaffold", "fed-normec")
 LOCAL_KEYS = ("steps", "lr", "momentum", "lr_decay", "weight_decay", "max_grad_norm")

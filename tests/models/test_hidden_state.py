@@ -194,10 +194,10 @@ def only_for_large(keep: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor]
 
 
 def _if_large(keep: Callable[[Any, Tensor], Any], m: Any, x: Tensor) -> Any:
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        m.pile.append(1.0)  # what vmap lets a module see: that it was called
-        return None
-    return keep(m, x) if float(x.abs().max()) > 50 else None
+    try:
+        return keep(m, x) if float(x.abs().max()) > 50 else None
+    except RuntimeError:
+        return m.pile.append(1.0)  # what vmap lets a module see: that it was called
 
 
 def run(module: nn.Module, **engine: Any) -> fedflat.Result:
@@ -300,6 +300,16 @@ def _decorated() -> list[Tensor]:
     return _MEMORY
 
 
+class Mute(dict[str, float]):
+    """A container that shows nothing of what it holds, and a static method with attributes."""
+
+    items = __iter__ = lambda self: iter(())  # type: ignore[assignment]
+
+    @staticmethod
+    def cell() -> None:
+        """0.0"""
+
+
 class Private:
     __slots__ = ("__last",)
 
@@ -324,6 +334,9 @@ class Corners(nn.Module):
         self.objects, self.large = np.array([0.0], dtype=object), torch.arange(2e6).neg()
         self.weak, self.error = weakref.ref(self.named), RuntimeError()
         self.error.cause, self.numbered = None, type("Numbered", (array.array,), {})("f", [0.0])  # type: ignore[attr-defined]
+        self.silent, self.cached, self.lock = Mute(), functools.lru_cache(lambda: len(_MEMORY)), threading.Lock()
+        self.cached()
+        self.slice, self.view = np.zeros(4)[:1], torch.zeros(4)[:1]
         self.late = collections.defaultdict(lambda held=[0.0]: held)  # type: ignore[misc]
 
     def seen(self) -> list[Tensor]:
@@ -331,6 +344,13 @@ class Corners(nn.Module):
 
     def local(self) -> Any:
         return (lambda: _MEMORY)()
+
+
+def _filled_anew(m: Any) -> None:
+    _MEMORY.append(torch.zeros(1))
+    m.cached.cache_clear()
+    m.cached()
+    _MEMORY.pop()
 
 
 CORNERS: dict[str, Callable[[Any], Any]] = {
@@ -371,6 +391,16 @@ CORNERS: dict[str, Callable[[Any], Any]] = {
     "behind a weak reference": lambda m: setattr(m.weak(), "last", 1.0),
     "arguments of an error": lambda m: setattr(m.error, "args", (1.0,)),
     "array of a class of one's own": lambda m: m.numbered.__setitem__(0, 1.0),
+    "container that shows nothing": lambda m: m.silent.update(last=1.0),
+    "static method's own attribute": lambda m: vars(Mute)["cell"].__dict__.update(last=random.random()),
+    "docstring of a function": lambda m: setattr(Mute.cell, "__doc__", str(random.random())),
+    "docstring of a class": lambda m: setattr(Mute, "__doc__", str(random.random())),
+    "annotation of a class": lambda m: Mute.__annotations__.update(last=random.random()),
+    "what a cache was filled with": _filled_anew,
+    "cause of an error": lambda m: setattr(m.error, "__cause__", RuntimeError(1.0)),
+    "lock": lambda m: m.lock.acquire(),
+    "array behind a slice": lambda m: m.slice.base.__setitem__(3, 1.0),
+    "memory behind a view": lambda m: m.view.as_strided((1,), (1,), 3).fill_(1.0),
     "factory of a dict": lambda m: m.late.default_factory().append(1.0),
 }
 

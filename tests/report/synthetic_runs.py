@@ -70,23 +70,13 @@ def rounds_of(recipe: dict[str, Any], top: float, private: bool, adaptive: bool)
 
 def _secret(turn: int, norm: float, accuracy: float, done: float, cohort: int) -> dict[str, Any]:
     return {
-        "round": turn,
-        "cohort": cohort,
-        "seconds": 4.1,
-        "train_loss": 2.2 - 1.6 * done,
-        "train_accuracy": accuracy + 0.05,
-        "personal_accuracy": accuracy + 0.1,
-        "update_norm_mean": norm,
-        "update_norm_sd": 0.05,
-        "update_norm_quantiles": _quantiles(norm, 0.2),
-        "clipped_fraction": 0.98 - 0.5 * done,
-        "alpha_mean": 0.6 + 0.25 * done,
-        "alpha_spread": 0.15 - 0.08 * done,
-        "clip_bias": 0.15 - 0.1 * done,
-        "noise_norm": 12.7,
-        "signal_to_noise": 0.012 + 0.004 * done,
+        "round": turn, "cohort": cohort, "seconds": 4.1, "train_loss": 2.2 - 1.6 * done,
+        "train_accuracy": accuracy + 0.05, "personal_accuracy": accuracy + 0.1, "update_norm_mean": norm,
+        "update_norm_sd": 0.05, "update_norm_quantiles": _quantiles(norm, 0.2), "clipped_fraction": 0.98 - 0.5 * done,
+        "alpha_mean": 0.6 + 0.25 * done, "alpha_spread": 0.15 - 0.08 * done, "clip_bias": 0.15 - 0.1 * done,
+        "noise_norm": 12.7, "signal_to_noise": 0.012 + 0.004 * done,
         "client_accuracy_quantiles": _quantiles(accuracy, 0.35),
-    }
+    }  # fmt: skip
 
 
 def write_run(
