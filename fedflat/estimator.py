@@ -81,6 +81,8 @@ class _Private(BaseEstimator):  # type: ignore[misc]
                 _FITS.remove(fit)
             raise
         epsilon = result.privacy["proven_epsilon"]
+        if epsilon is None:
+            warnings.warn("algorithm: no finite ε is proven, so this model protects nobody", stacklevel=3)
         fit.epsilon, fit.delta = float("inf") if epsilon is None else epsilon, result.privacy["delta"] or 0.0
         if len(pairs) < 3 and epsilon is not None:
             said = "with fewer than three nobody is protected among others, and noise drowns what they know"
@@ -94,6 +96,8 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         whole = self.cohort >= 1
         model: dict[str, Any] = {"name": "linear"} if self.hidden is None else {"name": "mlp", "hidden": self.hidden}
         if self.body is not None:
+            for key in ("hidden", "ranges"):
+                require(getattr(self, key) is None, key, getattr(self, key), "nothing beside body")
             model = {"name": "image-encoder", "body": self.body}
         found: dict[str, Any] = {
             # This seed drives public things only; the noise is secret.
@@ -128,9 +132,12 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         elif reset and self.body is None and np.abs(x).max() > BEYOND:
             warnings.warn(f"ranges: none given, and inputs are beyond ±{BEYOND}: training may diverge", stacklevel=3)
         inputs = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
-        if self.body is not None and inputs.dim() == 3:
-            # Grey images have one channel.
-            inputs = inputs[:, None]
+        if self.body is not None:
+            inputs = _images(inputs, getattr(rows, "dtype", None) == np.uint8)
+            shape = tuple(inputs.shape[1:])
+            self.image_shape_: tuple[int, ...] = shape if reset else self.image_shape_
+            expected = f"images of shape {self.image_shape_}, as in fit"
+            require(shape == self.image_shape_, "X", f"images of shape {shape}", expected)
         return (inputs, *rest) if rest else inputs
 
     def _outputs(self, rows: Any) -> Tensor:
@@ -155,7 +162,8 @@ class PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         epsilon, delta: the guarantee of one fit; delta None: 0.1 over the number of users.
         algorithm: a method by its name, or a mapping with its options.
         body: None, or frozen features for images: patches, scattering, efficientnet-lite0 or a network's folder; or a
-            mapping with its options (docs/representations.md).
+            mapping with its options (docs/representations.md). X is then (n, channels, height, width), in [0, 1] or
+            uint8.
         hidden: None for a linear model, or the width of one hidden layer.
         rounds, steps, batch_size, lr, clip: of the training (docs/recipe.md).
         cohort: share of the users that take part in a round, by coins of their own below 1.
@@ -236,6 +244,18 @@ class PrivateRegressor(RegressorMixin, _Private):  # type: ignore[misc]
         tags = super().__sklearn_tags__()
         tags.regressor_tags.poor_score = True
         return tags
+
+
+def _images(found: Tensor, eight_bits: bool) -> Tensor:
+    """Return images (n, channels, height, width), pixels of eight bits over 255. Raises InputError."""
+    images = found[:, None] if found.dim() == 3 else found  # grey ones have one channel
+    if images.dim() != 4 or images.shape[1] not in (1, 3):
+        hint = "np.moveaxis(X, -1, 1) puts channels first." if images.shape[-1] in (1, 3) else ""
+        allowed = "(n, channels, height, width) with 1 or 3 channels, or (n, height, width)"
+        raise wrong("X", f"an array of shape {tuple(found.shape)}", allowed, hint=hint)
+    if not eight_bits and images.max() > 1:
+        warnings.warn("X: pixels above 1; images are in [0, 1], or of dtype uint8 in 0 to 255", stacklevel=4)
+    return images / 255 if eight_bits else images
 
 
 def _bounds(ranges: Any, columns: int) -> tuple[Any, Any]:

@@ -19,13 +19,13 @@ from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
 from fedflat.assembly.piece_check import try_pieces
 from fedflat.assembly.plans import algorithm_of, average_of, clip_of, local_of, optimizer_of, plan_of, weighted
 from fedflat.assembly.records import identity, settled
-from fedflat.assembly.tasks import metrics_of, objective_of, suited, try_metrics, with_public_classes
+from fedflat.assembly.tasks import SQUARED, metrics_of, objective_of, suited, try_metrics, with_public_classes
 from fedflat.backends.choose import backend_for
 from fedflat.backends.features import with_features
 from fedflat.backends.in_process import Sequential
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import RunError, wrong
+from fedflat.core.checks import RunError, require, wrong
 from fedflat.core.held import StateWatch
 from fedflat.core.identity import identity_of
 from fedflat.core.loss import CustomLoss, Objective
@@ -44,7 +44,7 @@ from fedflat.methods import noise as noising
 from fedflat.methods import shares, votes
 from fedflat.methods.published import Published
 from fedflat.models import is_sized
-from fedflat.pieces.gradients import check_bias
+from fedflat.pieces.gradients import LabelPrior, check_bias
 
 
 def prepare(
@@ -145,6 +145,8 @@ def _ingredients(
     layout = layout_of(module, method.head)
     zeros = data.inputs.new_zeros(2, *data.inputs.shape[1:])  # a server may hold no rows
     check_bias(method, module, layout, zeros, data.targets)
+    adjusted = recipe.loss == SQUARED and any(isinstance(phase.rule, LabelPrior) for phase in method.phases)
+    require(not adjusted, "loss", f"{SQUARED} with {method.name}", "cross-entropy, whose logits it adjusts")
     random = random or objective.own is not None
     return _Ingredients(method, data, queries, public, module, layout, precision, random, objective, own)
 

@@ -46,7 +46,7 @@ def run(
     parsed = recipe_of(resume or recipe, override)
     folder = resume or out or free_folder(Path("runs"), parsed.name)
     progress = report.Progress(parsed, quiet=as_json)
-    with _watched(folder, watch), process.on_request("this round"), progress:
+    with _watched(folder, watch), process.on_request("this round, or now if none has begun"), progress:
         # Torch and all the rest take seconds to import: they are spent under the first line of progress.
         from fedflat.simulation.run import run as simulate
 

@@ -66,7 +66,9 @@ def _not_found(path: Path, source: str) -> InputError:
         return wrong("recipe", f"the folder {source} without a recipe.yaml", "a YAML file, or the folder of a run")
     beside = [str(found) for ending in ("*.yaml", "*.yml") for found in path.parent.glob(ending)]
     allowed = "a YAML file, or a packaged recipe (fedflat list recipes)"
-    hint = nearest(source, [*names(), *beside])
+    of_data = [name for name in names() if name.startswith(f"{source}-")]
+    hint = f"Of this data set there are {', '.join(of_data[:4])}." if of_data else ""
+    hint = hint or nearest(source, [*names(), *{name.partition("-")[0] for name in names()}, *beside])
     return wrong("recipe", f"no file and no packaged recipe {source}", allowed, hint=hint)
 
 

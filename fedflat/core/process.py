@@ -134,7 +134,9 @@ _listeners: list[Listener] = []
 
 
 def report_progress(what: str, done: int, total: int) -> None:
-    """Tell the listeners how far something is."""
+    """Tell the listeners how far something is that comes before round 0. Raises KeyboardInterrupt if asked to stop."""
+    if _asked:
+        raise KeyboardInterrupt
     for listener in _listeners:
         listener(what, done, total)
 

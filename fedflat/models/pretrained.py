@@ -151,7 +151,7 @@ def readable(name: str, source: str) -> Iterator[None]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         allowed = (
             "weights that the hub's client can download or has in its cache (HF_HOME), "
-            "or a folder written by save_pretrained (model.path)"
+            "or a folder that save_pretrained wrote, of the model and its processor or tokenizer (model.path)"
         )
         raise wrong(f"model {name}", f"no readable weights at {source}", allowed, hint=f"({reason})") from error
 

@@ -4,12 +4,15 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
+from fedflat.config.reading import read
+from fedflat.config.sections import as_named
 from fedflat.core.imports import install
 
 FILE = Path(__file__).with_name("leaderboard.json")
@@ -68,7 +71,7 @@ def recipe_for(source: str) -> tuple[str, str] | None:
     says what it gives and what the others would; None where ``source`` names no data set of the leaderboard.
     """
     tasks = [t for t in TASKS if t.data == source.replace("_", "-") and t.alpha in (0.6, None) and not t.public]
-    top = best(load()["rows"])
+    top = best(row for row in load()["rows"] if row["method"]["name"] == _method(task_of(row).recipe))
     known = [(task, top[task, MEASURED_AT]) for task in tasks if (task, MEASURED_AT) in top]
     known.sort(key=lambda pair: -_mean(pair[1]))
     missing = {task: install(task.needs[1]) for task, _ in known if task.needs and not find_spec(task.needs[0])}
@@ -80,6 +83,11 @@ def recipe_for(source: str) -> tuple[str, str] | None:
         for task, row in known
     ]
     return there[0].recipe, f"{source}: takes {there[0].recipe}; measured at ε = {MEASURED_AT}: {', '.join(said)}"
+
+
+@cache
+def _method(recipe: str) -> str:
+    return str(as_named(read(recipe)["algorithm"])["name"])
 
 
 def load() -> dict[str, Any]:

@@ -131,7 +131,7 @@ def _twice_all(plan: Plan, coordinates: int) -> Changed:
 
 
 def _fewer_parameters(plan: Plan, coordinates: int) -> Changed | None:
-    found = Changed(plan, coordinates // 10, "for example a linear head on a public representation")
+    found = Changed(plan, coordinates // 10, "fewer features, or a linear head on public ones")
     return found if coordinates >= 100 else None
 
 
@@ -405,6 +405,7 @@ def _timed(job: Job, steps: int, few: int) -> tuple[float | None, str]:
     free = sum(phase.steps is None for phase in parts.algorithm.phases)
     whole = each * (own + free * steps) / max(1, own + free * few)
     about = f"{count} clients, {few} of {steps} local steps on made-up examples, {job.backend.name}; no evaluation"
+    about += ", nor the body's features before round 0" if getattr(job.problem.pristine, "frozen", False) else ""
     return whole * parts.plan.sampler.size + drawn, about
 
 

@@ -19,7 +19,7 @@ def test_reported_seeds_are_not_those_of_tuning_and_commands_are_recipes() -> No
 
 
 def test_a_data_sets_name_takes_the_best_recipe_for_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"data": "cifar10", "alpha": 0.6, "epsilon": 8, "method": {}}
+    row = {"data": "cifar10", "alpha": 0.6, "epsilon": 8, "method": {"name": "dp-fedavg-la"}}
     measured = ((board.PATCHES, 65.0), (board.NATURAL, 70.0))
     rows = [{**row, "prior": prior, "accuracy": [value]} for prior, value in measured]
     monkeypatch.setattr(board, "load", lambda: {"rows": rows})
