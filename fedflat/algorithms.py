@@ -231,15 +231,10 @@ def dp_scaffold(scale: float = 1.0) -> Algorithm:
     """
     scale = in_range("algorithm.scale", scale, 0, open_low=True)
     return Algorithm(
-        "dp-scaffold",
-        phases=(Phase(rule=ScaffoldGradient()),),
-        transforms=(ScaffoldMessage(scale),),
-        server=(ServerControl(scale),),
-        client_state=(client_control(scale),),
-        vectors=2,
-        momentum=0.0,
+        "dp-scaffold", phases=(Phase(rule=ScaffoldGradient()),), transforms=(ScaffoldMessage(scale),),
+        server=(ServerControl(scale),), client_state=(client_control(scale),), vectors=2, momentum=0.0,
         fixed_momentum="Δw/(Kη) is the mean of the corrected gradients only without local momentum",
-    )
+    )  # fmt: skip
 
 
 def class_statistics() -> Algorithm:

@@ -293,15 +293,10 @@ def r2(outputs: Tensor, targets: Tensor) -> float:
 
 CLASSES, LABELS, TOKENS, NUMBERS = "classification", "multilabel", "next-token", "regression"
 MEASURES: dict[str, tuple[Callable[[Tensor, Tensor], float], tuple[str, ...]]] = {
-    "f1": (f1, (CLASSES, LABELS)),
-    "auc": (auc, (CLASSES, LABELS)),
-    "balanced_accuracy": (balanced_accuracy, (CLASSES,)),
-    "top5": (top5, (CLASSES,)),
-    "perplexity": (perplexity, (TOKENS,)),
-    "mae": (mae, (NUMBERS,)),
-    "rmse": (rmse, (NUMBERS,)),
-    "r2": (r2, (NUMBERS,)),
-}
+    "f1": (f1, (CLASSES, LABELS)), "auc": (auc, (CLASSES, LABELS)),
+    "balanced_accuracy": (balanced_accuracy, (CLASSES,)), "top5": (top5, (CLASSES,)),
+    "perplexity": (perplexity, (TOKENS,)), "mae": (mae, (NUMBERS,)), "rmse": (rmse, (NUMBERS,)), "r2": (r2, (NUMBERS,)),
+}  # fmt: skip
 """Each measure by name: (outputs, targets) of the whole test set -> the number; and the tasks it is for."""
 
 

@@ -189,14 +189,9 @@ GRID_CANARIES = 3
 """Canaries where runs are slow: exact noise on whole numbers."""
 CONFIDENCE = 1 - 1e-6
 ASSUMPTIONS = assumptions(
-    "mechanism",
-    sigma=room.SIGMA,
-    delta=DELTA,
-    clip=room.CLIP,
-    clients=room.CLIENTS,
-    tensors=room.TENSORS,
+    "mechanism", sigma=room.SIGMA, delta=DELTA, clip=room.CLIP, clients=room.CLIENTS, tensors=room.TENSORS,
     entries=room.ENTRIES,
-)
+)  # fmt: skip
 LEARNED = "projection on the learned change"
 ALONE = "Every run is a call of the real path of its own."
 TOGETHER = "Runs are copies side by side in one call of the real path; single calls agree, exactly and in law."
