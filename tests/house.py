@@ -171,17 +171,11 @@ def measures() -> dict[str, float]:
     files = sources()
     code, comments = (sum(column) for column in zip(*[lines(text) for text in files.values()]))
     found = (
-        code,
-        len(files),
-        len(circles(files)),
-        len(frames()),
-        round(60 * comments / code, 2),
-        words((HERE / "docs").glob("*.md")),
-        words([HERE / "README.md"]),
-        sum(text.count("\n") > 300 for text in files.values()),
-        sum(map(long_functions, files.values())),
+        code, len(files), len(circles(files)), len(frames()), round(60 * comments / code, 2),
+        words((HERE / "docs").glob("*.md")), words([HERE / "README.md"]),
+        sum(text.count("\n") > 300 for text in files.values()), sum(map(long_functions, files.values())),
         sum(path.read_text(encoding="utf-8").count("\n") for path in (HERE / "tests").rglob("*.py")),
-    )
+    )  # fmt: skip
     return dict(zip(LIMITS, found, strict=True))
 
 

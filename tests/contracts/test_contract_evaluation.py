@@ -36,15 +36,10 @@ HOSTILE = {
 
 def recipe(**changes: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
-        "rounds": 3,
-        "model": "linear",
-        "algorithm": "dp-fedavg",
-        "cohort": {"size": 6},
-        "local": {"steps": 2, "batch_size": 5, "lr": 0.5},
-        "data": {"client_test_fraction": 0.5, "classes": 2},
-        "privacy": {"clip": 0.5, "noise_multiplier": 1.5, "delta": 1e-3},
-        "evaluation": {"private": True, "share": 0.2},
-    }
+        "rounds": 3, "model": "linear", "algorithm": "dp-fedavg", "cohort": {"size": 6},
+        "local": {"steps": 2, "batch_size": 5, "lr": 0.5}, "data": {"client_test_fraction": 0.5, "classes": 2},
+        "privacy": {"clip": 0.5, "noise_multiplier": 1.5, "delta": 1e-3}, "evaluation": {"private": True, "share": 0.2},
+    }  # fmt: skip
     return base | changes
 
 
