@@ -47,21 +47,13 @@ __all__ = [
 ]  # fmt: skip
 
 _PLACES = dict.fromkeys(__all__, "fedflat.core.types") | {
-    "RoundResult": "fedflat.engine.job",
-    "Guard": "fedflat.guard",
-    "InputError": "fedflat.core.checks",
-    "PrivateClassifier": "fedflat.estimator",
-    "PrivateRegressor": "fedflat.estimator",
-    "Recipe": "fedflat.config.recipe",
-    "Result": "fedflat.simulation.result",
-    "RunError": "fedflat.core.checks",
-    "clients": "fedflat.data.own",
-    "epsilon": "fedflat.privacy.accounting.epsilon",
-    "export": "fedflat.simulation.result",
-    "load": "fedflat.simulation.result",
-    "noise_multiplier": "fedflat.privacy.accounting.epsilon",
-    "run": "fedflat.simulation.run",
-}
+    "RoundResult": "fedflat.engine.job", "Guard": "fedflat.guard", "InputError": "fedflat.core.checks",
+    "PrivateClassifier": "fedflat.estimator", "PrivateRegressor": "fedflat.estimator",
+    "Recipe": "fedflat.config.recipe", "Result": "fedflat.simulation.result", "RunError": "fedflat.core.checks",
+    "clients": "fedflat.data.own", "epsilon": "fedflat.privacy.accounting.epsilon",
+    "export": "fedflat.simulation.result", "load": "fedflat.simulation.result",
+    "noise_multiplier": "fedflat.privacy.accounting.epsilon", "run": "fedflat.simulation.run",
+}  # fmt: skip
 _RENAMED = dict.fromkeys(("LocalView", "UpdateView", "StateView"), "ClientView") | {"After": "RoundResult"}
 """Names of 0.2 that users import."""
 

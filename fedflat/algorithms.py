@@ -248,13 +248,9 @@ def class_statistics() -> Algorithm:
     ((ClassSums(),), True)
     """
     return Algorithm(
-        "class-statistics",
-        phases=(Phase(steps=0),),
-        transforms=(ClassSums(),),
-        zero_head=True,
-        momentum=0.0,
+        "class-statistics", phases=(Phase(steps=0),), transforms=(ClassSums(),), zero_head=True, momentum=0.0,
         fixed_momentum="there is no local step",
-    )
+    )  # fmt: skip
 
 
 def fed_normec(alpha: float = 0.1) -> Algorithm:

@@ -181,14 +181,10 @@ class _Client:
         method = self.algorithm
         names = broadcast_by((*method.server, method.optimizer))
         return ClientView(
-            steps=2,
-            lr=0.1,
-            broadcast={name: _numbers(name, self.form.shared) for name in names},
-            state={state.name: 0.5 * like for state in method.client_state},
-            generator=generator,
-            tensors=self.form.tensors,
-            **only,
-        )
+            steps=2, lr=0.1, broadcast={name: _numbers(name, self.form.shared) for name in names},
+            state={state.name: 0.5 * like for state in method.client_state}, generator=generator,
+            tensors=self.form.tensors, **only,
+        )  # fmt: skip
 
     def _train(self, phase: Phase, start: Tensor, target: Tensor, generator: np.random.Generator) -> Any:
         """Return the second gradient of a rule on f(w) = ‖w − target‖²/2 + a wave, after one step."""

@@ -201,14 +201,10 @@ def _facts(recipe: Recipe, terms: Terms, tested: bool) -> dict[str, Any]:
     method = terms.method
     found = {
         "clip": recipe.privacy.model_dump(exclude_none=True)["clip"] if method.private else None,
-        "secure": recipe.privacy.secure_rng,
-        "own_clients": not is_public(recipe.data.dataset),
-        "personal": method.head is not None,
-        "finetuned": method.finetune is not None,
-        "public_data": tested,
-        "prior": terms.prior,
-        "held_out": terms.held_out,
-    }
+        "secure": recipe.privacy.secure_rng, "own_clients": not is_public(recipe.data.dataset),
+        "personal": method.head is not None, "finetuned": method.finetune is not None, "public_data": tested,
+        "prior": terms.prior, "held_out": terms.held_out,
+    }  # fmt: skip
     rare = {
         "client_state": [state.name for state in method.client_state],
         "unidentified": not terms.identified,

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -49,6 +49,16 @@ def ignored() -> Iterator[None]:
     """Inside the block both signals are ignored; processes started there inherit that."""
     with _set(signal.SIG_IGN):
         yield
+
+
+@contextlib.contextmanager
+def waiting(signals: Iterable[int]) -> Iterator[None]:
+    """Inside the block signals wait: what a handler raises while Python forks would be lost."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def warn_in_a_line() -> None:

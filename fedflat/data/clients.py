@@ -207,14 +207,10 @@ def leave_out(data: FederatedData, which: float | Sequence[str | int], where: st
     require(len(rows) > 0, where, "clients without examples", "clients with examples")
     stay = [i for i in range(data.clients) if i not in chosen]
     return dataclasses.replace(
-        data,
-        parts=tuple(data.parts[i] for i in stay),
-        held_back=tuple(data.held_back[i] for i in stay),
-        names=tuple(data.names[i] for i in stay) if data.names else (),
-        test_inputs=data.inputs[rows],
-        test_targets=data.targets[rows],
-        left_out=len(chosen),
-    )
+        data, parts=tuple(data.parts[i] for i in stay), held_back=tuple(data.held_back[i] for i in stay),
+        names=tuple(data.names[i] for i in stay) if data.names else (), test_inputs=data.inputs[rows],
+        test_targets=data.targets[rows], left_out=len(chosen),
+    )  # fmt: skip
 
 
 def refuse_private_test(data: FederatedData) -> None:

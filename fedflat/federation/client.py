@@ -164,7 +164,11 @@ def client_of(task: Task, config: Any) -> Client:
     if not isinstance(config["client"], int) or isinstance(config["client"], bool):
         raise wrong("node config: client", repr(config["client"]), "the client's number in the roster, unquoted")
     paths = {name: Path(str(config[name])) for name in ("data", "state", "key", "operator") if config.get(name)}
-    return Client(task, config["client"], store=Store(paths.pop("state")), pin=str(config.get("pin", "")), **paths)
+    if given := paths.get("operator"):  # the key that was asked for, and no other that is seen first
+        require(given.is_file(), "node config: operator", f"{given}, no such file", "the operator's public key")
+    found = Client(task, config["client"], store=Store(paths.pop("state")), pin=str(config.get("pin", "")), **paths)
+    found.store.of_client(found.number)
+    return found
 
 
 def reply_to(message: Any, config: Any, app_folder: Path) -> Any:

@@ -28,7 +28,7 @@ from fedflat.privacy.ledger import Ledger, run_of
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, STATEMENT, RunFolder
-from fedflat.records.signing import Operator, keep_tips, place, tip_signers
+from fedflat.records.signing import SIGNATURE, Operator, keep_tips, place, tip_signers, tips_of
 from fedflat.simulation.run import write_ending
 
 OPEN = "the run was ended: what clients sent for its open round may have reached the server"
@@ -51,6 +51,11 @@ def close(task: Task, out: Path) -> tuple[dict[str, Any], str]:
     with keys.alone(out), keys.alone(out, run):
         gone, operator = _deleted_before(out), Operator.of_account()
         restore_lines(out, run)
+        there, named = stored_outcome(job, out).state.round, max(tips_of(out), default=0)
+        if named > there + 1:  # the newest may be named and not yet written
+            raise wrong(str(out / "checkpoints"), f"none after round {there}", f"that of round {named}: put it back")
+        if operator is None and (out / SIGNATURE).is_file():
+            raise wrong("operator's key", f"{place()}, which is gone", "the account that the server ran under")
         if job.parts.plan.private:
             _refuse_short(stored_outcome(job, out), run, path)
         if operator is None and tip_signers(out):
@@ -58,7 +63,7 @@ def close(task: Task, out: Path) -> tuple[dict[str, Any], str]:
         _mark(out, gone)  # before the key goes: a kill in between must leave a run that is ended, not one without a key
         with Ledger.open(path) as ledger:
             _charge_lost(ledger, run)
-            _charge_open_round(ledger, job, stored_outcome(job, out))
+            _charge_open_round(ledger, job, stored_outcome(job, out), [*tips_of(out), keys.Mark(run).newest()])
         outcome = stored_outcome(job, out)
         job.folder, job.operator = RunFolder(out, deployment=True, run=run), operator
         _drop_open_records(job.folder, outcome.state.round)
@@ -99,12 +104,17 @@ def _charge_lost(ledger: Ledger, run: str) -> None:
         keys.Mark(run).replace(ledger.path.read_bytes())
 
 
-def _charge_open_round(ledger: Ledger, job: Job, outcome: Outcome) -> None:
-    """Charge one event more for a distrusted server's open round, unless the run is complete or it is charged."""
+def _charge_open_round(ledger: Ledger, job: Job, outcome: Outcome, begun: Sequence[int]) -> None:
+    """Charge one event more for a distrusted server's open round, unless the run is complete or it is charged.
+
+    begun: rounds from which tips and the mark name a checkpoint; those that there are may be older, as a backup's.
+    """
     plan, state = job.parts.plan, outcome.state
-    charged = any(entry["round"] >= state.round for entry in outcome.entries)
-    if not (outcome.complete or charged or not plan.private or plan.trust == "central"):
-        for line in plan.records(state.round, job.parts.clip.bound(state.clip)):
+    open_round = max(state.round, *begun, *(entry["round"] for entry in outcome.entries))
+    charged = any(entry["round"] >= open_round for entry in outcome.entries)
+    over = outcome.complete or open_round >= plan.rounds
+    if not (over or charged or not plan.private or plan.trust == "central"):
+        for line in plan.records(open_round, job.parts.clip.bound(state.clip)):
             ledger.charge_open(line, OPEN)
 
 

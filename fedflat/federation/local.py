@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedflat.core.checks import RunError, wrong
-from fedflat.core.process import how_it_ended
+from fedflat.core.durable import lock_file
+from fedflat.core.process import how_it_ended, waiting
 from fedflat.federation import processes, project
 from fedflat.federation.lock import ADDRESSES_FILE, Addresses
 from fedflat.federation.project import PACKAGE, REASON, STATUS, environment, superlink_command, supernode_command
@@ -108,7 +110,12 @@ class Federation:
     def run(self, *, config: str = "") -> int:
         """``flwr run``: submit the app; returns Flower's run id."""
         command = ["flwr", "run", str(self.project / "app"), "fedflat", "--format", "json"]
-        found = self._flwr([*command, *(["--run-config", config] if config else [])])
+        try:
+            found = self._flwr([*command, *(["--run-config", config] if config else [])])
+        except subprocess.TimeoutExpired:
+            raise RunError(
+                f"flwr run had no answer in {self.patience:g} s; see {self.logs / 'superlink.log'}"
+            ) from None
         said = (found.stdout + found.stderr)[-500:]
         with suppress(ValueError, KeyError):
             answer = json.loads(found.stdout[found.stdout.index("{") :])
@@ -173,15 +180,17 @@ class Federation:
         own = os.getpid()
 
         def born() -> None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.END_SIGNALS)
             processes.private()
             processes.dies_with(own)
 
         with os.fdopen(os.open(self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
             self.begun[name] = log.tell()
-            self.processes[name] = subprocess.Popen(
-                [_program(command[0]), *command[1:]], preexec_fn=born,
-                stdout=log, stderr=subprocess.STDOUT, env=self._environment(), start_new_session=True,
-            )  # fmt: skip
+            with waiting(processes.END_SIGNALS):
+                self.processes[name] = subprocess.Popen(
+                    [_program(command[0]), *command[1:]], preexec_fn=born,
+                    stdout=log, stderr=subprocess.STDOUT, env=self._environment(), start_new_session=True,
+                )  # fmt: skip
 
 
 def _program(name: str) -> str:
@@ -198,8 +207,18 @@ def main(arguments: Sequence[str]) -> int:
     return processes.program("local PROJECT", arguments, lambda: _whole_run(Path(arguments[0])))
 
 
+@contextmanager
+def _only_one(federation: Federation) -> Iterator[None]:
+    try:
+        lock = lock_file(federation.logs / "local.lock", wait=False)
+    except BlockingIOError as error:
+        raise wrong("PROJECT", f"{federation.project}, which runs already", "one run of it at a time") from error
+    with lock:
+        yield
+
+
 def _whole_run(project: Path) -> int:
-    with Federation(project) as federation:
+    with Federation(project) as federation, _only_one(federation):
         records = _folder_of_run(project) / METRICS
         federation.start()
         seen = len(read_lines(records))

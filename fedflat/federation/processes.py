@@ -24,7 +24,7 @@ from pathlib import Path
 
 from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.core.imports import missing
-from fedflat.core.process import how_it_ended
+from fedflat.core.process import how_it_ended, waiting
 
 log = logging.getLogger("fedflat.processes")
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -53,7 +53,8 @@ def program(usage: str, arguments: Sequence[str], work: Callable[[], int]) -> in
     usage: its name and what it takes; what stands in brackets may be left out together.
     """
     needed, _, optional = usage.partition(" [")
-    if len(arguments) not in {len(needed.split()) - 1, len(f"{needed} {optional}".split()) - 1}:
+    counts = {len(needed.split()) - 1, len(f"{needed} {optional}".split()) - 1}
+    if "--help" in arguments or len(arguments) not in counts:
         print(f"usage: python -m fedflat.federation.{usage}", file=sys.stderr)
         return 2
     return status_of(work)
@@ -174,7 +175,8 @@ def dies_with(parent: int) -> None:
 def forked(work: Callable[[], object]) -> int:
     """Do some work in a forked process, which ends when this one does; return its number."""
     parent = os.getpid()
-    child = os.fork()
+    with waiting(END_SIGNALS):
+        child = os.fork()
     if child:
         return child
     status = 1

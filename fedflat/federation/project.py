@@ -69,6 +69,8 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
     taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
     require(not taken, "--out", f"{out}, which {'is not empty' if out.is_dir() else 'is no folder'}", "a new folder")
     lock.address_of("--host", f"{host}:{port}")
+    require(not set(host) & set("[]") and host.count(":") != 1, "--host", host, "no port, no brackets")
+    require(not set(str(out)) & set('"\\\n'), "--out", str(out), "a path without quotes, backslashes and line ends")
     recipe, note = _taking_turns(_for_nodes(recipe, nodes), "sampling" not in recipe.cohort.model_fields_set)
     method = algorithm_of(recipe)
     check_deployable(recipe, method, trust_of(recipe, method))
@@ -160,7 +162,8 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
     lock.write_lock(out / "server" / lock.LOCK, out / "flower" / "credentials.yaml", control)
     facts = {
         "version": fedflat.__version__, "package": PACKAGE, "out": (out / "run").absolute(), "nodes": data.clients,
-        "test": test, "listen": f"{host}:{port}", "control": control, "ca": (out / CONTROL_CERTIFICATE).absolute(),
+        "test": test, "listen": f"{_named(host)}:{port}", "control": control, 
+        "ca": (out / CONTROL_CERTIFICATE).absolute(),
     }  # fmt: skip
     (app / "__init__.py").write_text('"""Made by fedflat deploy."""\n', encoding="utf-8")
     _fill(out / "app" / "pyproject.toml", "pyproject.txt", facts)
@@ -199,11 +202,15 @@ def supernode_command(out: Path, client: int, host: str, port: int, pin: str) ->
     return _words("supernode.txt", _places(out, client, host, port, pin))
 
 
+def _named(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 def _places(out: Path, client: int, host: str, port: int, pin: str = "", at: str | None = None) -> dict[str, Any]:
     """Return what the commands of one client name. at: the project's folder, where it is not the absolute path."""
     at = f"{out.absolute()}/" if at is None else at
     own = f"{at}{client_folder(Path(), client)}"
-    return {"at": at, "own": own, "client": client, "pin": pin, "package": PACKAGE, "host": host, "port": port}
+    return {"at": at, "own": own, "client": client, "pin": pin, "package": PACKAGE, "host": _named(host), "port": port}
 
 
 def _words(template: str, places: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fedflat.core import durable
-from fedflat.core.checks import RunError, reading, wrong
+from fedflat.core.checks import RunError, reading, require, wrong
 
 HEAD, STATES, ROUNDS = "head.safetensors", "states.safetensors", "rounds.jsonl"
-SESSION, NODE, LOCK, RUNNING = "session.json", "node.json", "answer.lock", "supernode.lock"
+SESSION, NODE, LOCK, RUNNING, OWNER = "session.json", "node.json", "answer.lock", "supernode.lock", "client.json"
 
 
 def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
@@ -88,16 +89,33 @@ class Store:
         if after:
             _keep(self.folder / STATES, round, before, after)
 
+    def of_client(self, number: int) -> None:
+        """Note whose folder this is. Raises InputError if it is another client's, whose answers it counts."""
+        found = _read(self.folder / OWNER)
+        if found is None:
+            durable.replace(self.folder / OWNER, json.dumps({"client": number}).encode())
+        elif found != {"client": number}:
+            raise wrong("state", f"{self.folder}, with {OWNER} of another client", f"a folder of client {number}'s own")
+
     def participations(self) -> int:
-        """Return how many answers have left this client, or may have."""
-        path = self.folder / ROUNDS
-        return path.read_bytes().count(b"\n") if path.exists() else 0
+        """Return how many answers have left this client, or may have. Raises InputError for a damaged file."""
+        return len(self._answered())
 
     def took_part(self, round: int) -> bool:
-        """Return whether an answer to this round has left, or may have."""
-        # The text is searched, not parsed: a line that a kill tore still counts as an answer that may have left.
-        path, line = self.folder / ROUNDS, json.dumps({"round": round}).encode()
-        return path.exists() and line in path.read_bytes()
+        """Return whether an answer to this round has left, or may have. Raises InputError for a damaged file."""
+        return round in self._answered()
+
+    def _answered(self) -> list[int]:
+        path = self.folder / ROUNDS
+        if not path.exists():
+            return []
+        require(path.is_file(), str(path), "no file", "the file that fedflat wrote")
+        *lines, rest = path.read_bytes().split(b"\n")
+        # A line that a kill tore may stand before the next; whole but for its end, it may have left.
+        found = [re.fullmatch(rb'[{"round: \d]*\{"round": (\d+)\}', line) for line in (*lines, rest)]
+        bad = [number for number, match in enumerate(found[: len(lines)], 1) if match is None]
+        require(not bad, f"{path}, line {bad[:1]}", "what no client wrote", "the file that fedflat wrote: put it back")
+        return [int(match[1]) for match in found if match]
 
     def keep_session(self, session: dict[str, Any]) -> None:
         """Keep the secrets of one secure aggregation until its end; there is one at a time."""

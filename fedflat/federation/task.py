@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from torch import Tensor
 
 from fedflat.config.recipe import Recipe
+from fedflat.core import durable
 from fedflat.core.checks import reading, require, wrong
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
@@ -186,8 +188,8 @@ class Task:
     def write(self, folder: Path) -> None:
         """Write task.json and roster.json beside the recipe."""
         value = {"protocol": PROTOCOL, "form": asdict(self.form), "bytes": self.limits.dump()}
-        (folder / TASK).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-        (folder / ROSTER).write_text(json.dumps(self.roster.dump(), indent=1) + "\n", encoding="utf-8")
+        for name, part in ((TASK, value), (ROSTER, self.roster.dump())):  # a full disk leaves the file that was there
+            durable.replace(folder / name, json.dumps(part, indent=1) + "\n", mode=0o644)
 
 
 def pin_of(texts: list[bytes]) -> str:
@@ -219,8 +221,8 @@ def replace_key(app: Path, client: str, key: Path) -> str:
         InputError: no such client, no elliptic-curve key, or a key that the roster has already.
     """
     task = Task.read(app)
-    if not client.isdecimal() or int(client) >= task.roster.clients:
-        raise wrong("CLIENT", client, f"0 to {task.roster.clients - 1}")
+    if not re.fullmatch(r"\d{1,9}", client) or int(client) >= task.roster.clients:
+        raise wrong("CLIENT", client[:20], f"0 to {task.roster.clients - 1}")
     with reading(key, "no key", "the client's auth.pub"):
         words = key.read_text(encoding="ascii").split()
     text = " ".join(words[:2])

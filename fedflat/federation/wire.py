@@ -148,14 +148,10 @@ def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> R
     }
     mask = found.get("mask")
     broadcast = Broadcast(
-        round=number(facts, "round"),
-        shared=torch.from_numpy(found["shared"]),
-        clip=_hex(facts, "clip"),
-        rate=_hex(facts, "rate"),
-        vectors={name: torch.from_numpy(found[VECTOR + name]) for name in vectors},
-        mask=None if mask is None else torch.from_numpy(mask.astype(bool)),
-        draw=number(facts, "draw"),
-    )
+        round=number(facts, "round"), shared=torch.from_numpy(found["shared"]), clip=_hex(facts, "clip"),
+        rate=_hex(facts, "rate"), vectors={name: torch.from_numpy(found[VECTOR + name]) for name in vectors},
+        mask=None if mask is None else torch.from_numpy(mask.astype(bool)), draw=number(facts, "draw"),
+    )  # fmt: skip
     if not all(np.isfinite(value).all() for value in found.values()):
         raise Malformed("not finite")
     pin = facts.get("pin")

@@ -175,14 +175,10 @@ class Published(Accounted):
         if isinstance(plan.sampler, FromRound):
             times = f"over the busiest client's {plan.sampler.busiest(rounds)} messages"
         return REASONS["proven"].format(
-            times=times,
-            multiplier=f"{self.message_multiplier(plan):.3g}",
-            shares=f"{self.shares(plan):g}",
-            tensors=self.tensors,
-            two=_shown(self.proven(plan, rounds)),
-            one=_shown(self.proven(plan, rounds, 1.0)),
+            times=times, multiplier=f"{self.message_multiplier(plan):.3g}", shares=f"{self.shares(plan):g}",
+            tensors=self.tensors, two=_shown(self.proven(plan, rounds)), one=_shown(self.proven(plan, rounds, 1.0)),
             sizes="; it takes data sizes to be public (items 4 and 6)" if 4 in self.items else "",
-        )
+        )  # fmt: skip
 
 
 def _shown(value: float) -> str:

@@ -83,14 +83,11 @@ class VoteAccumulator:
         names = sorted({name for found in each for name in found.stats})
         seen = {n: [f.stats[n] for f in each if n in f.stats and math.isfinite(f.stats[n])] for n in names}
         return VoteAggregate(
-            total=torch.cat([found.total for found in each]),
-            count=sum(found.count for found in each),
-            bits=0.0,
-            norms=torch.cat([found.norms for found in each]),
-            factors=torch.cat([found.factors for found in each]),
+            total=torch.cat([found.total for found in each]), count=sum(found.count for found in each), bits=0.0,
+            norms=torch.cat([found.norms for found in each]), factors=torch.cat([found.factors for found in each]),
             stats={name: sum(values) / len(values) for name, values in seen.items() if values},
             counts=tuple(found.count for found in each),
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -177,12 +177,9 @@ def _processed(found: Mapping[str, Any]) -> Preprocessing:
     scale, normalised = 255 * float(found.get("rescale_factor") or 1 / 255), bool(found.get("do_normalize"))
     mean, std = (found[key] if normalised else (one,) for key, one in (("image_mean", 0.0), ("image_std", 1.0)))
     return Preprocessing(
-        size if found.get("do_resize") else None,
-        (int(crop["height"]), int(crop["width"])) if crop else None,
-        RESAMPLE[resample],
-        tuple(value / scale for value in mean),
-        tuple(value / scale for value in std),
-    )
+        size if found.get("do_resize") else None, (int(crop["height"]), int(crop["width"])) if crop else None,
+        RESAMPLE[resample], tuple(value / scale for value in mean), tuple(value / scale for value in std),
+    )  # fmt: skip
 
 
 def _classifier(files: list[Path]) -> Tensor | None:

@@ -236,26 +236,15 @@ def not_covered(plan: Plan, facts: Mapping[str, Any], key_source: str) -> list[s
     """Return what the guarantee says nothing about, one sentence each."""
     seeded, apart = key_source == "seed", _zero_out(plan)
     conditions = {
-        "untuned": not plan.selection,
-        "selected": plan.selection,
-        "side_channels": True,
-        "public": True,
-        "groups": True,
-        "seed": seeded,
-        "rerun": seeded,
-        "private": facts.get("simulation", True),
-        "pretrained": "public natural data" in str(facts.get("prior")),
-        "held_out": facts.get("held_out"),
-        "left_out": facts.get("left_out"),
-        "uncompared": facts.get("uncompared"),
-        "personal": facts.get("personal") or facts.get("finetuned"),
-        "client_state": facts.get("client_state"),
-        "enrolled": apart,
-        "floating_point": not facts.get("secure"),
-        "server": plan.trust == "central" and plan.protocol == "sound",
-        "aggregation": plan.trust == "distributed",
+        "untuned": not plan.selection, "selected": plan.selection, "side_channels": True, "public": True,
+        "groups": True, "seed": seeded, "rerun": seeded, "private": facts.get("simulation", True),
+        "pretrained": "public natural data" in str(facts.get("prior")), "held_out": facts.get("held_out"),
+        "left_out": facts.get("left_out"), "uncompared": facts.get("uncompared"),
+        "personal": facts.get("personal") or facts.get("finetuned"), "client_state": facts.get("client_state"),
+        "enrolled": apart, "floating_point": not facts.get("secure"),
+        "server": plan.trust == "central" and plan.protocol == "sound", "aggregation": plan.trust == "distributed",
         "shares": plan.trust == "distributed" and plan.mechanism is None,
-    }
+    }  # fmt: skip
     said = {"left_out": facts.get("left_out"), "delta": plan.delta}
     if apart is not None:
         # Exchanging data moves two columns where emptying a slot moves one.

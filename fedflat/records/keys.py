@@ -155,6 +155,10 @@ class Mark:
         found = [part[2].decode() for part in parts if part and int(part[1]) == round]
         return found if all(parts) else [*found, ""]
 
+    def newest(self) -> int:
+        """Return how many rounds had finished at the newest checkpoint that was noted; 0 where none was."""
+        return max((int(part[1]) for part in map(_CHECKPOINT.fullmatch, self._lines()) if part), default=0)
+
     def _lines(self) -> list[bytes]:
         return (_read(self._begun, MARK) or b"").splitlines()
 

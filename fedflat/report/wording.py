@@ -34,12 +34,9 @@ def filled(template: str, **values: Any) -> Markup:
 def environment() -> Environment:
     """Return where templates come from, with what they call."""
     found = Environment(
-        loader=PackageLoader("fedflat.report"),
-        autoescape=select_autoescape(["html", "svg"]),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        loader=PackageLoader("fedflat.report"), autoescape=select_autoescape(["html", "svg"]),
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     found.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "g7": "{:.7g}".format, "markdown": _markdown}
     found.filters |= {"epsilon": epsilon_text, "percent": percent, "cell": _cell, "latex": _latex, "duration": duration}
     found.filters |= {"quoted": functools.partial(json.dumps, ensure_ascii=False), "shell": shlex.quote}

@@ -154,13 +154,10 @@ def _bands(plan: Plan, coordinates: int) -> Changed | None:
 
 Maker = Callable[[Plan, int], Changed | None]
 ALTERNATIVES: tuple[tuple[str, Maker], ...] = (
-    ("full participation", _full),
-    ("twice the cohort", _larger_cohort),
-    ("twice the clients, twice the cohort", _twice_all),
-    ("a tenth of the parameters", _fewer_parameters),
-    ("half the rounds", _fewer_rounds),
-    ("correlated noise, clients in turns", _bands),
-)
+    ("full participation", _full), ("twice the cohort", _larger_cohort),
+    ("twice the clients, twice the cohort", _twice_all), ("a tenth of the parameters", _fewer_parameters),
+    ("half the rounds", _fewer_rounds), ("correlated noise, clients in turns", _bands),
+)  # fmt: skip
 """What is tried, and how the setting changes; None where it does not apply."""
 
 FEATURES = 1280

@@ -263,11 +263,7 @@ def _reveal(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
 
 
 _STEPS: dict[str, Any] = {
-    dealing.KEYS: _give_keys,
-    dealing.SHARES: _give_shares,
-    dealing.CHECK: _complain,
-    dealing.ANSWER: _answer_complaints,
-    dealing.VECTOR: _give_vector,
-    dealing.CONSENT: _consent,
+    dealing.KEYS: _give_keys, dealing.SHARES: _give_shares, dealing.CHECK: _complain,
+    dealing.ANSWER: _answer_complaints, dealing.VECTOR: _give_vector, dealing.CONSENT: _consent,
     dealing.REVEAL: _reveal,
-}
+}  # fmt: skip
