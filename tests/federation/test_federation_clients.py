@@ -87,6 +87,17 @@ def test_local_trust_a_client_answers_once_in_a_round(tmp_path: Path) -> None:
     assert again.answer(ask_of(again, round=1)) is not None
 
 
+def test_a_state_folder_is_one_clients_and_its_answers_are_what_it_wrote(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state")
+    store.of_client(1)
+    with pytest.raises(InputError, match="of another client; allowed: a folder of client 2's own"):
+        store.of_client(2)
+    for damage in (b"\0\0\0\n", '{"round": 0}\n'.encode("utf-16")):
+        (tmp_path / "state/rounds.jsonl").write_bytes(damage)
+        with pytest.raises(InputError, match="found what no client wrote"):
+            store.took_part(0)
+
+
 def test_local_trust_noise_is_never_drawn_twice(tmp_path: Path) -> None:
     _, clients = deployed(tmp_path / "fed", small(privacy={"trust": "local", "noise_multiplier": 2.0}))
     size = clients[0].job.parts.layout.dimension

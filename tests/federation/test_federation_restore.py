@@ -180,3 +180,28 @@ def test_clients_that_have_answered_already_end_nothing(tmp_path: Path) -> None:
     for client in clients:
         client.store.note_participation(0)
     assert server.serve(grid_of(task, clients), task, settings(tmp_path))["rounds"] == 2
+
+
+def test_the_open_round_of_a_run_without_its_newest_checkpoint_is_charged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than its lines say may have been asked; where more are gone nothing is written."""
+    task, clients = deployed(tmp_path, small(rounds=5, privacy={"trust": "local", "noise_multiplier": 1.0}))
+    known, run = server._announce, tmp_path / "run"
+
+    def announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
+        known(released, hidden)
+        if released["round"] == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "_announce", announce)
+    with pytest.raises(KeyboardInterrupt):
+        server.serve(grid_of(task, clients), task, settings(tmp_path))
+    max(run.glob("checkpoints/*")).unlink()
+    shutil.copytree(run, tmp_path / "kept")
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(InputError, match=r"checkpoints: found none after round 0; allowed: that of round 3"):
+        close(task, run)
+    shutil.rmtree(run)
+    shutil.copytree(tmp_path / "kept", run)
+    assert close(task, run)[0]["rounds_charged"] == 4

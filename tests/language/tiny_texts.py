@@ -70,13 +70,8 @@ def tokenizer(folder: Path) -> Path:
 def recipe(dataset: Path, **changes: Any) -> dict[str, Any]:
     """Three noisy rounds of DP-FedAvg with weight decay on six clients."""
     return {
-        "rounds": 3,
-        "data": {"dataset": str(dataset), "clients": 6, "max_length": 10},
-        "model": TINY,
-        "algorithm": {"name": "dp-fedavg"},
-        "local": {"steps": 2, "batch_size": 8, "lr": 0.1, "weight_decay": 0.01},
-        "cohort": {"size": 6, "sampling": "fixed"},
-        "privacy": {"clip": 1.0, "noise_multiplier": 0.5},
-        "engine": {"backend": "sequential"},
-        **changes,
-    }
+        "rounds": 3, "data": {"dataset": str(dataset), "clients": 6, "max_length": 10}, "model": TINY,
+        "algorithm": {"name": "dp-fedavg"}, "local": {"steps": 2, "batch_size": 8, "lr": 0.1, "weight_decay": 0.01},
+        "cohort": {"size": 6, "sampling": "fixed"}, "privacy": {"clip": 1.0, "noise_multiplier": 0.5},
+        "engine": {"backend": "sequential"}, **changes,
+    }  # fmt: skip

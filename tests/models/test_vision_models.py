@@ -12,23 +12,15 @@ from fedflat.models import NAMES, build, refuse_unclipped_state
 torch.set_num_threads(1)
 
 IMAGES = {
-    "linear": ((1, 8, 8), {}),
-    "mlp": ((1, 8, 8), {"hidden": [12, 7]}),
-    "cnn": ((1, 18, 16), {"hidden": 8}),
-    "cnn-2-layers": ((1, 9, 8), {"hidden": 8}),
-    "cnn-3": ((3, 22, 24), {}),
-    "resnet10": ((3, 8, 8), {"width": 8, "groups": 4}),
-    "resnet18": ((3, 8, 8), {"width": 4, "groups": 2}),
-}
+    "linear": ((1, 8, 8), {}), "mlp": ((1, 8, 8), {"hidden": [12, 7]}), "cnn": ((1, 18, 16), {"hidden": 8}),
+    "cnn-2-layers": ((1, 9, 8), {"hidden": 8}), "cnn-3": ((3, 22, 24), {}),
+    "resnet10": ((3, 8, 8), {"width": 8, "groups": 4}), "resnet18": ((3, 8, 8), {"width": 4, "groups": 2}),
+}  # fmt: skip
 COUNTS = [
-    ("linear", (1, 28, 28), 10, 7_850, 2),
-    ("mlp", (1, 28, 28), 10, 50_890, 4),
-    ("cnn", (1, 28, 28), 62, 608_702, 8),
-    ("cnn-2-layers", (1, 28, 28), 62, 1_206_590, 8),
-    ("cnn-3", (3, 32, 32), 10, 667_402, 12),
-    ("resnet10", (3, 32, 32), 10, 4_903_242, 38),
-    ("resnet18", (3, 32, 32), 10, 11_173_962, 62),
-]
+    ("linear", (1, 28, 28), 10, 7_850, 2), ("mlp", (1, 28, 28), 10, 50_890, 4), ("cnn", (1, 28, 28), 62, 608_702, 8),
+    ("cnn-2-layers", (1, 28, 28), 62, 1_206_590, 8), ("cnn-3", (3, 32, 32), 10, 667_402, 12),
+    ("resnet10", (3, 32, 32), 10, 4_903_242, 38), ("resnet18", (3, 32, 32), 10, 11_173_962, 62),
+]  # fmt: skip
 
 
 def small(name: str, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:

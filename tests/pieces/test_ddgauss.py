@@ -63,15 +63,11 @@ def test_rounding_is_unbiased():
 
 
 ADVERSARIAL = {
-    "huge": torch.full((100,), 3e38),
-    "one huge": torch.cat([torch.tensor([1e38]), torch.zeros(99)]),
-    "nan": torch.cat([torch.tensor([float("nan")]), torch.ones(99)]),
-    "inf": torch.full((100,), float("inf")),
-    "at the clip": torch.full((100,), 0.1),
-    "just above": torch.full((100,), 0.1000001),
-    "zero": torch.zeros(100),
+    "huge": torch.full((100,), 3e38), "one huge": torch.cat([torch.tensor([1e38]), torch.zeros(99)]),
+    "nan": torch.cat([torch.tensor([float("nan")]), torch.ones(99)]), "inf": torch.full((100,), float("inf")),
+    "at the clip": torch.full((100,), 0.1), "just above": torch.full((100,), 0.1000001), "zero": torch.zeros(100),
     "denormal": torch.full((100,), 1e-45),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("granularity", [None, 0.05])

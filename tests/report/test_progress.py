@@ -18,14 +18,10 @@ from fedflat.report.progress import ExperimentProgress, Progress, RunEvent
 from fedflat.report.summary import print_comparison, print_summary
 
 RECIPE = SimpleNamespace(
-    name="a-recipe-with-a-name-that-is-really-quite-long-for-a-terminal",
-    rounds=300,
-    seed=0,
-    cohort=SimpleNamespace(size=50.0),
-    privacy=SimpleNamespace(randomness="secret"),
-    algorithm=SimpleNamespace(name="dp-fedsam"),
-    evaluation=SimpleNamespace(keep="last"),
-)
+    name="a-recipe-with-a-name-that-is-really-quite-long-for-a-terminal", rounds=300, seed=0,
+    cohort=SimpleNamespace(size=50.0), privacy=SimpleNamespace(randomness="secret"),
+    algorithm=SimpleNamespace(name="dp-fedsam"), evaluation=SimpleNamespace(keep="last"),
+)  # fmt: skip
 
 
 def job(last: int = 300, *, private: bool = True, protocol: str = "sound", budget: float | None = 8.0) -> Any:
@@ -203,13 +199,8 @@ def test_an_infinite_epsilon_is_called_infinite() -> None:
 
 def result(stopped: str = "", **privacy: Any) -> Any:
     facts = {
-        "proven_epsilon": 7.9,
-        "claimed_epsilon": 7.9,
-        "delta": 0.002,
-        "trust": "central",
-        "reasons": [],
-        **privacy,
-    }
+        "proven_epsilon": 7.9, "claimed_epsilon": 7.9, "delta": 0.002, "trust": "central", "reasons": [], **privacy,
+    }  # fmt: skip
     history = [record(0, test_accuracy=0.9), record(1, test_accuracy=0.81), record(2, test_accuracy=None)]
     hidden = [{"personal_accuracy": 0.95}, {}, {}]
     return SimpleNamespace(recipe=RECIPE, privacy=facts, history=history, private_history=hidden, stopped=stopped)
