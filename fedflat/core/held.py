@@ -56,6 +56,8 @@ _COMPILED = ("_is_torch_compile", "_compiled_call_impl")
 """What torch.compile notes on a module at its first pass; on functions and tensors its names have a prefix."""
 _SCRIPT = torch._C.ScriptMethod
 """What a traced module keeps of its forward pass when it is first called."""
+_BEHIND = {"get_unwrapped", "_unwrap_batched", "_remove_batch_dim", "_vmap_decrement_nesting"}
+"""Functions of torch's own inside that show a client's code the whole block."""
 _OPAQUE = ("logging", "_thread", "weakref", "torch._ops", "torch._C", "torch._dynamo", "enum", "importlib")
 """Modules, and what is in them, whose objects are no memory."""
 
@@ -92,8 +94,8 @@ def own_rule(root: object) -> str:
     named += [
         op._qualname for op in things if isinstance(op, CustomOpDef) and getattr(op, "_vmap_fn", None) is not None
     ]
-    named += [f.__name__ for f in things if isinstance(f, types.FunctionType) and "_functorch" in names_in(f.__code__)]
-    named += [f.__name__ for f in things if getattr(f, "__module__", "") == "torch._C._functorch"]
+    named += [f.__name__ for f in things if isinstance(f, types.FunctionType) and _BEHIND & {*names_in(f.__code__)}]
+    named += [f.__name__ for f in things if isinstance(f, types.BuiltinFunctionType) and f.__name__ in _BEHIND]
     every = (name for name in torch._C._dispatch_get_all_op_names() if not name.startswith("aten::"))
     named += [
         n for n in every if n not in OPDEFS and torch._C._dispatch_has_kernel_for_dispatch_key(n, "FuncTorchBatched")

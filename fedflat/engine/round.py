@@ -260,12 +260,9 @@ def _private_facts(aggregate: Aggregate, noise_norm: float) -> dict[str, Any]:
         alpha = factors.mean()
         lost = finite * (1 - factors[torch.isfinite(norms)]).abs()
         facts |= {
-            "update_norm_mean": float(finite.mean()),
-            "update_norm_sd": float(finite.std(correction=0)),
+            "update_norm_mean": float(finite.mean()), "update_norm_sd": float(finite.std(correction=0)),
             "update_norm_quantiles": dict(zip(QUANTILES, points.tolist())),
-            "clipped_fraction": float((factors < 1).double().mean()),
-            "alpha_mean": float(alpha),
-            "alpha_spread": float((factors - alpha).abs().mean()),
-            "clip_bias": float(lost.sum()),
-        }
+            "clipped_fraction": float((factors < 1).double().mean()), "alpha_mean": float(alpha),
+            "alpha_spread": float((factors - alpha).abs().mean()), "clip_bias": float(lost.sum()),
+        }  # fmt: skip
     return facts

@@ -48,13 +48,10 @@ __all__ = [
 _MODULES = {
     "metrics": "Run epsilon_text final_accuracy own_metrics proven_epsilon read_run read_runs uncounted",
     "wording": "duration filled percent",
-    "progress": "ASKED Bars ExperimentProgress Progress RunEvent State waiting_text",
-    "groups": "Group",
-    "figures": "figures_of_groups",
-    "summary": "DivergenceWatch cautions print_comparison print_summary summary_rows",
-    "html": "public render write_report",
-    "plates": "write_figure",
-}
+    "progress": "ASKED Bars ExperimentProgress Progress RunEvent State waiting_text", "groups": "Group",
+    "figures": "figures_of_groups", "summary": "DivergenceWatch cautions print_comparison print_summary summary_rows",
+    "html": "public render write_report", "plates": "write_figure",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
