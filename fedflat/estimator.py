@@ -133,7 +133,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
             warnings.warn(f"ranges: none given, and inputs are beyond ±{BEYOND}: training may diverge", stacklevel=3)
         inputs = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
         if self.body is not None:
-            inputs = _images(inputs, getattr(rows, "dtype", None) == np.uint8)
+            inputs = _images(inputs, str(getattr(rows, "dtype", "")).endswith("uint8"))
             shape = tuple(inputs.shape[1:])
             self.image_shape_: tuple[int, ...] = shape if reset else self.image_shape_
             expected = f"images of shape {self.image_shape_}, as in fit"

@@ -123,7 +123,11 @@ def computed(
         result = _room(len(inputs), first[0].shape[1], inputs.device) if first else torch.zeros(0)
         for chosen, step, found in zip(rows, steps, itertools.chain(first, pool.map(one, rows[1:]))):
             result[chosen] = found
-            report_progress(shown[0], step, shown[1])
+            try:
+                report_progress(shown[0], step, shown[1])
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     return result
 
 

@@ -19,7 +19,7 @@ import types
 import warnings
 import weakref
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import PurePath
@@ -269,7 +269,8 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
 
 def _pairs(thing: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     """Return what a mapping holds; a subclass of dict may show nothing of it."""
-    return list(dict.items(thing) if isinstance(thing, dict) else thing.items())
+    base: Any = next((kind for kind in (OrderedDict, dict) if isinstance(thing, kind)), type(thing))
+    return list(base.items(thing))  # an ordered one has an order of its own
 
 
 def _of_generator(thing: Any) -> list[tuple[str, Any]]:
@@ -321,8 +322,9 @@ def _noted(name: str) -> bool:
 def _beside(leaf: Any) -> list[tuple[str, Any]]:
     """Return what a leaf holds beside its value: attributes, a tensor's gradient and hooks."""
     if isinstance(leaf, (*_PLAIN, *_STATE)):
-        whole = {np.ndarray: "base", memoryview: "obj"}.get(type(leaf))
-        return [*([(f".{whole}", getattr(leaf, whole))] if whole else []), *_attributes(leaf)]
+        base = leaf.base if type(leaf) is np.ndarray else leaf.obj if type(leaf) is memoryview else None
+        behind = [] if isinstance(base, np.ndarray) and base.size >= LARGE else [(".base", base)]
+        return [*behind, *_attributes(leaf)]
     # Subclasses may answer for attributes with anything, a computation even.
     if type(leaf) not in (Tensor, nn.Parameter):
         own = isinstance(leaf, Tensor) and not is_library(_home(leaf))
@@ -377,15 +379,21 @@ def _of_class(kind: type) -> list[tuple[str, Any]] | None:
     every = [(name, part) for name, value in vars(kind).items() for part in _parts_of(value)]
     kept = [(f".{n}", part) for n, part in every if isinstance(part, types.FunctionType) or n not in _OF_PYTHON]
     kept += [(f".{name}", vars(kind).get(name)) for name in ("__doc__", "__dataclass_fields__", "__module__")]
-    kept += [(".__annotations__", dict(vars(kind).get("__annotations__", {})))]
+    kept += [(f".{n}<own>", vars(v)) for n, v in vars(kind).items() if isinstance(v, staticmethod | classmethod)]
+    kept += [(".<hints>", _hints(vars(kind).get("__annotations__", {})))]
     own = (base for base in (*kind.__bases__, type(kind)) if not is_library(_home(base)))
     return [*kept, *((f"<{base.__name__}>", base) for base in own)]
+
+
+def _hints(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return annotations without types, in which typing itself notes what it has looked up."""
+    return {n: v for n, v in found.items() if not isinstance(v, type) and type(v).__module__ not in ("typing", "types")}
 
 
 def _parts_of(value: Any) -> list[Any]:
     """Return what a class's attribute is made of."""
     if isinstance(value, staticmethod | classmethod):
-        return [value.__func__, vars(value)]
+        return [value.__func__]
     if isinstance(value, property):
         return [part for part in (value.fget, value.fset, value.fdel) if part is not None]
     return [value.func] if isinstance(value, functools.cached_property) else [value]
@@ -398,7 +406,9 @@ def _of_function(thing: types.FunctionType) -> list[tuple[str, Any]] | None:
         found += [(f".{name}", value) for name, value in vars(thing).items() if not _noted(name)]
         return [(name, value) for name, value in found if name not in (".dispatch_cache", "._clear_cache")]
     found += [(f".defaults[{index}]", value) for index, value in enumerate(thing.__defaults__ or ())]
-    more = {**(thing.__kwdefaults__ or {}), **vars(thing), "__doc__": thing.__doc__, "<hints>": thing.__annotations__}
+    more = {**(thing.__kwdefaults__ or {}), **vars(thing), "__doc__": thing.__doc__}
+    with suppress(Exception):  # Python 3.14 works them out when asked
+        more["<hints>"] = _hints(thing.__annotations__)
     found += [(f".{name}", value) for name, value in more.items()]
     return found + _globals_of(thing.__code__, thing.__globals__)
 

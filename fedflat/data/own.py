@@ -49,9 +49,9 @@ def clients(
     names the user; a dict user -> (inputs, targets), torch Dataset or table; a list of such, one per client; or one
     torch Dataset or pair with ``by`` a sequence, the user of each example.
     inputs, target: columns of tables; they must be numbers, true and false, or lists of numbers of one shape; an input
-    may be images (Hugging Face's, encoded bytes, Pillow's), which become (C, H, W) with pixels over 255. A column of
-    free text alone (or several) becomes token ids: words hashed to ``vocabulary`` numbers, or by a transformers
-    ``tokenizer``, cut at ``max_length``.
+    may be images (Hugging Face's, encoded bytes, Pillow's), which become (C, H, W) with pixels over 255. With
+    one of ``vocabulary``, ``tokenizer`` and ``max_length`` inputs are texts and become token ids: words hashed to so
+    many numbers, or by a transformers tokenizer, cut at that length.
     categories: column -> all its values, for text and codes: a 0/1 feature for each, or the class number of a target.
     scale: column -> (mean, std), public constants. Nothing is ever learnt from the rows.
     fill: column -> the public value that stands for a missing one.

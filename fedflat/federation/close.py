@@ -91,7 +91,7 @@ def _deleted_before(out: Path) -> bool:
 def _refuse_short(outcome: Outcome, run: str, path: Path) -> None:
     """Refuse a ledger without a line for a round that a checkpoint has seen: its statement would say too little."""
     charged = {entry["round"] for entry in (*outcome.entries, *keys.compare(run, outcome.entries)[0])}
-    if missing := sorted(set(range(outcome.state.round)) - charged):
+    if missing := sorted(set(range(max(outcome.state.round, keys.Mark(run).newest()))) - charged):
         raise wrong(str(path), f"no line for round {missing[0]}, which was released", "the ledger as it was written")
 
 

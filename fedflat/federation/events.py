@@ -44,12 +44,9 @@ class JsonLines(logging.Formatter):
         """Return the line of one record."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "event": getattr(record, "event", "message"),
-            **plain(getattr(record, "facts", {})),
-            "message": record.getMessage(),
-        }
+            "level": record.levelname.lower(), "logger": record.name, "event": getattr(record, "event", "message"),
+            **plain(getattr(record, "facts", {})), "message": record.getMessage(),
+        }  # fmt: skip
         if record.exc_info and record.exc_info[0] is not None:
             line["error"] = record.exc_info[0].__name__
             frames = traceback.extract_tb(record.exc_info[2])

@@ -162,7 +162,7 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
     lock.write_lock(out / "server" / lock.LOCK, out / "flower" / "credentials.yaml", control)
     facts = {
         "version": fedflat.__version__, "package": PACKAGE, "out": (out / "run").absolute(), "nodes": data.clients,
-        "test": test, "listen": f"{_named(host)}:{port}", "control": control, 
+        "test": test, "listen": f"{_named(host)}:{port}", "control": control,
         "ca": (out / CONTROL_CERTIFICATE).absolute(),
     }  # fmt: skip
     (app / "__init__.py").write_text('"""Made by fedflat deploy."""\n', encoding="utf-8")

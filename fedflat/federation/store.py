@@ -110,12 +110,12 @@ class Store:
         if not path.exists():
             return []
         require(path.is_file(), str(path), "no file", "the file that fedflat wrote")
-        *lines, rest = path.read_bytes().split(b"\n")
-        # A line that a kill tore may stand before the next; whole but for its end, it may have left.
-        found = [re.fullmatch(rb'[{"round: \d]*\{"round": (\d+)\}', line) for line in (*lines, rest)]
-        bad = [number for number, match in enumerate(found[: len(lines)], 1) if match is None]
-        require(not bad, f"{path}, line {bad[:1]}", "what no client wrote", "the file that fedflat wrote: put it back")
-        return [int(match[1]) for match in found if match]
+        whole = path.read_bytes()
+        # A line that a kill tore may stand before the next one; without its end it may have left too.
+        sound = [re.fullmatch(rb'[{"round: \d}]*\{"round": \d+\}|', line) for line in whole.split(b"\n")[:-1]]
+        bad = f"{path}, line {sound.index(None) + 1 if None in sound else 0}"
+        require(None not in sound, bad, "what no client wrote", "the file that fedflat wrote: put it back")
+        return [int(round) for round in re.findall(rb'\{"round": (\d+)\}', whole)]
 
     def keep_session(self, session: dict[str, Any]) -> None:
         """Keep the secrets of one secure aggregation until its end; there is one at a time."""

@@ -82,10 +82,10 @@ def serve(given: argparse.Namespace) -> int:
     limit_answers(task.limits.ask)
     say_why(given.superlink)
     ask_again()
-    pause = ask_seldom(task.form.clients)
+    pause, answers = ask_seldom(task.form.clients), client.store.participations()
     keys, at = (private, private.public_key()), (given.superlink, False, str(authority))
     with taking_over(client.store, at, keys), http_request_response(*at, keys) as connection:
-        log.info("connected to %s, %d answers so far", given.superlink, client.store.participations())
+        log.info("connected to %s, %d answers so far", given.superlink, answers)
         lost = _take_messages(connection, task.limits.ask, app, ours, pause)
     # Not in the block above: Flower would log what is raised there, and go on after it.
     raise RunError(f"{given.superlink}: {' '.join(str(lost).split())}")

@@ -205,10 +205,10 @@ def check_kinds(folder: Path) -> None:
     names = [RECIPE, METRICS, seals_of(METRICS), LEDGER, LOCK, STATEMENT]
     names += [] if locked(folder) else [OPENING, PRIVATE, seals_of(PRIVATE)]
     records = [folder / name for name in names]
-    records += [path for path in folder.glob("*") if path.suffix in (".json", ".jsonl", ".html", ".md")]
+    others = [path for path in folder.glob("*") if path.suffix in (".json", ".jsonl", ".html", ".md")]
     weights = [*folder.glob("checkpoints/round-*"), *folder.glob("private/heads/round-*")]
     # A named pipe in the place of a record would make the reader wait for ever.
-    for path in (*records, *(each for each in weights if not each.is_dir())):
+    for path in (*records, *others, *(each for each in weights if not each.is_dir())):
         if path.exists() and not path.is_file():
             raise wrong(str(path), "a folder" if path.is_dir() else "no file", "the file that was written")
     for path in (*records, *folder.glob("checkpoints/*"), folder / "checkpoints"):

@@ -548,7 +548,7 @@ def _figures(text: str) -> set[str]:
     return {figure.replace(",", "") for figure in SHOWN.findall(html.unescape(re.sub(r"<[^>]*>", " ", text)))}
 
 
-NAME = r"(?![^<&]*(?:ε|epsilon|proven))[\w.+ -]{1,60}"
+NAME = r"(?![^<&]*ε)[\w.+ -]{1,60}"
 """The name of a folder: no sentence about the guarantee."""
 
 

@@ -33,13 +33,10 @@ Client = Any
 
 _SECRETS = ("seal", "mask", "seed", "sign")
 _BEFORE = {
-    dealing.SHARES: (dealing.KEYS,),
-    dealing.CHECK: (dealing.SHARES,),
-    dealing.ANSWER: (dealing.CHECK,),
-    dealing.VECTOR: (dealing.CHECK, dealing.ANSWER),
-    dealing.CONSENT: (dealing.VECTOR,),
+    dealing.SHARES: (dealing.KEYS,), dealing.CHECK: (dealing.SHARES,), dealing.ANSWER: (dealing.CHECK,),
+    dealing.VECTOR: (dealing.CHECK, dealing.ANSWER), dealing.CONSENT: (dealing.VECTOR,),
     dealing.REVEAL: (dealing.CONSENT,),
-}
+}  # fmt: skip
 """What a client must have answered last, before each step but the first."""
 
 
