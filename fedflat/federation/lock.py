@@ -34,6 +34,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
 
+from fedflat.core import durable
 from fedflat.core.checks import reading, require, wrong
 from fedflat.federation.processes import program
 
@@ -49,8 +50,7 @@ def write_lock(lock: Path, credentials: Path, address: str) -> None:
     found = {entry + name: base64.b64encode(value.encode()).decode() for name, value in kept.items()}
     texts = {credentials: json.dumps(found, indent=1), lock: hashlib.sha256(token.encode()).hexdigest()}
     for path, text in texts.items():  # JSON is YAML, which Flower reads its credentials as
-        path.unlink(missing_ok=True)
-        write_new(path, f"{text}\n".encode(), 0o600)
+        durable.replace(path, f"{text}\n")
 
 
 def write_new(path: Path, content: bytes, mode: int = 0o644) -> None:

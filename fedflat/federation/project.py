@@ -80,10 +80,10 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
     job = prepare(recipe, features=False)  # each client computes its own
     try:
         _write(recipe, job, out, port, host)
-    except OSError as error:
-        raise InputError(f"--out: found {out} ({error.strerror}); allowed: a folder you may write to.") from error
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
+    except BaseException as error:
+        shutil.rmtree(out, ignore_errors=True)  # half a project would look like one
+        if isinstance(error, OSError):
+            raise InputError(f"--out: found {out} ({error.strerror}); allowed: a folder you may write to.") from error
         raise
     plan = job.parts.plan
     epsilon = plan.epsilon() if plan.private else float("inf")

@@ -1,6 +1,8 @@
 """The client's own checks, its disk, the roster, and the project that deploy writes."""
 
+import errno
 import json
+import os
 import stat
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from stand_in import deployed, grid_of, pem, settings, small
 from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
 from fedflat.federation import client as client_module
-from fedflat.federation import wire
+from fedflat.federation import lock, wire
 from fedflat.federation.client import Client, Refused, client_of, reply_to
 from fedflat.federation.lock import write_client_keys
 from fedflat.federation.project import PACKAGE, client_folder, write_project
@@ -270,6 +272,23 @@ def test_what_cannot_be_deployed_is_refused_with_nothing_written(
 def test_a_folder_that_holds_something_is_not_overwritten(project: tuple[Path, Task, list[Client]]) -> None:
     with pytest.raises(InputError, match="not empty"):
         write_project(small(), project[0])
+
+
+def test_a_full_disk_leaves_no_half_project_and_the_former_token(
+    project: tuple[Path, Task, list[Client]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    secrets = project[0] / "server" / lock.LOCK, project[0] / "flower" / "credentials.yaml"
+    before = [path.read_bytes() for path in secrets]
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        lock.write_lock(*secrets, "127.0.0.1:1")
+    assert [path.read_bytes() for path in secrets] == before
+    with pytest.raises(InputError, match="No space left"):
+        write_project(small(), tmp_path / "fed")
+    assert not (tmp_path / "fed").exists()
 
 
 def test_another_task_does_not_go_on_in_a_runs_folder(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:
