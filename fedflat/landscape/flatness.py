@@ -31,13 +31,10 @@ from fedflat.report.groups import Group, group_runs, paired_difference, spread
 from fedflat.report.metrics import Run, final_accuracy, proven_epsilon, read_runs, seeded
 
 Numbers = dict[str, Any]
-NUMBERS = {
-    "loss": "loss", "accuracy": "accuracy", "eigenvalue": "largest Hessian eigenvalue", "trace": "Hessian trace",
-    "one_step": "SAM sharpness, one step", "ascent": "SAM sharpness, ascent",
-    "noise_loss": "loss added by weight noise", "noise_accuracy": "accuracy under weight noise",
-    "norm": "norm of the weights",
-}  # fmt: skip
-"""The scalars of a model, in the order in which tables show them."""
+NUMBERS = (
+    "loss", "accuracy", "eigenvalue", "trace", "one_step", "ascent", "noise_loss", "noise_accuracy", "norm",
+)  # fmt: skip
+"""The scalars of a model, in the order in which tables show them; ``one_step`` and ``ascent`` are SAM's sharpness."""
 CHANGED = (
     "A checkpoint's fingerprint is not its recipe's: data, model or fedflat changed since that run. Its recorded test "
     "accuracy is compared with the one found here."
@@ -207,8 +204,8 @@ def _some(inputs: Tensor, targets: Tensor, count: int | None, seed: int) -> tupl
 
 
 def of_model(
-    model: Model, layout: Layout, job: Job, settings: Settings, with_surface: bool = True,
-    on_points: Callable[[int], None] | None = None,
+    model: Model, layout: Layout, job: Job, settings: Settings, with_surface: bool,
+    on_points: Callable[[int], None] | None,
 ) -> Numbers:  # fmt: skip
     """Return everything that is measured of one model, ready for JSON."""
     began, weights, module = time.perf_counter(), model.weights, job.problem.module
@@ -223,9 +220,9 @@ def of_model(
     found["examples"], found["curvature_examples"] = len(model.inputs), len(fewer[0])
     pair = surfaces.directions(weights, layout, settings.seed, settings.directions)
     steps = surfaces.steps_of(settings.points, settings.span)
-    found["line"] = _grid(surfaces.line(objective, weights, pair[0], steps))
+    found["line"] = _grid(surfaces.surface(objective, weights, pair[:1], steps))
     noisy = surfaces.robustness(objective, weights, layout, settings.seed, settings.noise, settings.draws)
-    found["noise"] = {"levels": list(noisy.levels), "loss": noisy.loss.tolist(), "accuracy": noisy.accuracy.tolist()}
+    found["noise"] = _grid(noisy, "levels")
     noise_loss, noise_accuracy = (float(each[settings.middle].mean()) for each in (noisy.loss, noisy.accuracy))
     curved, details = _curved(part, weights, layout, settings)
     scalars = {
@@ -249,8 +246,8 @@ def _curved(part: Objective, weights: Tensor, layout: Layout, settings: Settings
     return scalars, {"spectrum": asdict(spectrum), "trace": asdict(trace), "sharpness": asdict(sharp)}
 
 
-def _grid(grid: surfaces.Grid) -> Numbers:
-    return {"steps": grid.steps.tolist(), "loss": grid.loss.tolist(), "accuracy": grid.accuracy.tolist()}
+def _grid(grid: surfaces.Grid, steps: str = "steps") -> Numbers:
+    return {steps: grid.steps.tolist(), "loss": grid.loss.tolist(), "accuracy": grid.accuracy.tolist()}
 
 
 def _compare_with_record(found: Numbers, run: Run, model: Model, settings: Settings, notes: list[str]) -> None:

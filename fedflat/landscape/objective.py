@@ -6,10 +6,11 @@ examples) and the order in which results are added do not depend on the number o
 
 import copy
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -93,16 +94,14 @@ class Objective:
         inputs = self.inputs.to(dtype) if self.inputs.is_floating_point() else self.inputs
         # Chunks follow from model and data alone, so that threads do not change the numbers.
         size = self._chunk()
-        chunks = [slice(start, start + size) for start in range(0, len(points), size)]
-        batches = [] if self.dense else inputs.split(CONVOLUTION_BATCH if inputs.dim() == 4 else DENSE_BATCH // 4)
+        each = self._together if self.dense else self._one_by_one
 
         def one(module: nn.Module, chunk: slice) -> np.ndarray:
             with torch.no_grad():
-                weights = points.take(chunk).to(dtype)
-                return self._together(module, weights, inputs) if self.dense else self._each(module, weights, batches)
+                return each(module, points.take(chunk).to(dtype), inputs)
 
         found = []
-        for result in self._spread(one, chunks):
+        for result in self._spread(one, _slices(len(points), size)):
             found.append(result)
             if on_chunk is not None:
                 on_chunk(len(result))
@@ -115,35 +114,26 @@ class Objective:
         entries = max(self.layout.size, min(len(self.inputs), DENSE_BATCH) * self._widest)
         return max(1, min(256, CHUNK_ENTRIES // entries))
 
-    def _each(self, module: nn.Module, weights: Tensor, batches: Sequence[Tensor]) -> np.ndarray:
-        """Return, point by point, loss and accuracy ``(n, 2)`` at weights ``(n, D)``."""
-        rows = []
-        for vector in weights:
-            losses, right = zip(*self._forward(module, vector, batches), strict=True)
-            rows.append([_mean(losses, len(self.inputs)), _mean(right, len(self.inputs))])
-        return np.array(rows)
+    def _at(self, module: nn.Module, inputs: Tensor, rows: slice, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss and accuracy of each of some examples at weights ``(D,)``."""
+        logits = torch.func.functional_call(module, dict(self.layout.views(vector)), (inputs[rows],))
+        return example_loss(logits, self.targets[rows])
 
-    def _forward(self, module: nn.Module, vector: Tensor, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the sums of loss and accuracy over each batch."""
-        done, parameters = 0, dict(self.layout.views(vector))
-        for batch in batches:
-            logits = torch.func.functional_call(module, parameters, (batch,))
-            losses, right = example_loss(logits, self.targets[done : done + len(logits)])
-            done += len(logits)
-            yield losses.double().sum(), right.double().sum()
+    def _one_by_one(self, module: nn.Module, weights: Tensor, inputs: Tensor) -> np.ndarray:
+        """Return, point by point, loss and accuracy ``(n, 2)`` at weights ``(n, D)``."""
+        batches = _slices(len(inputs), CONVOLUTION_BATCH if inputs.dim() == 4 else DENSE_BATCH // 4)
+        total = torch.zeros(len(weights), 2, dtype=torch.float64)
+        for row, vector in zip(total, weights, strict=True):
+            for rows in batches:
+                row.add_(torch.stack([each.double().sum() for each in self._at(module, inputs, rows, vector)]))
+        return (total / len(inputs)).numpy()
 
     def _together(self, module: nn.Module, weights: Tensor, inputs: Tensor) -> np.ndarray:
         """Return a dense model at several points by batched matrix products."""
         total = torch.zeros(len(weights), 2, dtype=torch.float64)
-        for start in range(0, len(inputs), DENSE_BATCH):
-            rows = slice(start, start + DENSE_BATCH)
-
-            def at(vector: Tensor, rows: slice = rows) -> tuple[Tensor, Tensor]:
-                logits = torch.func.functional_call(module, dict(self.layout.views(vector)), (inputs[rows],))
-                return example_loss(logits, self.targets[rows])
-
-            losses, right = torch.func.vmap(at)(weights)
-            total += torch.stack([losses.double().sum(-1), right.double().sum(-1)], dim=-1)
+        for rows in _slices(len(inputs), DENSE_BATCH):
+            found = torch.func.vmap(partial(self._at, module, inputs, rows))(weights)
+            total += torch.stack([each.double().sum(-1) for each in found], dim=-1)
         return (total / len(inputs)).numpy()
 
     # --------------------------------------------------------------------------------- gradients and products
@@ -153,11 +143,11 @@ class Objective:
 
         def one(module: nn.Module, rows: slice) -> tuple[Tensor, Tensor]:
             vector = weights.detach().requires_grad_()
-            loss = self._summed(module, vector, rows)
+            loss = self._at(module, self.inputs, rows, vector)[0].sum()
             return loss.detach().double(), torch.autograd.grad(loss, vector)[0]
 
         losses, gradients = zip(*self._spread(one, self._batches()), strict=True)
-        return _mean(losses, len(self.inputs)), _added(gradients) / len(self.inputs)
+        return float(_added(losses)) / len(self.inputs), _added(gradients) / len(self.inputs)
 
     def product(self, weights: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the map from v ``(D,)`` to the Hessian of L at ``weights`` times v: the gradient differentiated again.
@@ -170,7 +160,8 @@ class Objective:
                 vector = weights.detach().requires_grad_()
                 # The fused kernels of attention have no second derivative.
                 with sdpa_kernel(SDPBackend.MATH):
-                    gradient = torch.autograd.grad(self._summed(module, vector, rows), vector, create_graph=True)[0]
+                    loss = self._at(module, self.inputs, rows, vector)[0].sum()
+                    gradient = torch.autograd.grad(loss, vector, create_graph=True)[0]
                     # The loss is linear in the weights: its Hessian is zero.
                     if not gradient.requires_grad:
                         return torch.zeros_like(weights)
@@ -181,11 +172,7 @@ class Objective:
         return times
 
     def _batches(self) -> list[slice]:
-        return [slice(start, start + GRADIENT_BATCH) for start in range(0, len(self.inputs), GRADIENT_BATCH)]
-
-    def _summed(self, module: nn.Module, vector: Tensor, rows: slice) -> Tensor:
-        logits = torch.func.functional_call(module, dict(self.layout.views(vector)), (self.inputs[rows],))
-        return example_loss(logits, self.targets[rows])[0].sum()
+        return _slices(len(self.inputs), GRADIENT_BATCH)
 
     def _spread(self, function: Callable[[nn.Module, T], R], tasks: Iterable[T]) -> Iterator[R]:
         """Yield ``function(module, task)`` of every task, in the tasks' order; each thread has its own module."""
@@ -201,8 +188,9 @@ class Objective:
             yield from pool.map(run, tasks)
 
 
-def _mean(sums: Iterable[Tensor], count: int) -> float:
-    return float(_added(sums)) / count
+def _slices(count: int, size: int) -> list[slice]:
+    """Return slices of ``size`` that cover ``count`` places, the last one shorter."""
+    return [slice(start, start + size) for start in range(0, count, size)]
 
 
 def _added(terms: Iterable[Tensor]) -> Tensor:

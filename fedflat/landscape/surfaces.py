@@ -18,7 +18,8 @@ from fedflat.landscape.objective import Objective, Points
 class Grid:
     """Loss and accuracy over ``steps`` ``(P,)`` along one direction ``(P,)``, or along two ``(P, P)``.
 
-    Row i, column j of a surface is the point ``w + steps[i]·d_1 + steps[j]·d_2``.
+    Row i, column j of a surface is the point ``w + steps[i]·d_1 + steps[j]·d_2``. Under weight noise the steps are its
+    sizes relative to the weights, and loss and accuracy have a column for each draw.
     """
 
     steps: np.ndarray
@@ -65,20 +66,14 @@ def steps_of(points: int, span: float) -> np.ndarray:
     return np.linspace(-span, span, points)
 
 
-def line(objective: Objective, weights: Tensor, direction: Tensor, steps: np.ndarray) -> Grid:
-    """Return the loss and accuracy along one direction ``(D,)``, in float32."""
-    found = objective.values(Points(weights, direction[None], torch.from_numpy(steps)[:, None]))
-    return Grid(steps, found[:, 0], found[:, 1])
-
-
 def surface(
-    objective: Objective, weights: Tensor, pair: Tensor, steps: np.ndarray,
+    objective: Objective, weights: Tensor, along: Tensor, steps: np.ndarray,
     on_points: Callable[[int], None] | None = None,
 ) -> Grid:  # fmt: skip
-    """Return the loss and accuracy over the plane of two directions ``(2, D)``."""
-    first, second = np.meshgrid(steps, steps, indexing="ij")
-    coefficients = torch.from_numpy(np.stack([first.reshape(-1), second.reshape(-1)], axis=1))
-    found = objective.values(Points(weights, pair, coefficients), on_points).reshape(len(steps), len(steps), 2)
+    """Return the loss and accuracy over the line or the plane of one or two directions ``(k, D)``."""
+    axes = np.meshgrid(*[steps] * len(along), indexing="ij")
+    coefficients = torch.from_numpy(np.stack(axes, axis=-1).reshape(-1, len(along)))
+    found = objective.values(Points(weights, along, coefficients), on_points).reshape(*axes[0].shape, 2)
     return Grid(steps, found[..., 0], found[..., 1])
 
 
@@ -117,15 +112,6 @@ class Sharpness:
     ascent: float
 
 
-@dataclass(frozen=True)
-class Robustness:
-    """Loss and accuracy under Gaussian weight noise: ``(levels, draws)`` each. levels: std relative to the weights."""
-
-    levels: tuple[float, ...]
-    loss: np.ndarray
-    accuracy: np.ndarray
-
-
 def lanczos(
     product: Product, size: int, seed: int, *, count: int = 5, steps: int = 60, tolerance: float = 1e-3
 ) -> Spectrum:
@@ -134,7 +120,6 @@ def lanczos(
     Lanczos with full reorthogonalisation in float64 (Golub & Van Loan, Sec. 10.3). It stops when every wanted value has
     a residual below ``tolerance`` times the largest one, after ``steps`` products, or when the space is exhausted.
     """
-    whole("eigenvalues", count, 1)
     # A seeded start gives the same eigenvalues for every run that is compared.
     start = torch.from_numpy(stream(seed, "lanczos start").standard_normal(size))
     basis = [start / torch.linalg.vector_norm(start)]
@@ -167,7 +152,6 @@ def _ritz(diagonal: Sequence[float], beside: Sequence[float], beta: float, count
 
 def trace(product: Product, size: int, seed: int, draws: int = 30) -> Trace:
     """Return E[zᵀHz] over Rademacher z (Hutchinson 1990)."""
-    whole("trace draws", draws, 1)
     found = []
     for draw in range(draws):
         z = torch.from_numpy(stream(seed, "hutchinson", draw).integers(0, 2, size).astype(np.float32) * 2 - 1)
@@ -183,7 +167,6 @@ def sharpness(objective: Objective, weights: Tensor, rho: float, steps: int = 10
     ``steps`` further steps ε ← Π(ε + ρ/2·g(w + ε)/‖g(w + ε)‖), Π the projection on the ball, then look for a worse
     point: a lower bound on the maximum that is at least the one-step value.
     """
-    in_range("--rho", rho, 0, open_low=True)
     base, gradient = objective.gradient(weights)
     moved = _unit(gradient) * rho
     one_step, gradient = objective.gradient(weights + moved)
@@ -211,18 +194,16 @@ def noise_scale(weights: Tensor, layout: Layout) -> Tensor:
 
 def robustness(
     objective: Objective, weights: Tensor, layout: Layout, seed: int, levels: Sequence[float], draws: int = 10
-) -> Robustness:
+) -> Grid:
     """Return the loss and accuracy at ``w + r·s∘z``, z standard normal, s :func:`noise_scale`, for every relative size
     r.
 
     A draw is the same z at every size and for every run that is compared.
     """
-    whole("--draws", draws, 1)
-    sizes = [in_range("--noise", level, 0) for level in levels]
+    sizes = np.asarray(levels, dtype=np.float64)
     scale = noise_scale(weights, layout)
     found = np.empty((len(sizes), draws, 2))
     for draw in range(draws):
         z = torch.from_numpy(stream(seed, "weight noise", draw).standard_normal(layout.size, dtype=np.float32))
-        points = Points(weights, (scale * z)[None], torch.tensor(sizes, dtype=torch.float64)[:, None])
-        found[:, draw] = objective.values(points)
-    return Robustness(tuple(sizes), found[..., 0], found[..., 1])
+        found[:, draw] = objective.values(Points(weights, (scale * z)[None], torch.from_numpy(sizes)[:, None]))
+    return Grid(sizes, found[..., 0], found[..., 1])

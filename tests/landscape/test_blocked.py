@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.landscape.objective import Objective
-from fedflat.landscape.surfaces import directions, line, steps_of, surface
+from fedflat.landscape.surfaces import directions, steps_of, surface
 from fedflat.models import build
 
 EXAMPLES = 237  # whole batches and a part of one
@@ -45,6 +45,6 @@ def test_every_point_of_a_surface_equals_the_plain_evaluation(name: str) -> None
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     module, layout, weights, x, y = images("cnn")
-    direction, steps = directions(weights, layout, 0, 1)[0], steps_of(9, 1.0)
-    found = [line(Objective(module, layout, x, y, threads=n), weights, direction, steps).loss for n in (1, 2, 3)]
+    direction, steps = directions(weights, layout, 0, 1), steps_of(9, 1.0)
+    found = [surface(Objective(module, layout, x, y, threads=n), weights, direction, steps).loss for n in (1, 2, 3)]
     assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])

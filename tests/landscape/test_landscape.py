@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fedflat.core.checks import InputError
 from fedflat.core.params import flatten, layout_of, load
 from fedflat.landscape.objective import Objective, Points
-from fedflat.landscape.surfaces import directions, filters, line, normalised, raw_direction, steps_of, surface
+from fedflat.landscape.surfaces import directions, filters, normalised, raw_direction, steps_of, surface
 from fedflat.models import build
 
 
@@ -66,7 +66,7 @@ def test_surface_and_line_equal_direct_evaluation(name: str) -> None:
         assert objective.dense
         module = other  # type: ignore[assignment]
     pair, steps = directions(weights, layout, 0, 2), steps_of(5, 0.8)
-    plane, along = surface(objective, weights, pair, steps), line(objective, weights, pair[0], steps)
+    plane, along = (surface(objective, weights, each, steps) for each in (pair, pair[:1]))
     for i, a in enumerate(steps):
         for j, b in enumerate(steps):
             at = weights + float(a) * pair[0] + float(b) * pair[1]
@@ -94,7 +94,7 @@ def test_any_number_of_threads_gives_the_same_bits(examples: int) -> None:
 def test_the_module_given_is_left_as_it_was() -> None:
     objective, weights, layout, module = small()
     before, training = flatten(module, layout), module.training
-    line(objective, weights, directions(weights, layout, 0, 1)[0], steps_of(3, 1.0))
+    surface(objective, weights, directions(weights, layout, 0, 1), steps_of(3, 1.0))
     assert torch.equal(flatten(module, layout), before) and module.training == training
 
 
