@@ -129,8 +129,7 @@ def _sizes(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, fl
 
 
 def _worst(run: Run) -> list[tuple[int, float]]:
-    known = [(r.get("round"), quantiles(r, "client_accuracy_quantiles").get("0.05")) for r in run.private]
-    return column([{"round": turn, "q": value} for turn, value in known], "q")
+    return column([{**r, "worst": quantiles(r, "client_accuracy_quantiles").get("0.05")} for r in run.private], "worst")
 
 
 def spent_from_start(run: Run) -> list[tuple[int, float]]:
@@ -201,7 +200,6 @@ PRIVATE_ACCURACY: dict[str, Any] = {
 
 def figures_of_run(run: Run) -> list[Figure]:
     """Return every figure the run has records for; an absent key leaves its figure out."""
-    own = {key: (key,) for key in metrics.own_metrics(run.metrics)}
     found: list[Figure | None] = []
     for key, said in _declared()["run"].items():
         figure = declared("run", key)
@@ -211,7 +209,7 @@ def figures_of_run(run: Run) -> list[Figure]:
         ]
         found.append(SPECIAL[key](run, figure, lines) if key in SPECIAL else with_series(figure, lines))
         if key == "loss":
-            for k in own:
+            for k in metrics.own_metrics(run.metrics):
                 asked = PRIVATE_ACCURACY if k == "private_accuracy" else {}
                 found.append(with_series(replace(figure, key=k, title=_title(k), **asked), [_line(run, _title(k), k)]))
     return [figure for figure in found if figure is not None]
@@ -241,18 +239,8 @@ def _privacy(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None
 
 def quantiles(record: Mapping[str, Any], key: str) -> dict[str, float]:
     """Return a record's quantiles by name (``0.05`` … ``0.95``, ``min``, ``max``); empty where it has none."""
-    found = record.get(key)
-    if not isinstance(found, Mapping):
-        return {}
-    named = {_quantile_name(name): number(value) for name, value in found.items()}
-    return {name: value for name, value in named.items() if value is not None}
-
-
-def _quantile_name(name: Any) -> str:
-    try:
-        return f"{float(name):g}"
-    except (TypeError, ValueError):
-        return {"median": "0.5"}.get(str(name), str(name))
+    known = ((name, number(value)) for name, value in metrics.section(record, key).items())
+    return {name: value for name, value in known if value is not None}
 
 
 def _bands(run: Run, key: str) -> list[Series]:
@@ -287,13 +275,8 @@ def _norms(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
 
 def last_classes(run: Run) -> list[float | None]:
     """Return the accuracy by class at the last evaluation that recorded it; empty if none did."""
-    for record in reversed(run.metrics):
-        found = record.get("class_accuracy")
-        if isinstance(found, Mapping):
-            found = list(found.values())
-        if isinstance(found, list) and found:
-            return [number(value) for value in found]
-    return []
+    found = (record["class_accuracy"] for record in reversed(run.metrics) if record.get("class_accuracy"))
+    return [number(value) for value in next(found, ())]
 
 
 def class_names(run: Run) -> list[str]:

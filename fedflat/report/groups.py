@@ -90,30 +90,26 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     Engines count only where one seed ran on several: then they are what is compared. A group is labelled with its
     method, and where two groups share a method also with the keys in which they differ.
     """
-    members: dict[str, list[Run]] = {}
-    for run in runs:
-        members.setdefault(_key(run), []).append(run)
-    kept = [part for group in members.values() for part in _by_engine(group)]
+    members = _parts(runs)
+    kept = [part for group in members for part in (_parts(group, engine=True) if _repeats(group) else [group])]
     firsts = [group[0] for group in kept]
     engines = len(kept) > len(members)
     labels = _distinct([_label(first, firsts, engines) for first in firsts])
     return [Group(label, tuple(group), style) for style, (label, group) in enumerate(zip(labels, kept, strict=True))]
 
 
-def _key(run: Run, engine: bool = False) -> str:
-    """Return what runs of one group share; without a recipe there is nothing to compare by, so such a run stays
-    alone."""
-    return json.dumps(setting(run, engine), sort_keys=True) if run.recipe else str(run.path)
-
-
-def _by_engine(group: list[Run]) -> list[list[Run]]:
-    """Return the runs as they are, or by engine where a seed is among them more than once."""
-    if len({run.seed for run in group}) == len(group):
-        return [group]
+def _parts(runs: Iterable[Run], engine: bool = False) -> list[list[Run]]:
+    """Return the runs by their setting; without a recipe there is nothing to compare by, so such a run stays alone."""
     parts: dict[str, list[Run]] = {}
-    for run in group:
-        parts.setdefault(_key(run, engine=True), []).append(run)
+    for run in runs:
+        key = json.dumps(setting(run, engine), sort_keys=True) if run.recipe else str(run.path)
+        parts.setdefault(key, []).append(run)
     return list(parts.values())
+
+
+def _repeats(group: list[Run]) -> bool:
+    """Return whether a seed is among the runs more than once."""
+    return len({run.seed for run in group}) < len(group)
 
 
 def _label(run: Run, others: Sequence[Run], engine: bool = False) -> str:
@@ -141,12 +137,8 @@ def _short(value: Any) -> str:
 
 
 def _distinct(labels: Sequence[str]) -> list[str]:
-    counts: dict[str, int] = {}
-    result = []
-    for label in labels:
-        counts[label] = counts.get(label, 0) + 1
-        result.append(label if labels.count(label) == 1 else f"{label} #{counts[label]}")
-    return result
+    numbered = [f"{label} #{labels[:place].count(label)}" for place, label in enumerate(labels, 1)]
+    return [label if labels.count(label) == 1 else long for label, long in zip(labels, numbered, strict=True)]
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -175,10 +167,8 @@ def paired_difference(first: Group, other: Group, measure: Callable[[Run], float
     found = spread([theirs[seed] - value for seed, value in _by_seed(first, measure).items() if seed in theirs])
     if found is None:
         return None
-    half = found.half
-    if half is None:
-        return Difference(found.mean, None, None, 1)
-    return Difference(found.mean, found.mean - half, found.mean + half, found.count)
+    low, high = (None, None) if found.half is None else (found.mean - found.half, found.mean + found.half)
+    return Difference(found.mean, low, high, found.count)
 
 
 def _by_seed(group: Group, measure: Callable[[Run], float | None]) -> dict[int | None, float]:

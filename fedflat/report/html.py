@@ -13,7 +13,7 @@ from fedflat.report import metrics, pages, statement, tables, wording
 from fedflat.report.card import Card, brief
 from fedflat.report.figures import Figure, Series, class_names, figures_of_groups, figures_of_run, last_classes
 from fedflat.report.groups import Group, differing, group_runs, setting
-from fedflat.report.metrics import Run, cost_sentences, epsilon_text, section
+from fedflat.report.metrics import Run, epsilon_text, section
 from fedflat.report.pages import PRIVATE, Facts, Section, Table, cards
 from fedflat.report.statement import facts, readable, statement_of
 from fedflat.report.summary import cautions, remarks
@@ -202,7 +202,7 @@ def _comparison_sections(groups: Sequence[Group]) -> list[Section]:
     curves, simulation = _figure_sections(figures_of_groups(groups), chips)
     table = tables.comparison_table(groups)
     # What publishing all of the runs costs.
-    costs = cost_sentences(table.together)
+    costs = tables.cost_sentences(table.together)
     together = {"lead": costs[0], "lines": costs[1:]} if costs else None
     each = [(group.label, statement_of(group.runs[0])) for group in groups]
     return [
@@ -237,11 +237,10 @@ def _runs_table(groups: Sequence[Group]) -> Table:
     """Return a row for each run; the time only where it is known."""
     seeded = any(metrics.seeded(run) for group in groups for run in group.runs)
     heads = ["Run", "Method", "seed", "rounds", "final %", "best %", "ε of the mechanism" if seeded else "ε proven"]
-    heads.append("time")
     rows = [_run_row(group, run) for group in groups for run in group.runs]
-    kept = [place for place in range(len(heads)) if place < 7 or any(row[place] for row in rows)]
-    table = [[row[place] or "–" for place in kept] for row in rows]
-    return Table("Every run; best is chosen on test data", [heads[place] for place in kept], table, left=2)
+    heads += ["time"] if any(row[-1] for row in rows) else []
+    table = [[text or "–" for text in row[: len(heads)]] for row in rows]
+    return Table("Every run; best is chosen on test data", heads, table, left=2)
 
 
 def _run_row(group: Group, run: Run) -> list[str]:

@@ -435,10 +435,6 @@ def guess(released: Sequence[Record]) -> Guess | None:
     return found if found.one_class or min(found.accuracy, sum(known) / len(known)) <= most else None
 
 
-NAMED = 3
-"""So many runs are named in a sentence; of more, the number."""
-
-
 @dataclass(frozen=True)
 class Cost:
     """The total over the runs on one data set. same_clients: whether their clients are the same in every run."""
@@ -496,41 +492,6 @@ def _clients(run: Run) -> str:
     # Where the data say whose a row is, the seed does not decide who the clients are.
     natural = section(data, "partition").get("kind") == "natural"
     return json.dumps([data, None if natural else run.seed], sort_keys=True)
-
-
-def cost_sentences(found: Sequence[Cost]) -> list[str]:
-    """Return one or a few sentences for each data set."""
-    return [sentence for cost in found for sentence in _sentences(cost, len(found) > 1)]
-
-
-def _sentences(cost: Cost, several: bool) -> list[str]:
-    whole, where = cost.total, f" on {cost.dataset}" if several else ""
-    listed = []
-    if len(whole.runs) > 1:
-        listed.append(f"All {len(whole.runs)} private runs{where} published together: {_figure(whole)}.")
-    elif whole.runs and several:
-        listed.append(f"The one private run{where}: {_figure(whole)}.")
-    listed += list(whole.reasons) if len(whole.runs) > 1 else []
-    if whole.unbounded and whole.runs:
-        listed.append(f"With {_few(whole.unbounded)}{where} published too, there is no guarantee.")
-    if len(whole.runs) > 1 and math.isfinite(whole.epsilon) and not cost.same_clients:
-        listed.append(
-            "These runs split the data into clients differently (by seed or setting). The total supposes that a client "
-            "is the same in all of them; for a client of one split the runs on other splits are not in it."
-        )
-    return listed
-
-
-def _figure(whole: Total) -> str:
-    if not math.isfinite(whole.epsilon):
-        return "no finite ε"
-    return f"ε = {epsilon_text(whole.epsilon)} at δ = {whole.delta:.3g} ({whole.relation})"
-
-
-def _few(names: Sequence[str]) -> str:
-    if len(names) > NAMED:
-        return f"{len(names)} runs without a finite ε"
-    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def cost_record(cost: Cost) -> dict[str, Any]:

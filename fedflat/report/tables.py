@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DIFFERENCES = "Δ: points from the first row at its ε, paired over seeds, 95 % t intervals."
+NAMED = 3
+"""So many runs are named in a sentence; of more, the number."""
 BENEATH = 6
 """Lines of notes beneath the terminal's table at most; every note stands in ``table.md`` and on the page."""
 PLAINLY = "Noise from the seeds: ε is the mechanism's, these models protect nobody."
@@ -174,10 +176,19 @@ def notes(table: Comparison) -> list[str]:
     """Return what a reader must know beside the table, the most important first: what came to nothing, what was found,
     what publishing all of it costs, the differences."""
     deltas = sorted({row.delta for row in table.rows if row.proven_epsilon is not None and row.delta is not None})
-    costs = metrics.cost_sentences(table.together)
+    costs = cost_sentences(table.together)
     words = {"fates": metrics.FATES, "marks": metrics.MARKS, "differences": DIFFERENCES, "private_note": PRIVATE_NOTE}
-    found = text("notes.txt", table=table, costs=costs, deltas=deltas, plainly=PLAINLY, **words)
-    return [" ".join(line.split()) for line in found.splitlines() if line.strip()]
+    return _sentences("notes.txt", table=table, costs=costs, deltas=deltas, plainly=PLAINLY, **words)
+
+
+def cost_sentences(found: Sequence[metrics.Cost]) -> list[str]:
+    """Return one or a few sentences for each data set."""
+    return _sentences("costs.txt", costs=found, named=NAMED)
+
+
+def _sentences(template: str, **values: Any) -> list[str]:
+    """Return a template's lines that say something, each as one sentence or more."""
+    return [" ".join(line.split()) for line in text(template, **values).splitlines() if line.strip()]
 
 
 # -------------------------------------------------------------------------------------------------------- renderers

@@ -13,7 +13,8 @@ from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.together import Total
 from fedflat.report import groups, metrics, tables
 from fedflat.report.html import write_report
-from fedflat.report.metrics import Cost, cost_sentences, costs
+from fedflat.report.metrics import Cost, costs
+from fedflat.report.tables import cost_sentences
 
 NONE = {"proven_epsilon": None, "claimed_epsilon": None, "epsilon": None}
 
