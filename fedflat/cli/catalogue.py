@@ -196,14 +196,14 @@ def watch(
         private: Show what is private to the simulation too, marked so.
     """
     from fedflat.records import keys
-    from fedflat.report.live import Live, Server
+    from fedflat.report.live import Live, served
 
     require(folder.is_dir(), "watch", placed(folder), "the folder of a run, an experiment or a federation")
     with (
-        Server(Live(folder, private, keys.folder().parent / "operator"), port) as server,
+        served(Live(folder, private, keys.folder().parent / "operator"), port) as address,
         process.on_request("the page"),
     ):
-        print(f"{server.address}\nCtrl-C ends it.", flush=True)
+        print(f"{address}\nCtrl-C ends it.", flush=True)
         while not process.stop_signal():
             time.sleep(0.2)
 

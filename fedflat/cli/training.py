@@ -119,10 +119,10 @@ def _watched(folder: Path, wanted: bool) -> Iterator[None]:
         yield
         return
     from fedflat.report.live import Live as Page
-    from fedflat.report.live import Server
+    from fedflat.report.live import served
 
-    with Server(Page(folder)) as server:
-        print(f"watch: {server.address}", file=sys.stderr, flush=True)
+    with served(Page(folder)) as address:
+        print(f"watch: {address}", file=sys.stderr, flush=True)
         yield
 
 

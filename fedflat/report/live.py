@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import secrets
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -69,20 +71,20 @@ class Live:
         """Return the part of the page that changes: a table of the runs, their charts and their warnings."""
         runs, faults = self.runs()
         warned = [f"{run.name}: {text}" for run in runs for text in cautions(run.privacy, run.metrics, run.private)]
-        warned += map(str, faults)
         figures = [figure for figure in figures_of(runs) if self.private or not figure.private] if runs else []
         spent = "ε of the mechanism" if any(map(metrics.seeded, runs)) else "ε spent"
         heads = ["Run", "Method", "Rounds", "Accuracy %", "Loss", spent, "Time left"]
         table = pages.Table("Runs", heads, [_row(run) for run in runs], left=2)
-        own: list[pages.Table | None] = [None, None]
-        for place, read in enumerate((lambda: self._replies(runs), self._status) if self.private else ()):
-            try:
-                own[place] = read()
-            except InputError as error:  # a damaged record is said, and takes nothing else from the page
-                warned.append(str(error))
+        replies = status = None
+        if self.private:
+            # A damaged record is said, and takes nothing else from the page.
+            with gather(faults):
+                replies = self._replies(runs)
+            with gather(faults):
+                status = self._status()
         return filled(
-            "live_body.html", table=table, warnings=warned, replies=own[0], status=own[1],
-            cards=pages.cards(figures, pages.PRIVATE if self.private else ""),
+            "live_body.html", table=table, warnings=warned + [str(fault) for fault in faults], replies=replies,
+            status=status, cards=pages.cards(figures, pages.PRIVATE if self.private else ""),
         )  # fmt: skip
 
     def _replies(self, runs: list[Run]) -> pages.Table:
@@ -171,46 +173,35 @@ def app_of(live: Live) -> Starlette:
     return Starlette(routes=[Route(path, answer) for path in ("/", "/body", "/events")])
 
 
-class Server:
-    """The page of ``live``, served on 127.0.0.1 by a thread between ``with`` and its end.
+@contextmanager
+def served(live: Live, port: int = 0) -> Iterator[str]:
+    """Serve the page of ``live`` on 127.0.0.1 by a thread inside the block; yield its address, with the token.
 
-    port: 0 for a free one. address: the page's, with its token.
-    Raises RunError where starlette and uvicorn are not installed.
+    port: 0 for a free one. Raises RunError where starlette and uvicorn are not installed.
     """
+    try:
+        import uvicorn
 
-    def __init__(self, live: Live, port: int = 0) -> None:
-        import socket
-
-        self.live = live
-        try:
-            import uvicorn
-
-            app = app_of(live)
-        except ImportError:
-            raise RunError("watch needs a small server: pip install 'fedflat[watch]'") from None
-        self._socket = socket.socket()
-        # A port that was given up a moment ago can be bound again.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind(("127.0.0.1", port))
-            # A reader who connects before the thread serves has to wait.
-            self._socket.listen(64)
-        except OSError as error:
-            raise wrong("--port", port, f"a port that is free on 127.0.0.1 ({error.strerror})") from None
-        self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}/?token={live.token}"
-        settings = uvicorn.Config(
-            app, log_level="critical", access_log=False, timeout_graceful_shutdown=1, limit_concurrency=64
-        )
-        self._server = uvicorn.Server(settings)
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
-
-    def __enter__(self) -> Server:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(timeout=5)
+        app = app_of(live)
+    except ImportError:
+        raise RunError("watch needs a small server: pip install 'fedflat[watch]'") from None
+    try:
+        # A port that was given up a moment ago can be bound again; a reader who connects before the thread serves has
+        # to wait.
+        listening = socket.create_server(("127.0.0.1", port), backlog=64)
+    except OSError as error:
+        raise wrong("--port", port, f"a port that is free on 127.0.0.1 ({os.strerror(error.errno or 0)})") from None
+    settings = uvicorn.Config(
+        app, log_level="critical", access_log=False, timeout_graceful_shutdown=1, limit_concurrency=64
+    )
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/?token={live.token}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=5)
 
 
 def read_each(folder: Path) -> tuple[list[Run], list[InputError]]:

@@ -13,7 +13,7 @@ from synthetic_runs import write_run
 from test_report_browser import CHROMIUM, FLAGS
 
 from fedflat.core.checks import InputError
-from fedflat.report.live import Live, Server, listed
+from fedflat.report.live import Live, listed, served
 
 pytest.importorskip("starlette")
 
@@ -35,13 +35,13 @@ def begun(folder: Path, rounds: int) -> Path:
 
 def test_only_with_the_token_and_nothing_private(tmp_path: Path) -> None:
     live = Live(begun(tmp_path / "run", 8))
-    with Server(live) as server:
-        page = fetched(server.address)
+    with served(live) as address:
+        page = fetched(address)
         for bad in ("", "?token=", "?token=é", f"?token={live.token[:-1]}", f"?token={live.token}x"):
             for path in ("", "body", "events"):
                 with pytest.raises(urllib.error.HTTPError, match="403"):
-                    fetched(f"{server.address.partition('?')[0]}{path}{urllib.parse.quote(bad, safe='?=')}")
-    assert "127.0.0.1" in server.address and live.token not in repr(live) and live.token not in page
+                    fetched(f"{address.partition('?')[0]}{path}{urllib.parse.quote(bad, safe='?=')}")
+    assert "127.0.0.1" in address and live.token not in repr(live) and live.token not in page
     assert "8 of 20" in page and 'id="f-accuracy"' in page and "49 s" in page
     assert '<noscript><meta http-equiv="refresh"' in page
     assert 'id="f-cohort"' not in page and "private" not in page.split("</style>")[1].lower()
@@ -87,20 +87,21 @@ def test_before_the_first_round_and_while_a_record_is_written(tmp_path: Path) ->
 def test_the_stream_tells_of_a_new_round(tmp_path: Path) -> None:
     folder = begun(tmp_path / "run", 4)
     more = write_run(tmp_path / "whole", rounds=20) / "metrics.jsonl"
-    with Server(Live(folder)) as server:
-        with urllib.request.urlopen(server.address.replace("/?", "/events?"), timeout=20) as events:
+    with served(Live(folder)) as address:
+        with urllib.request.urlopen(address.replace("/?", "/events?"), timeout=20) as events:
             first = next(line for line in events if line.startswith(b"data:"))
             (folder / "metrics.jsonl").write_text("".join(more.read_text().splitlines(keepends=True)[:9]))
             assert next(line for line in events if line.startswith(b"data:")) != first
-        assert "9 of 20" in fetched(server.address.replace("/?", "/body?"))
+        assert "9 of 20" in fetched(address.replace("/?", "/body?"))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_browser_shows_the_run(tmp_path: Path) -> None:
     """Its policy blocks nothing that the page needs; the axes' buttons, which need a script, are there with one."""
-    with Server(Live(write_run(tmp_path / "run", rounds=20))) as server:
-        assert CHROMIUM is not None and '<fieldset class="axis" hidden>' in server.live.page()
-        command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", server.address]
+    live = Live(write_run(tmp_path / "run", rounds=20))
+    with served(live) as address:
+        assert CHROMIUM is not None and '<fieldset class="axis" hidden>' in live.page()
+        command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", address]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "20 of 20" in done.stdout and "CONSOLE" not in done.stderr and '<fieldset class="axis">' in done.stdout
     assert "<summary>Data" not in done.stdout  # a table of numbers that nothing fills
