@@ -45,18 +45,13 @@ __all__ = [
     "own_metrics", "percent", "print_comparison", "print_summary", "proven_epsilon", "public", "read_run",
     "read_runs", "render", "summary_rows", "uncounted", "waiting_text", "write_figure", "write_report",
 ]  # fmt: skip
-_MODULES = {
-    "metrics": "Run epsilon_text final_accuracy own_metrics proven_epsilon read_run read_runs uncounted",
-    "wording": "duration filled percent",
-    "progress": "ASKED Bars ExperimentProgress Progress RunEvent State waiting_text", "groups": "Group",
-    "figures": "figures_of_groups", "summary": "DivergenceWatch cautions print_comparison print_summary summary_rows",
-    "html": "public render write_report", "plates": "write_figure",
-}  # fmt: skip
+_MODULES = ("metrics", "wording", "progress", "groups", "figures", "summary", "plates", "html")
 
 
 def __getattr__(name: str) -> Any:
-    # The command line imports this room for every command: --help and --version wait for no page, table or torch.
-    for module, names in _MODULES.items():
-        if name in names.split():
-            return getattr(import_module(f"{__name__}.{module}"), name)
+    # The command line imports this room for every command: --help and --version wait for no page, table or torch. So
+    # what is quick to import is asked first.
+    for module in _MODULES if name in __all__ else ():
+        if hasattr(found := import_module(f"{__name__}.{module}"), name):
+            return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

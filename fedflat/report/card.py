@@ -79,8 +79,11 @@ def card(run: Run, others: Sequence[Run] = ()) -> Card:
         "laws": sorted({f"{e.get('sampling')}, q = {e['q']:g}" for e in entries if number(e.get("q")) is not None}),
         "charged_again": extra_rounds(entries),
         "digest": hashlib.sha256(ledger.read_bytes()).hexdigest() if ledger.is_file() else "",
-        **(_together(every) if others else {}),
     }
+    if others:
+        whole = total(every)
+        bounded = math.isfinite(whole.epsilon) and not whole.unbounded
+        values |= {"total": whole, "bounded": bounded, "names": [run.name for run in every]}
     text = wording.texts("templates/card.yaml", values)
     sections = {title: {label: _lines(row) for label, row in rows.items()} for title, rows in text["sections"].items()}
     return Card(run, text["sentence"], sections, epsilon, delta)
@@ -120,13 +123,6 @@ def _stated(run: Run) -> dict[str, Any]:
         **{key: section(run.recipe, key) for key in recipe},
         **{key: section(run.privacy, key) for key in ("checklist", "facts")},
     }
-
-
-def _together(every: Sequence[Published]) -> dict[str, Any]:
-    """Return what a template may say of several runs that are published."""
-    whole = total(every)
-    bounded = math.isfinite(whole.epsilon) and not whole.unbounded
-    return {"total": whole, "bounded": bounded, "names": [run.name for run in every]}
 
 
 def _lines(text: str | list[str]) -> str | list[str]:

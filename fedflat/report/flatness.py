@@ -63,15 +63,6 @@ def _lead(found: Record) -> str:
 # -------------------------------------------------------------------------------------------------------- numbers
 
 
-def columns(settings: Record) -> list[tuple[str, str, bool]]:
-    """Return the key, heading and whether in per cent, of the numbers shown."""
-    size = 100 * settings["noise"][len(settings["noise"]) // 2]
-    return [
-        ("loss", "loss", False), ("accuracy", "accuracy %", True), ("eigenvalue", "top eigenvalue", False),
-        ("trace", "trace", False), ("ascent", "sharpness", False), ("noise_accuracy", f"% at {size:g} % noise", True),
-    ]  # fmt: skip
-
-
 def spread_text(value: Record | None, percent: bool = False) -> str:
     """Return ``mean ± sd``, the mean alone for one seed, a dash for nothing."""
     if value is None:
@@ -89,36 +80,34 @@ def pair_text(value: Record, percent: bool = False) -> tuple[str, str | None]:
     return f"{mean:.{places}f}", None if sd is None else f"{factor * sd:.{places}f}"
 
 
-def number_text(value: float) -> str:
-    """Return three significant digits."""
-    return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
-
-
 def _numbers(found: Record) -> dict[str, Any]:
-    shown = columns(found["settings"])
+    noise = found["settings"]["noise"]
+    shown = {
+        "loss": "loss", "accuracy": "accuracy %", "eigenvalue": "top eigenvalue", "trace": "trace",
+        "ascent": "sharpness", "noise_accuracy": f"% at {100 * noise[len(noise) // 2]:g} % noise",
+    }  # fmt: skip
     several = len({group["model"] for group in found["groups"]}) > 1
     spent = "ε of the mechanism" if any(group.get("seeded") for group in found["groups"]) else "ε proven"
-    heads = ["Method", *(["Model"] if several else []), "seeds", spent, *(heading for _, heading, _ in shown)]
+    heads = ["Method", *(["Model"] if several else []), "seeds", spent, *shown.values()]
     rows = []
     for group in found["groups"]:
         epsilon = epsilon_text((group["epsilon"] or {}).get("mean"), "∞")
         cells = [group["label"], *([group["model"]] if several else []), str(len(group["seeds"])), epsilon]
-        rows.append(cells + [spread_text(group["numbers"][key], percent) for key, _, percent in shown])
+        rows.append(cells + [spread_text(group["numbers"][key], "%" in heading) for key, heading in shown.items()])
     notes = [*found["notes"], cost_text(found["cost"])]
     return {"table": Table("Flatness", heads, rows, left=2 if several else 1), "notes": notes, "headline": ""}
 
 
-DIFFERENCES = (
-    ("eigenvalue", "top eigenvalue"), ("trace", "trace"), ("ascent", "sharpness"),
-    ("noise_loss", "loss added by noise"),
-)  # fmt: skip
+DIFFERENCES = {
+    "eigenvalue": "top eigenvalue", "trace": "trace", "ascent": "sharpness", "noise_loss": "loss added by noise",
+}  # fmt: skip
 
 
 def gaps(found: Record) -> list[tuple[str, list[str]]]:
     """Return the label, and how the global model's numbers differ from the first method's; those with an interval
     only."""
     groups = [group for group in found["groups"] if group["model"] == "global"]
-    rows = [(group["label"], [_gap(group["differences"].get(key)) for key, _ in DIFFERENCES]) for group in groups[1:]]
+    rows = [(group["label"], [_gap(group["differences"].get(key)) for key in DIFFERENCES]) for group in groups[1:]]
     return [(label, cells) for label, cells in rows if any(cells)]
 
 
@@ -132,7 +121,7 @@ def difference_notes(found: Record) -> list[str]:
     """Return the differences in words, for a terminal."""
     first, listed = found["groups"][0]["label"], []
     for label, cells in gaps(found):
-        parts = [f"{name} {cell}" for (_, name), cell in zip(DIFFERENCES, cells) if cell]
+        parts = [f"{name} {cell}" for name, cell in zip(DIFFERENCES.values(), cells) if cell]
         listed.append(f"{label} − {first}: {'; '.join(parts)}.")
     if listed:
         listed.append("Differences are paired over seeds, with 95 % t intervals; several are shown, none is corrected.")
@@ -143,11 +132,11 @@ def _differences(found: Record) -> Table | None:
     rows = [[label, *(cell or "–" for cell in cells)] for label, cells in gaps(found)]
     first = found["groups"][0]["label"]
     caption = f"Minus {first}: paired over seeds, with 95 % t intervals, not corrected for their number"
-    return Table(caption, ["Method", *(name for _, name in DIFFERENCES)], rows) if rows else None
+    return Table(caption, ["Method", *DIFFERENCES.values()], rows) if rows else None
 
 
 def _signed(value: float) -> str:
-    return ("−" if value < 0 else "+") + number_text(abs(value))
+    return ("−" if value < 0 else "+") + f"{abs(value):.3g}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def cost_text(cost: Record) -> str:

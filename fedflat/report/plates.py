@@ -63,16 +63,12 @@ def _save(sheet: Sheet, folder: Path, stem: str, kinds: Sequence[str] = KINDS) -
     # Drawn before the folder is made, so that a failure leaves no empty folder.
     contents = {folder / f"{stem}.{kind}": drawn_as(sheet, kind) for kind in kinds}
     for target, content in contents.items():
-        _write(target, content)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        except OSError as error:
+            raise RunError(f"{target}: cannot be written ({error.strerror})") from error
     return list(contents)
-
-
-def _write(target: Path, content: bytes) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
-    except OSError as error:
-        raise RunError(f"{target}: cannot be written ({error.strerror})") from error
 
 
 def drawn_as(sheet: Sheet, kind: str) -> bytes:

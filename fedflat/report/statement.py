@@ -138,10 +138,10 @@ def exceeded(audit: Record) -> bool:
 def verdict(audit: Record) -> str:
     """Return one reading of the numbers, in a few words."""
     bound, proven = number(audit.get("lower_bound")), number(audit.get("proven"))
-    if audit.get("kind") == "noise":
-        return "not as planned" if exceeded(audit) else "not run" if audit.get("runs") == 0 else "as planned"
-    if "movement" in _details(audit):
-        return "over C" if exceeded(audit) else "not run" if audit.get("runs") == 0 else "within C"
+    noise = audit.get("kind") == "noise"
+    if noise or "movement" in _details(audit):
+        bad, good = ("not as planned", "as planned") if noise else ("over C", "within C")
+        return bad if exceeded(audit) else "not run" if audit.get("runs") == 0 else good
     if exceeded(audit):
         over = bound is not None and proven is not None and bound > proven
         return "over the proven ε" if over else "contract 2b broken"
