@@ -118,17 +118,13 @@ def reproduce(
 
 def _fill(table: tables.Table, request: Request) -> None:
     """Print a table with our numbers in it: only planned, or trained."""
-    from fedflat.papers.rows import dry, train
+    from fedflat.papers.rows import dry, fill
 
-    if request.dry_run:
-        found = dry(table, request.size, request.protocol, request.override or ())
-    else:
-        name = f"reproduce-{table.paper}-{table.table.lower().replace(' ', '-')}"
+    found = dry(table, request.size, request.protocol, request.override or ())
+    if not request.dry_run:
+        folder = request.out or Path("runs") / f"reproduce-{table.paper}-{table.table.lower().replace(' ', '-')}"
         with report.ExperimentProgress(quiet=request.as_json) as progress:
-            found = train(
-                table, request.out or Path("runs") / name, request.size, request.protocol, request.override or (),
-                request.seeds, request.processes, progress.update,
-            )  # fmt: skip
+            found = fill(found, folder, request.seeds, request.processes, progress.update)
     if request.as_json:
         cli.print_json(as_dict(found))
     else:

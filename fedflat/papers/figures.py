@@ -42,7 +42,7 @@ class Line:
         does."""
         if self.cell.recipe is None or not self.changes:
             return planned(table, self.cell, scale, "sound", overrides)
-        return accounted(table, self.cell, self.recipe(table, scale, overrides))
+        return accounted(self.cell, self.recipe(table, scale, overrides))
 
     def recipe(self, table: Table, scale: str, overrides: Sequence[str] = ()) -> Recipe:
         """Return what runs at a scale: the table's own run where nothing is changed. Raises InputError as ``dry``
@@ -216,7 +216,7 @@ def draw(
     """Train what a figure is drawn from and draw it; each table's runs are in a folder of their own under ``folder``.
 
     Runs that a table shares with the figure are those of ``fedflat reproduce PAPER TABLE`` in the same folder. update:
-    told of each run; say: of each model whose landscape is measured. Raises InputError as ``rows.train`` does.
+    told of each run; say: of each model whose landscape is measured. Raises InputError as ``rows.dry`` does.
     """
     drawn: list[Figure] = []
     landscapes: list[Mapping[str, Any]] = []

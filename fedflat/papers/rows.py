@@ -50,13 +50,13 @@ def planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Sequ
     if cell.of in {each.of for each in find(table.paper, table.table).cells if each.measure in COUNTED}:
         # Rounds to a target can only be counted where every round is evaluated.
         texts.append("evaluation.every=1")
-    return accounted(table, cell, Recipe.of(recipe, [*texts, *overrides], where=recipe.name))
+    return accounted(cell, Recipe.of(recipe, [*texts, *overrides], where=recipe.name))
 
 
-def accounted(table: Table, cell: Cell, recipe: Recipe) -> Row:
+def accounted(cell: Cell, recipe: Recipe) -> Row:
     """Return a cell that runs as ``recipe`` says, with what is claimed of the paper's setting and proven of this
     one."""
-    return Row(cell, recipe, claimed_epsilon(table, cell), *_proven(recipe, cell.input, cell.classes))
+    return Row(cell, recipe, claimed_epsilon(cell), *_proven(recipe, cell.input, cell.classes))
 
 
 def _procedure(table: Table, recipe: Recipe, released: Sequence[str], protocol: str) -> Recipe:
@@ -79,7 +79,7 @@ def _procedure(table: Table, recipe: Recipe, released: Sequence[str], protocol: 
     return Recipe.of({**found, "name": f"{recipe.name}_published"}, where=recipe.name)
 
 
-def claimed_epsilon(table: Table, cell: Cell) -> float | None:
+def claimed_epsilon(cell: Cell) -> float | None:
     """Return ε as the paper has it: the budget its table names, or its formula for its σ; inf without noise."""
     if cell.recipe is None:
         return None
@@ -122,23 +122,15 @@ def _account(text: str, shape: tuple[int, ...], classes: int) -> tuple[float, fl
     return plan.epsilon() if plan.private else math.inf, plan.delta, plan.simulated_epsilon()
 
 
-def train(
-    table: Table, folder: Path, scale: str = "small", protocol: str = "sound", overrides: Sequence[str] = (),
-    seeds: int | None = None, processes: int | None = None, update: Callable[[RunEvent], None] | None = None,
-) -> Outcome:  # fmt: skip
-    """Train every cell whose data can be had, as ``fedflat compare`` does (what is done in ``folder`` is kept).
-
-    Cells that are numbers of the same runs share them. seeds: default the scale's, at full scale the paper's. Raises
-    InputError as ``dry`` does, before any training.
-    """
-    return fill(dry(table, scale, protocol, overrides), folder, seeds, processes, update)
-
-
 def fill(
     plan: Outcome, folder: Path, seeds: int | None = None, processes: int | None = None,
     update: Callable[[RunEvent], None] | None = None,
 ) -> Outcome:  # fmt: skip
-    """Train what ``dry`` has planned, as ``train`` does, and return the plan with its numbers."""
+    """Train every cell of a plan whose data can be had, as ``fedflat compare`` does; return the plan with its numbers.
+
+    What is done in ``folder`` is kept. Cells that are numbers of the same runs share them. seeds: default the scale's,
+    at full scale the paper's.
+    """
     absent = lacking([row.recipe for row in plan.rows if row.recipe is not None])
     count = seeds or SCALES[plan.scale].seeds or plan.table.seeds
     chosen = [row for row in plan.rows if row.recipe is not None and row.recipe.data.dataset not in absent]

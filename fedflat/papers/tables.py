@@ -11,7 +11,7 @@ from typing import Any, Self
 from fedflat.algorithms import ALGORITHMS
 from fedflat.config.reading import override
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import nearest, one_of, require, wrong
+from fedflat.core.checks import nearest, one_of, require
 from fedflat.methods.published import reproduced_paper
 
 FOLDER = Path(__file__).parent
@@ -128,18 +128,16 @@ class Table:
         known = list(dict.fromkeys(cell.method for cell in self.cells))
         wanted = [one_of("--method", name, known) for name in methods]
         kept = named(columns, every)
-        cells = tuple(
-            cell for cell in self.cells if (not kept or cell.column in kept) and (not wanted or cell.method in wanted)
-        )
-        return replace(self, cells=cells)
+        cells = (cell for cell in self.cells if not kept or cell.column in kept)
+        return replace(self, cells=tuple(cell for cell in cells if not wanted or cell.method in wanted))
 
 
 def named(texts: Iterable[str], every: Sequence[str]) -> set[str]:
     """Return the columns, or panels, that any of the texts names. Raises InputError for a text that names none."""
     kept: set[str] = set()
     for text in texts:
-        if not (found := _named(text, every)):
-            raise wrong("--column", text, "part of one of: " + "; ".join(every), hint=nearest(text, every))
+        found = _named(text, every)
+        require(bool(found), "--column", text, "part of one of: " + "; ".join(every), hint=nearest(text, every))
         kept.update(found)
     return kept
 
@@ -217,14 +215,12 @@ def _cells(stem: str, found: Mapping[str, Any]) -> Iterator[Cell]:
                 listed = entry[label or "values"]
                 if len(listed) != len(found["columns"]):
                     raise ValueError(f"{stem}: {name}, {label or 'values'}: {len(listed)} values")
-                form: dict[str, Any] = {}
-                if runs[name] is not None:
-                    form = {"input": tuple(column["input"]), "classes": column["classes"]}
                 yield Cell(
                     column=f"{column['name']}: {label}" if label else column["name"], method=name,
                     published=str(listed[place]), recipe=runs[name], measure=show["measure"], base=found["measure"],
                     target=column.get("target"), of=column["name"], released=(*released, *entry.get("released", ())),
-                    personal=runs[name] is not None and entry.get("personal", False), **form,
+                    personal=entry.get("personal", False), input=tuple(column.get("input", ())),
+                    classes=column.get("classes", 0),
                 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import reproduced
 from fedflat.papers.figures import Drawn, find_figure
-from fedflat.papers.rows import dry, train
+from fedflat.papers.rows import dry, fill
 from fedflat.papers.tables import find, load
 from fedflat.report.figures import Figure, Series
 
@@ -53,7 +53,7 @@ def test_a_table_kept_and_shown_again(
 ) -> None:
     chosen = find("000", "1").only(["CIFAR-10, IID"], ["DP-FedAvg", "DP-FedSAM"])
     given = ["data.dataset=digits", "data.max_examples=500", "data.clients=25"]
-    found = train(chosen, tmp_path / "runs", "smoke", overrides=given, processes=1)
+    found = fill(dry(chosen, "smoke", overrides=given), tmp_path / "runs", processes=1)
     monkeypatch.setattr(reproduced, "FOLDER", tmp_path)
     file = tmp_path / "000-table-1.json"
     reproduced.keep(file, "python …", found, given, found.seconds)

@@ -11,7 +11,7 @@ import pytest
 from fedflat.cli import WIDTH
 from fedflat.cli.reproduce import as_dict, lines
 from fedflat.core.checks import InputError
-from fedflat.papers.rows import claimed_epsilon, dry, train
+from fedflat.papers.rows import claimed_epsilon, dry, fill
 from fedflat.papers.scales import SCALES, differences, scaled, sigma_of
 from fedflat.papers.tables import COUNTED, MEASURES, Table, find, load, names
 from fedflat.papers.tables import printed as parsed
@@ -118,7 +118,7 @@ def test_the_released_procedure_proves_far_less() -> None:
 
 def test_without_noise_nothing_is_claimed() -> None:
     cell = find("002", "4").only(["CIFAR-10, no noise"], ["DP-FedAvg"]).cells[0]
-    assert claimed_epsilon(find("002", "4"), cell) == math.inf
+    assert claimed_epsilon(cell) == math.inf
 
 
 def test_dry_run_as_text() -> None:
@@ -166,7 +166,7 @@ def test_filters_that_fit_nothing_are_refused() -> None:
 def test_two_columns_of_the_same_runs_trained_on_digits(tmp_path: Path) -> None:
     chosen = find("000", "1").only(["CIFAR-10, IID", "CIFAR-10, IID: train"], ["DP-FedAvg", "DP-FedSAM"])
     overrides = ["data.dataset=digits", "data.max_examples=500", "data.clients=25"]
-    found = train(chosen, tmp_path / "runs", "smoke", overrides=overrides, processes=1)
+    found = fill(dry(chosen, "smoke", overrides=overrides), tmp_path / "runs", processes=1)
     assert found.complete and found.missing == () and len(list((tmp_path / "runs").glob("*/seed-0"))) == 2
     planned = dry(chosen, "smoke", overrides=overrides).rows[0]
     for row in found.rows:
@@ -183,7 +183,7 @@ def test_two_columns_of_the_same_runs_trained_on_digits(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick_workers")
 def test_data_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
     chosen = find("000", "1").only(["CIFAR-10, IID"], ["DP-FedAvg"])
-    found = train(chosen, tmp_path / "runs", "smoke", overrides=["data.dataset=./nowhere"])
+    found = fill(dry(chosen, "smoke", overrides=["data.dataset=./nowhere"]), tmp_path / "runs")
     assert not found.complete and len(found.missing) == 1 and "nowhere" in found.missing[0]
     assert found.rows[0].proven is None  # nothing ran, so nothing is proven of it
     assert not (tmp_path / "runs").exists()
