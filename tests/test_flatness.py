@@ -83,7 +83,7 @@ def test_a_local_model_is_the_clients_after_training(runs: Path, where: str) -> 
     """Local training lowers the loss on the client's own data and starts from the run's newest weights."""
     run = read_run(runs / where)
     settings = flatness.Settings(clients=(3,), on="train")
-    everyone, local = [model for model, _, _ in flatness.models_of(run, settings, [])]
+    everyone, local = [model for model, _ in flatness.models_of(run, settings, [])]
     state, heads, _ = checkpoint.newest(run.path / "checkpoints") or pytest.fail("no checkpoint")
     assert torch.equal(everyone.weights, torch.cat([state.shared, heads.first]))
     job = prepare(fedflat.Recipe.of(run.recipe))

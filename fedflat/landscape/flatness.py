@@ -109,11 +109,11 @@ def measure(
     measured: list[Numbers] = []
     for group in groups:
         for place, run in enumerate(group.runs):
-            for model, layout, job in models_of(run, settings, notes):
+            for model, job in models_of(run, settings, notes):
                 drawn = place == 0 and settings.directions == 2
                 if on_stage is not None:
                     on_stage(f"{group.label}, seed {run.seed}, {model.name}", settings.points**2 if drawn else 0)
-                found = of_model(model, layout, job, settings, drawn, on_points)
+                found = of_model(model, job, settings, drawn, on_points)
                 _compare_with_record(found, run, model, settings, notes)
                 measured.append({"group": group.label, "run": str(run.path), "seed": run.seed, **found})
     return {
@@ -122,16 +122,16 @@ def measure(
     }  # fmt: skip
 
 
-def models_of(run: Run, settings: Settings, notes: list[str]) -> Iterable[tuple[Model, Layout, Job]]:
+def models_of(run: Run, settings: Settings, notes: list[str]) -> Iterable[tuple[Model, Job]]:
     """Yield the global model of a finished (or stopped) run, then the local models of the chosen clients."""
     job, state, heads = _loaded(run, notes)
     layout = job.parts.layout
     if layout.shared < len(layout.names):
         notes.append(f"{run.algorithm}: the global model has w^0's personal head; a client's local model has its own.")
-    yield Model("global", None, torch.cat([state.released, heads.first]), *_data(job, None, settings)), layout, job
+    yield Model("global", None, torch.cat([state.released, heads.first]), *_data(job, None, settings)), job
     for client in settings.clients:
         weights = local_model(job, state, heads, client)
-        yield Model(f"client {client}", client, weights, *_data(job, client, settings)), layout, job
+        yield Model(f"client {client}", client, weights, *_data(job, client, settings)), job
 
 
 def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, PersonalState]:
@@ -204,11 +204,10 @@ def _some(inputs: Tensor, targets: Tensor, count: int | None, seed: int) -> tupl
 
 
 def of_model(
-    model: Model, layout: Layout, job: Job, settings: Settings, with_surface: bool,
-    on_points: Callable[[int], None] | None,
-) -> Numbers:  # fmt: skip
+    model: Model, job: Job, settings: Settings, with_surface: bool, on_points: Callable[[int], None] | None
+) -> Numbers:
     """Return everything that is measured of one model, ready for JSON."""
-    began, weights, module = time.perf_counter(), model.weights, job.problem.module
+    began, weights, module, layout = time.perf_counter(), model.weights, job.problem.module, job.parts.layout
     objective = Objective(module, layout, model.inputs, model.targets, threads=settings.threads)
     fewer = _some(model.inputs, model.targets, settings.curvature_examples, settings.seed)
     part = Objective(module, layout, *fewer, threads=settings.threads)

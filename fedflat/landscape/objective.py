@@ -8,7 +8,6 @@ import copy
 import queue
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -67,19 +66,9 @@ class Objective:
         self.threads = torch.get_num_threads() if threads is None else whole("threads", threads, 1)
         self.dense = _dense(module)
         self._widest = max((m.out_features for m in module.modules() if isinstance(m, nn.Linear)), default=1)
-        # ``functional_call`` swaps parameters inside the module, so each thread needs a copy of its own.
         self._modules: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
         for _ in range(self.threads):
             self._modules.put(copy.deepcopy(module).eval())
-
-    @contextmanager
-    def _module(self) -> Iterator[nn.Module]:
-        """Lend a module to the thread that asks."""
-        module = self._modules.get()
-        try:
-            yield module
-        finally:
-            self._modules.put(module)
 
     # ------------------------------------------------------------------------------------------------- values
 
@@ -178,8 +167,12 @@ class Objective:
         """Yield ``function(module, task)`` of every task, in the tasks' order; each thread has its own module."""
 
         def run(task: T) -> R:
-            with self._module() as module:
+            # ``functional_call`` swaps parameters inside the module, so each thread needs a copy of its own.
+            module = self._modules.get()
+            try:
                 return function(module, task)
+            finally:
+                self._modules.put(module)
 
         with (
             using_threads(1),

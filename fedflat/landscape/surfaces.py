@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from fedflat.core.checks import in_range, whole
 from fedflat.core.params import Layout
@@ -168,20 +169,15 @@ def sharpness(objective: Objective, weights: Tensor, rho: float, steps: int = 10
     point: a lower bound on the maximum that is at least the one-step value.
     """
     base, gradient = objective.gradient(weights)
-    moved = _unit(gradient) * rho
+    moved = normalize(gradient, dim=0, eps=1e-30) * rho
     one_step, gradient = objective.gradient(weights + moved)
     worst = one_step
     for _ in range(steps):
-        moved = moved + 0.5 * rho * _unit(gradient)
+        moved = moved + 0.5 * rho * normalize(gradient, dim=0, eps=1e-30)
         moved = moved * min(1.0, rho / max(float(torch.linalg.vector_norm(moved)), 1e-30))
         value, gradient = objective.gradient(weights + moved)
         worst = max(worst, value)
     return Sharpness(rho, one_step - base, worst - base)
-
-
-def _unit(vector: Tensor) -> Tensor:
-    length = torch.linalg.vector_norm(vector)
-    return vector / length if float(length) > 0 else torch.zeros_like(vector)
 
 
 def noise_scale(weights: Tensor, layout: Layout) -> Tensor:
