@@ -204,7 +204,6 @@ class Drawn:
     landscapes: tuple[Mapping[str, Any], ...] = ()
     missing: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
-    folder: Path | None = None
     runs: tuple[Run, ...] = field(default=(), repr=False)
 
 
@@ -242,7 +241,7 @@ def draw(
             drawn += [replace(each, key=f"{each.key}-{place}", title=title) for each, title in zip(made, titles)]
     if not drawn and not landscapes:
         raise RunError("; ".join(missing) or f"{figure.paper} {figure.name}: no run ended")
-    return Drawn(figure, scale, tuple(drawn), tuple(landscapes), tuple(missing), tuple(remarks), folder, tuple(every))
+    return Drawn(figure, scale, tuple(drawn), tuple(landscapes), tuple(missing), tuple(remarks), tuple(every))
 
 
 def _remarks(panel: Panel, recipes: Sequence[Recipe], ran: Ran) -> list[str]:

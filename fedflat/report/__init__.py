@@ -6,7 +6,7 @@ Example: the page of a run, or the comparison of several::
 
     write_report(["runs/quick-start"], "report.html")
     for run in read_runs(["runs/compare"]):
-        print(run.name, final_accuracy(run), proven_epsilon(run))
+        print(run.name, run.seed, proven_epsilon(run))
 
 ``metrics`` reads a run folder; ``groups`` puts seeds of one setting together and ``tables`` compares settings;
 ``figures`` holds the values of charts, which ``pages`` draws for a page and ``plates`` for a file. ``wording`` writes
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fedflat.report.metrics import (
         Run,
         epsilon_text,
-        final_accuracy,
         own_metrics,
         proven_epsilon,
         read_run,
@@ -37,12 +36,12 @@ if TYPE_CHECKING:
     from fedflat.report.plates import write_figure
     from fedflat.report.progress import ASKED, Bars, ExperimentProgress, Progress, RunEvent, State, waiting_text
     from fedflat.report.summary import DivergenceWatch, cautions, print_comparison, print_summary, summary_rows
-    from fedflat.report.wording import duration, filled, percent
+    from fedflat.report.wording import duration, filled
 
 __all__ = [
     "ASKED", "Bars", "DivergenceWatch", "ExperimentProgress", "Group", "Progress", "Run", "RunEvent", "State",
-    "cautions", "duration", "epsilon_text", "figures_of_groups", "filled", "final_accuracy",
-    "own_metrics", "percent", "print_comparison", "print_summary", "proven_epsilon", "public", "read_run",
+    "cautions", "duration", "epsilon_text", "figures_of_groups", "filled",
+    "own_metrics", "print_comparison", "print_summary", "proven_epsilon", "public", "read_run",
     "read_runs", "render", "summary_rows", "uncounted", "waiting_text", "write_figure", "write_report",
 ]  # fmt: skip
 _MODULES = ("metrics", "wording", "progress", "groups", "figures", "summary", "plates", "html")

@@ -192,12 +192,6 @@ def with_series(figure: Figure, series: Sequence[Series], **changes: Any) -> Fig
 # ------------------------------------------------------------------------------------------------------ one run
 
 
-PRIVATE_ACCURACY: dict[str, Any] = {
-    "note": "With noise, on what the round's cohort holds back: of the model that the round begins with.",
-    "unit": "%", "percent": True,
-}  # fmt: skip
-
-
 def figures_of_run(run: Run) -> list[Figure]:
     """Return every figure the run has records for; an absent key leaves its figure out."""
     found: list[Figure | None] = []
@@ -210,8 +204,8 @@ def figures_of_run(run: Run) -> list[Figure]:
         found.append(SPECIAL[key](run, figure, lines) if key in SPECIAL else with_series(figure, lines))
         if key == "loss":
             for k in metrics.own_metrics(run.metrics):
-                asked = PRIVATE_ACCURACY if k == "private_accuracy" else {}
-                found.append(with_series(replace(figure, key=k, title=_title(k), **asked), [_line(run, _title(k), k)]))
+                said = _declared()["own"].get(k, {})
+                found.append(with_series(replace(figure, key=k, title=_title(k), **said), [_line(run, _title(k), k)]))
     return [figure for figure in found if figure is not None]
 
 

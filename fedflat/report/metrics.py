@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -492,8 +492,3 @@ def _clients(run: Run) -> str:
     # Where the data say whose a row is, the seed does not decide who the clients are.
     natural = section(data, "partition").get("kind") == "natural"
     return json.dumps([data, None if natural else run.seed], sort_keys=True)
-
-
-def cost_record(cost: Cost) -> dict[str, Any]:
-    """Return the plain values: the total's fields beside ``dataset`` and ``same_clients``."""
-    return {"dataset": cost.dataset, "same_clients": cost.same_clients, **asdict(cost.total)}

@@ -124,12 +124,6 @@ def audited_text(audit: Record) -> str:
     return "–" if bound is None else f"≥ {metrics.epsilon_text(bound, round_up=False)}"
 
 
-def confidence_text(audit: Record) -> str:
-    """Return ``95 %``; a movement needs none."""
-    found = number(audit.get("confidence"))
-    return "–" if found is None else f"{100 * found:.10g} %"
-
-
 def exceeded(audit: Record) -> bool:
     """Return whether the audit found more than is proven, or the contract on sensitivity broken."""
     return audit.get("exceeds_proven") is True
@@ -165,7 +159,10 @@ def matrix(audit: Record) -> tuple[list[str], list[list[str]]]:
     if not isinstance(table, dict) or not table:
         return [], []
     engines = list(dict.fromkeys(engine for row in table.values() for engine in row))
-    rows = [[str(data), *(_number_text(row, engine) for engine in engines)] for data, row in table.items()]
+    rows = [
+        [str(data), *(_times(row[engine]).removesuffix(" C") if engine in row else "–" for engine in engines)]
+        for data, row in table.items()
+    ]
     return ["Data (client | others)", *engines], rows
 
 
@@ -177,10 +174,6 @@ def remarks(audit: Record) -> list[str]:
     if left := facts.get("left_out"):
         said.append(f"{left} pairs were left out to end in time; fedflat audit --kind worlds runs all.")
     return said
-
-
-def _number_text(row: Record, engine: str) -> str:
-    return _times(row[engine]).removesuffix(" C") if engine in row else "–"
 
 
 def _times(value: object) -> str:
@@ -199,7 +192,9 @@ def _details(audit: Record) -> Record:
 def cells(audit: Record) -> list[str]:
     """Return an audit as a table row: what was audited, claimed, proven, audited, confidence, verdict."""
     claimed, proven = (metrics.epsilon_text(number(audit.get(key))) for key in ("claimed", "proven"))
-    return [str(audit.get("kind")), claimed, proven, audited_text(audit), confidence_text(audit), verdict(audit)]
+    sure = number(audit.get("confidence"))
+    confidence = "–" if sure is None else f"{100 * sure:.10g} %"
+    return [str(audit.get("kind")), claimed, proven, audited_text(audit), confidence, verdict(audit)]
 
 
 HEADS = ("Audit", "ε claimed", "ε proven", "audited", "confidence", "verdict")

@@ -242,7 +242,9 @@ def record_of(table: Comparison) -> dict[str, Any]:
 
     All values are plain; what is absent or infinite is None.
     """
-    together = [metrics.cost_record(cost) for cost in table.together]
+    together = [
+        {"dataset": cost.dataset, "same_clients": cost.same_clients, **asdict(cost.total)} for cost in table.together
+    ]
     found: dict[str, Any] = plain({"rows": [asdict(row) for row in table.rows], "together": together})
     return found | {"notes": notes(table)}
 
