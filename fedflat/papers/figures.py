@@ -13,7 +13,7 @@ from fedflat.core.durable import plain
 from fedflat.papers.outcome import UNSEEN, Row
 from fedflat.papers.rows import accounted, lacking, measured, planned, trained
 from fedflat.papers.scales import SCALES, differences, scaled
-from fedflat.papers.tables import Cell, Table, asked_for, load, named
+from fedflat.papers.tables import Cell, Table, asked_for, load, named, slug
 from fedflat.report.figures import Figure, Series, figures_of_groups, figures_of_run
 from fedflat.report.groups import Group, flatten, spread
 from fedflat.report.metrics import FATES, Run, fate
@@ -172,8 +172,7 @@ def _lines(table: Table, entry: Mapping[str, Any]) -> Iterable[Line]:
 def _other(cell: Cell, method: str, algorithm: Mapping[str, Any]) -> Cell:
     """Return a column's cell with a method that the table lacks."""
     own = _known(cell)
-    slug = re.sub(r"[^a-z0-9.]+", "-", method.lower())
-    recipe = Recipe.of({**own.dump(), "name": f"{own.name}_{slug}", "algorithm": dict(algorithm)})
+    recipe = Recipe.of({**own.dump(), "name": f"{own.name}_{slug(method)}", "algorithm": dict(algorithm)})
     return replace(cell, method=method, published="–", recipe=recipe, personal=algorithm["name"] == "p-fedsam")
 
 
@@ -228,7 +227,7 @@ def draw(
             missing |= dict.fromkeys(absent.values())
             continue
         count = seeds or SCALES[scale].seeds or panel.table.seeds
-        found, failed = trained(recipes, count, folder_of(folder, panel), processes, update)
+        found, failed = trained(recipes, count, folder / panel.table.folder, processes, update)
         missing |= dict.fromkeys(failed)
         ran = [(line, list(runs.values())) for line, runs in zip(panel.lines, found) if runs]
         every += [run for _, runs in ran for run in runs]
@@ -283,11 +282,6 @@ def _title(panel: Panel, made: Figure, count: int, overrides: Sequence[str]) -> 
     own = made.title if made.title != panel.title else made.y_title
     changed = [text for text in overrides if not text.startswith(UNSEEN)]
     return panel.title + (f": {own}" if count > 1 else "") + (f" ({', '.join(changed)})" if changed else "")
-
-
-def folder_of(folder: Path, panel: Panel) -> Path:
-    """Return where the runs of a panel's table are."""
-    return folder / f"reproduce-{panel.table.paper}-{panel.table.table.lower().replace(' ', '-')}"
 
 
 def _rounds(panel: Panel, ran: Ran) -> list[Figure]:

@@ -222,7 +222,7 @@ def _share(cell: Cell, run: Run, first: Run | None) -> float | None:
         return metrics.generalisation_gap(run, cell.base)
     own = cell.measure in ("best", "final")
     if own and cell.personal:
-        values = [value for _, value in metrics.column(run.private, "personal_accuracy")]
+        values = metrics.values(run.private, "personal_accuracy")
         return max(values) if values and cell.measure == "best" and not fate(run) else next(reversed(values), None)
     shown = metrics.shown_round(run, cell.measure if own else cell.base)
     if shown is None or own:

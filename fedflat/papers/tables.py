@@ -113,6 +113,11 @@ class Table:
     cells: tuple[Cell, ...]
     first: str = ""
 
+    @property
+    def folder(self) -> str:
+        """What the folder of its runs is called."""
+        return f"reproduce-{self.paper}-{self.table.lower().replace(' ', '-')}"
+
     def said(self, protocol: str) -> list[str]:
         """Return the notes that hold under a protocol and are about what the table's cells show."""
         return [note.text for note in self.notes if note.holds(protocol, self.cells)]
@@ -231,7 +236,7 @@ def _runs(stem: str, column: Mapping[str, Any], method: str, entry: Mapping[str,
     """
     if "recipe" not in column:
         return None
-    name = "_".join([stem, *(_slug(text) for text in (column["name"], method) if text)])
+    name = "_".join([stem, *(slug(text) for text in (column["name"], method) if text)])
     algorithm = entry["algorithm"]
     taken = inspect.signature(ALGORITHMS[algorithm["name"]]).parameters
     extra = {key: value for key, value in column.get("algorithm", {}).items() if key in taken}
@@ -239,7 +244,8 @@ def _runs(stem: str, column: Mapping[str, Any], method: str, entry: Mapping[str,
     return Recipe.of({**mapping, "name": name, "algorithm": {**algorithm, **extra}}, where=name)
 
 
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
+    """Return a name as a part of a recipe's."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower().replace("ε", "eps")).strip("-")
 
 

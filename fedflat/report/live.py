@@ -28,7 +28,7 @@ from markupsafe import Markup
 from fedflat.core.checks import InputError, RunError, gather, reading, require, wrong
 from fedflat.report import metrics, pages, wording
 from fedflat.report.html import figures_of
-from fedflat.report.metrics import Run, column, section
+from fedflat.report.metrics import Run, section
 from fedflat.report.summary import cautions
 from fedflat.report.wording import asset, filled
 
@@ -135,7 +135,7 @@ def _left(run: Run, planned: float | None) -> str:
     """Return the time for the rounds that are left at the pace of the last ones."""
     if run.privacy:
         return "ended"
-    seconds = [value for _, value in [*column(run.metrics, "seconds"), *column(run.private, "seconds")]][-RECENT:]
+    seconds = metrics.values([*run.metrics, *run.private], "seconds")[-RECENT:]
     with suppress(OSError):  # a deployment times no round, and the oldest checkpoint may just be deleted
         seconds = seconds or [
             b - a for a, b in pairwise(sorted(f.stat().st_mtime for f in run.path.glob("checkpoints/round-*")))

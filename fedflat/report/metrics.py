@@ -225,6 +225,11 @@ def column(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, fl
     return [(round, value) for round, value in values if value is not None]
 
 
+def values(records: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    """Return the finite numbers under ``key``."""
+    return [value for _, value in column(records, key)]
+
+
 def turn(record: Mapping[str, Any], place: int) -> int:
     """Return the record's round, or its ``place`` in the file where it names none."""
     found = number(record.get("round"))
@@ -241,8 +246,7 @@ def own_metrics(records: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def last(records: Iterable[Mapping[str, Any]], key: str) -> float | None:
     """Return the last finite number under ``key``; None where there is none."""
-    points = column(records, key)
-    return points[-1][1] if points else None
+    return next(reversed(values(records, key)), None)
 
 
 def final_accuracy(run: Run) -> float | None:
@@ -301,7 +305,7 @@ def seconds(run: Run) -> float:
 
     Runs of fedflat 0.2 have them in their metrics.
     """
-    return sum(value for _, value in [*column(run.metrics, "seconds"), *column(run.private, "seconds")])
+    return sum(values([*run.metrics, *run.private], "seconds"))
 
 
 def epsilon_text(value: float | None, missing: str = NO_EPSILON, *, round_up: bool = True) -> str:

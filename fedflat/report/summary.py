@@ -7,11 +7,11 @@ import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from fedflat.report import metrics, tables, wording
-from fedflat.report.metrics import FATES, Record, Run, column, first_lost, guess, number, own_metrics, tested_classes
+from fedflat.report.metrics import FATES, Record, Run, first_lost, guess, number, own_metrics, tested_classes, values
 from fedflat.report.progress import ASKED, WIDTH, console_now
 
 PRIVATE = "(private to the simulation, not covered by the guarantee)"
@@ -90,14 +90,12 @@ def _chance(released: Sequence[Record]) -> list[str]:
 
 
 def _clipped(private: Sequence[Record]) -> list[str]:
-    found = []
     taken = [record for record in private if record.get("cohort")]
-    clipped = [value for r in taken if (value := number(r.get("clipped_fraction"))) is not None]
-    if clipped and sum(clipped) / len(clipped) >= CLIPPED:
-        lengths = [value for r in taken if (value := number(r.get("update_norm_mean"))) is not None]
-        mean = f" (their mean length was {sum(lengths) / len(lengths):.3g})" if lengths else ""
-        found.append(f"Nearly every update was clipped{mean}: privacy.clip or local.lr may be far off. {PRIVATE}")
-    return found
+    clipped, lengths = (values(taken, key) for key in ("clipped_fraction", "update_norm_mean"))
+    if not clipped or fmean(clipped) < CLIPPED:
+        return []
+    length = f" (their mean length was {fmean(lengths):.3g})" if lengths else ""
+    return [f"Nearly every update was clipped{length}: privacy.clip or local.lr may be far off. {PRIVATE}"]
 
 
 def _drowned(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
@@ -129,7 +127,7 @@ def _times(private: Sequence[Record]) -> str:
     """Return how many times the signal the noise is in the median round; empty where it is less than ten times, or
     unknown.
     """
-    ratios = [value for r in private if (value := number(r.get("signal_to_noise"))) is not None]
+    ratios = values(private, "signal_to_noise")
     if not ratios or median(ratios) >= SIGNAL:
         return ""
     return VAST if median(ratios) < 1e-4 else f"{1 / median(ratios):.0f}"
@@ -143,7 +141,7 @@ def learnt(released: Sequence[Record]) -> bool:
         accuracy, start = float(tested[-1]["test_accuracy"]), float(tested[0]["test_accuracy"])
         least = 1 / len(classes) if len(classes) > 1 else start
         return guess(released) is None and accuracy >= least + LEARNT * (1 - least)
-    losses = [value for record in released if (value := number(record.get("test_loss"))) is not None]
+    losses = values(released, "test_loss")
     return bool(losses) and losses[-1] <= (1 - LEARNT) * losses[0]
 
 
@@ -172,7 +170,7 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
     recipe, privacy = result.recipe, result.privacy
     run = Run(Path(), recipe.name, {}, result.history, result.private_history, privacy)
     facts = metrics.summary(run)
-    values = {
+    shown = {
         "recipe": recipe,
         "facts": facts,
         "stated": privacy.get("facts") or {},
@@ -181,11 +179,11 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
         "fate": FATES.get(metrics.fate(run), ""),
         "seeded": metrics.seeded(run),
         "claimed": metrics.claimed_epsilon(run),
-        "malformed": [count for _, count in column(run.private, "malformed") if count],
+        "malformed": [count for count in values(run.private, "malformed") if count],
         "trust": privacy.get("trust", "–"),
         "not_covered": NOT_COVERED,
     }
-    rows = list(wording.texts("summary.yaml", values).items())
+    rows = list(wording.texts("summary.yaml", shown).items())
     # Below the accuracy.
     rows[3:3] = [(key.replace("_", " "), _final(run, key)) for key in own_metrics(run.metrics)]
     return rows
