@@ -77,11 +77,6 @@ class Settings:
         for size in self.noise:
             in_range("--noise", size, 0, open_low=True)
 
-    @property
-    def middle(self) -> int:
-        """Place of the noise size that tables show."""
-        return len(self.noise) // 2
-
 
 @dataclass(frozen=True)
 class Model:
@@ -222,7 +217,8 @@ def of_model(
     found["line"] = _grid(surfaces.surface(objective, weights, pair[:1], steps))
     noisy = surfaces.robustness(objective, weights, layout, settings.seed, settings.noise, settings.draws)
     found["noise"] = _grid(noisy, "levels")
-    noise_loss, noise_accuracy = (float(each[settings.middle].mean()) for each in (noisy.loss, noisy.accuracy))
+    middle = len(settings.noise) // 2
+    noise_loss, noise_accuracy = (float(each[middle].mean()) for each in (noisy.loss, noisy.accuracy))
     curved, details = _curved(part, weights, layout, settings)
     scalars = {
         "loss": loss, "accuracy": accuracy, "norm": float(torch.linalg.vector_norm(weights)),

@@ -217,17 +217,15 @@ class ExperimentProgress:
         busy = event.state == "running" or (event.state == "waiting" and bool(event.note))
         self._runs[event.run] = event
         self._draw(event, busy)
-        ended, left, said = f"[{self._count(*ENDED)}/{len(self._runs)}] {event.run}", self._bars.left(), ""
-        if event.state == "failed":
-            said = f"{ended}: failed. {event.note}"
-        elif event.state == "stopped":
-            said = f"{ended}: stopped after {event.round} of {event.rounds} rounds"
-        elif event.state == "done":
-            accuracy = "" if event.accuracy is None else f", accuracy {wording.percent(event.accuracy)} %"
-            said = f"{ended}: done{accuracy}" + (f"; {left}" if left else "")
-        elif event.state == "skipped":
-            said = f"{event.run}: done before, kept"
-        elif busy and time.monotonic() - self._spoke >= PATIENCE:
+        ended, left = f"[{self._count(*ENDED)}/{len(self._runs)}] {event.run}", self._bars.left()
+        accuracy = "" if event.accuracy is None else f", accuracy {wording.percent(event.accuracy)} %"
+        said = {
+            "failed": f"{ended}: failed. {event.note}",
+            "stopped": f"{ended}: stopped after {event.round} of {event.rounds} rounds",
+            "done": f"{ended}: done{accuracy}" + (f"; {left}" if left else ""),
+            "skipped": f"{event.run}: done before, kept",
+        }.get(event.state, "")
+        if busy and time.monotonic() - self._spoke >= PATIENCE:
             said = f"{event.run}: {_turn(event)}" + (f"; all {left}" if left else "")
         if said:
             self._spoke = time.monotonic()
