@@ -64,7 +64,7 @@ class Objective:
             raise InputError("landscape: found no example to evaluate on; allowed: at least one.")
         self.layout, self.inputs, self.targets = layout, inputs, targets
         self.threads = torch.get_num_threads() if threads is None else whole("threads", threads, 1)
-        self.dense = _dense(module)
+        self.dense, self._batches = _dense(module), _slices(len(inputs), GRADIENT_BATCH)
         self._widest = max((m.out_features for m in module.modules() if isinstance(m, nn.Linear)), default=1)
         self._modules: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
         for _ in range(self.threads):
@@ -135,7 +135,7 @@ class Objective:
             loss = self._at(module, self.inputs, rows, vector)[0].sum()
             return loss.detach().double(), torch.autograd.grad(loss, vector)[0]
 
-        losses, gradients = zip(*self._spread(one, self._batches()), strict=True)
+        losses, gradients = zip(*self._spread(one, self._batches), strict=True)
         return float(_added(losses)) / len(self.inputs), _added(gradients) / len(self.inputs)
 
     def product(self, weights: Tensor) -> Callable[[Tensor], Tensor]:
@@ -156,12 +156,9 @@ class Objective:
                         return torch.zeros_like(weights)
                     return torch.autograd.grad(gradient, vector, direction.to(weights.dtype))[0]
 
-            return _added(self._spread(one, self._batches())) / len(self.inputs)
+            return _added(self._spread(one, self._batches)) / len(self.inputs)
 
         return times
-
-    def _batches(self) -> list[slice]:
-        return _slices(len(self.inputs), GRADIENT_BATCH)
 
     def _spread(self, function: Callable[[nn.Module, T], R], tasks: Iterable[T]) -> Iterator[R]:
         """Yield ``function(module, task)`` of every task, in the tasks' order; each thread has its own module."""

@@ -28,26 +28,22 @@ class Grid:
     accuracy: np.ndarray
 
 
-def filters(layout: Layout) -> list[tuple[slice, int]]:
-    """Return the span and number of filters (output channels, rows) of every tensor with at least two axes."""
-    tensors = zip(layout.shapes, layout.tensors(), strict=True)
-    return [(span, int(shape[0])) for shape, span in tensors if len(shape) >= 2]
-
-
 def raw_direction(layout: Layout, seed: int, index: int) -> Tensor:
     """Return a standard normal vector ``(D,)``: the same for every run that is compared, before it is normalised."""
     return torch.from_numpy(stream(seed, "landscape direction", index).standard_normal(layout.size, dtype=np.float32))
 
 
 def normalised(direction: Tensor, weights: Tensor, layout: Layout) -> Tensor:
-    """Return ``direction`` ``(D,)`` with each filter scaled to the norm of the same filter of ``weights``.
+    """Return ``direction`` ``(D,)`` with each filter (output channel, row) scaled to that of ``weights`` in norm.
 
     Biases and norm layers' parameters (tensors of one axis) are zero, as in Li et al. 2018, Sec. 4. A filter of zeros
     stays where it is.
     """
     result = torch.zeros_like(weights)
-    for span, count in filters(layout):
-        theirs, own = direction[span].to(weights.dtype).reshape(count, -1), weights[span].reshape(count, -1)
+    for shape, span in zip(layout.shapes, layout.tensors(), strict=True):
+        if len(shape) < 2:
+            continue
+        theirs, own = (each[span].to(weights.dtype).reshape(shape[0], -1) for each in (direction, weights))
         length = torch.linalg.vector_norm(theirs, dim=1, keepdim=True)
         scale = torch.linalg.vector_norm(own, dim=1, keepdim=True) / length.clamp_min(torch.finfo(weights.dtype).tiny)
         result[span] = (theirs * scale).reshape(-1)
