@@ -145,11 +145,8 @@ VARYING = ("Composition", "Tuning, preprocessing and public data")
 
 def settled(text: str) -> str:
     """Return a card, as Markdown or as a page, without the sections that may follow from what no run's folder holds."""
-    for title in VARYING:
-        text = re.sub(
-            rf"^(?:## |<section><h2>){title}(?s:.*?)(?=^## |^<section>|^</main>|\Z)", "", text, flags=re.MULTILINE
-        )
-    return text
+    begin, end = rf"^(?:## |<section><h2>)(?:{'|'.join(VARYING)})", r"(?=^## |^<section>|^</main>|\Z)"
+    return re.sub(rf"{begin}(?s:.*?){end}", "", text, flags=re.MULTILINE)
 
 
 def brief(run: Run) -> Card | str:
