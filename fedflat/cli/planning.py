@@ -28,19 +28,18 @@ def plan(
     from fedflat.privacy.ledger import plain_json
     from fedflat.simulation.planning import forecast
 
-    found = forecast(recipe_of(recipe, override), trial=not no_trial)
+    facts, found = forecast(recipe_of(recipe, override), trial=not no_trial)
     if as_json:
-        print_json(plain_json("plan", found.as_dict()))
+        print_json(plain_json("plan", facts))
         return
-    print("\n".join(text(found)))
+    print("\n".join(text(facts, found)))
 
 
-def text(found: Any) -> list[str]:
-    """Return the forecast in at most 80 columns."""
+def text(facts: dict[str, Any], found: Any) -> list[str]:
+    """Return the forecast of a plan in at most 80 columns."""
     from fedflat.report.wording import share_bound
 
-    values = {"found": found, "facts": found.as_dict(), "plan": found.plan}
-    return filled("plan.txt", **values, time=_time, at_most=share_bound)
+    return filled("plan.txt", facts=facts, plan=found, time=_time, at_most=share_bound)
 
 
 def _time(seconds: float) -> str:

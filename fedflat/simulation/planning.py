@@ -12,8 +12,8 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,8 +55,7 @@ Noise = Callable[[Plan], float]
 """Std of the noise in one coordinate of a round's mean, over the clip; inf where none is known."""
 
 
-@dataclass(frozen=True)
-class Best:
+class Best(NamedTuple):
     """The best that a plan can do. round: signal-to-noise ratio of one round. run: of all its rounds together."""
 
     round: float
@@ -85,28 +84,12 @@ def drowning(found: Best | None) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Changed:
+class Changed(NamedTuple):
     """A setting with something changed: its plan before calibration, its coordinates, and what else it costs."""
 
     plan: Plan
     coordinates: int
     cost: str = ""
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """One thing that would change the outlook at the same ε and δ. noise_multiplier and best: None where impossible."""
-
-    what: str
-    noise_multiplier: float | None
-    best: Best | None
-    note: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        facts = asdict(self)
-        return facts | {"signal_to_noise_at_best": facts.pop("best") or {}}
 
 
 def _full(plan: Plan, coordinates: int) -> Changed | None:
@@ -182,21 +165,27 @@ CLIP = (
 
 def alternatives(
     plan: Plan, coordinates: int, noise: Noise, makers: Sequence[tuple[str, Maker]] = ALTERNATIVES
-) -> list[Alternative]:
-    """Return what each change would give at the plan's own ε and δ; nothing for laws other than the Gaussian sum."""
+) -> list[dict[str, Any]]:
+    """Return what each change would give at the plan's own ε and δ; nothing for laws other than the Gaussian sum.
+
+    A change that is not possible has no noise_multiplier, and the reason as its note.
+    """
     target = plan.epsilon()
     if not plan.private or plan.mechanism or plan.noise_cohort or not 0 < target < math.inf:
         return []
     found = []
     for what, make in makers:
+        sigma, ratio = None, None
         try:
-            if changed := make(plan, coordinates):
-                # Fewer parameters need no other noise.
-                made = plan if changed.plan is plan else changed.plan.calibrated(target)
-                ratio = best(made, changed.coordinates, noise)
-                found.append(Alternative(what, made.noise_multiplier, ratio, changed.cost))
+            if not (changed := make(plan, coordinates)):
+                continue
+            # Fewer parameters need no other noise.
+            made = plan if changed.plan is plan else changed.plan.calibrated(target)
+            sigma, ratio, note = made.noise_multiplier, best(made, changed.coordinates, noise), changed.cost
         except InputError as error:
-            found.append(Alternative(what, None, None, f"not possible: {error}"))
+            note = f"not possible: {error}"
+        ratios = ratio._asdict() if ratio else {}
+        found.append({"what": what, "noise_multiplier": sigma, "note": note, "signal_to_noise_at_best": ratios})
     return found
 
 
@@ -217,57 +206,12 @@ def _with(plan: Plan, sampler: Any) -> Plan:
     return replace(plan, min_cohort=default_min_cohort(sampler, plan.rounds, plan.delta, plan.colluders))
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What ``fedflat plan`` says of a recipe.
+def forecast(recipe: Recipe, trial: bool = True) -> tuple[dict[str, Any], Plan]:
+    """Return what ``recipe`` will cost and what can come of it, in plain values as ``--json`` shows them, and its plan.
 
-    why_not: why it cannot be sound; empty where it can. epsilons: (rounds, ε). stops: rounds within the budget.
-    noise_over_clip: expected norm of the noise in a round's mean, over C. seconds_a_round: None without a trial.
-    memory, traffic: bytes by what they are for. read: what was read of the data. says: sentences to look at first.
-    seeded: noise that whoever has the seed can take off again.
-    """
-
-    recipe: str
-    algorithm: str
-    plan: Plan
-    dimension: int
-    why_not: tuple[str, ...]
-    epsilons: tuple[tuple[int, float], ...]
-    stops: int
-    noise_over_clip: float | None
-    best: Best | None
-    alternatives: tuple[Alternative, ...]
-    seconds_a_round: float | None
-    trial: str
-    memory: dict[str, int]
-    traffic: dict[str, int]
-    read: dict[str, Any] = field(default_factory=dict)
-    says: tuple[str, ...] = ()
-    seeded: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for ``--json``; an infinite ε is None."""
-        plan = self.plan
-        epsilon = None if self.why_not else self.epsilons[-1][1]
-        return {
-            "recipe": self.recipe, "algorithm": self.algorithm, "sound": not self.why_not, "why_not": self.why_not,
-            "clients": plan.sampler.clients, "cohort": plan.sampler.size, "q": plan.sampler.q,
-            "sampling": plan.sampler.name, "rounds": plan.rounds, "rounds_within_budget": self.stops,
-            "dimension": self.dimension, "noise_multiplier": plan.noise_multiplier, "trust": plan.trust,
-            "epsilon": epsilon, "delta": plan.delta,
-            "epsilon_by_round": [{"round": turn, "epsilon": value} for turn, value in self.epsilons],
-            "true_positives": None if epsilon is None or self.seeded else true_positives(epsilon, plan.delta),
-            "false_positives": FALSE_POSITIVES,
-            "noise_over_clip": self.noise_over_clip, "signal_to_noise_at_best": self.best and asdict(self.best),
-            "alternatives": [other.as_dict() for other in self.alternatives],
-            "seconds_a_round": self.seconds_a_round, "trial": self.trial,
-            "seconds": None if self.seconds_a_round is None else self.seconds_a_round * self.stops,
-            "memory_bytes": self.memory, "traffic_bytes": self.traffic, "read": self.read, "says": self.says,
-        }  # fmt: skip
-
-
-def forecast(recipe: Recipe, trial: bool = True) -> Forecast:
-    """Return what ``recipe`` will cost and what can come of it.
+    why_not: why it cannot be sound; empty where it can. rounds_within_budget: before the run stops. noise_over_clip:
+    expected norm of the noise in a round's mean, over C. seconds_a_round: None without a trial. memory_bytes,
+    traffic_bytes: by what they are for. read: what was read of the data. says: sentences to look at first.
 
     trial: time local training on made-up examples.
     Raises InputError for whatever a run of it would refuse.
@@ -286,24 +230,39 @@ def forecast(recipe: Recipe, trial: bool = True) -> Forecast:
     votes = algorithm_of(recipe).kind == "votes"
     engine = recipe.engine if trial or votes else recipe.engine.model_copy(update={"backend": "sequential"})
     job = prepare(recipe.model_copy(update={"engine": engine, "local": short}), data=data)
-    parts, plan = job.parts, job.parts.plan
-    coordinates = noised(job)
-    noise = _noise_of(recipe, job)
-    found = best(plan, coordinates, noise)
-    why = _why_not(plan)
     seconds, about = _timed(job, steps, few) if trial else (None, "not measured (--no-trial)")
+    plan, (outlook, says) = job.parts.plan, _outlook(recipe, job, data)
+    whole = None if seconds is None else seconds * plan.rounds_within_budget()
+    costs = {
+        "seconds_a_round": seconds, "trial": about, "seconds": whole, "memory_bytes": _memory(job, held, trial),
+        "traffic_bytes": _traffic(job.parts), "read": read, "says": says,
+    }  # fmt: skip
+    return outlook | costs, plan
+
+
+def _outlook(recipe: Recipe, job: Job, data: FederatedData) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return what a recipe's public numbers tell, and sentences to look at first."""
+    parts, plan = job.parts, job.parts.plan
+    coordinates, noise, why = noised(job), _noise_of(recipe, job), _why_not(plan)
+    found = best(plan, coordinates, noise)
     drowned = drowning(found)
     scratch = drowned and len(data.input_shape) == 3 and not getattr(job.problem.pristine, "frozen", False)
     makers = (*([on_public_body(data.classes)] if scratch else []), *ALTERNATIVES)
-    others = tuple(alternatives(plan, coordinates, noise, makers))
-    return Forecast(
-        recipe.name, parts.algorithm.name, plan, parts.layout.dimension, why,
-        () if plan.protocol == "published" or not plan.private else _by_round(plan), plan.rounds_within_budget(),
-        None if found is None else 1 / found.round, found, others, seconds,
-        about, _memory(job, held, trial), _traffic(parts), read,
-        tuple(filter(None, [*why, drowned, *plan.warnings, CLIP if drowned else ""])),
-        recipe.privacy.randomness == "seeded",
-    )  # fmt: skip
+    turns = [] if plan.protocol == "published" or not plan.private else _by_round(plan)
+    epsilon = None if why else turns[-1]["epsilon"]
+    seeded = recipe.privacy.randomness == "seeded"  # whoever has the seed can take the noise off again
+    facts = {
+        "recipe": recipe.name, "algorithm": parts.algorithm.name, "sound": not why, "why_not": why,
+        "clients": plan.sampler.clients, "cohort": plan.sampler.size, "q": plan.sampler.q,
+        "sampling": plan.sampler.name, "rounds": plan.rounds, "rounds_within_budget": plan.rounds_within_budget(),
+        "dimension": parts.layout.dimension, "noise_multiplier": plan.noise_multiplier, "trust": plan.trust,
+        "epsilon": epsilon, "delta": plan.delta, "epsilon_by_round": turns,
+        "true_positives": None if epsilon is None or seeded else true_positives(epsilon, plan.delta),
+        "false_positives": FALSE_POSITIVES, "noise_over_clip": found and 1 / found.round,
+        "signal_to_noise_at_best": found and found._asdict(),
+        "alternatives": alternatives(plan, coordinates, noise, makers),
+    }  # fmt: skip
+    return facts, tuple(filter(None, [*why, drowned, *plan.warnings, CLIP if drowned else ""]))
 
 
 def drowned(recipe: Recipe, job: Job) -> list[str]:
@@ -382,9 +341,9 @@ def _why_not(plan: Plan) -> tuple[str, ...]:
     return ()
 
 
-def _by_round(plan: Plan) -> tuple[tuple[int, float], ...]:
+def _by_round(plan: Plan) -> list[dict[str, float]]:
     turns = sorted({max(1, math.ceil(plan.rounds * k / SHOWN)) for k in range(1, SHOWN + 1)} | {min(1, plan.rounds)})
-    return tuple((turn, plan.epsilon(turn)) for turn in turns)
+    return [{"round": turn, "epsilon": plan.epsilon(turn)} for turn in turns]
 
 
 def _timed(job: Job, steps: int, few: int) -> tuple[float | None, str]:
