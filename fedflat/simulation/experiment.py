@@ -90,12 +90,12 @@ def _listen(name: str, turn: int) -> AbstractContextManager[None]:
     return listening_to_progress(hear)
 
 
-def check_in_worker(recipe: Recipe, name: str) -> None:
-    """Build everything that run ``name`` of the recipe needs, and no more. Raises InputError for what is wrong."""
+def check_in_worker(task: Task) -> None:
+    """Build everything that a run needs, and no more. Raises InputError for what is wrong."""
     from fedflat.assembly.jobs import prepare
 
-    with _listen(name, 0):
-        prepare(recipe, data=_SHARED["data"](recipe))
+    with _listen(task.name, 0):
+        prepare(task.recipe, data=_SHARED["data"](task.recipe))
 
 
 def work_in_worker(task: Task) -> str:
@@ -218,8 +218,8 @@ def _at_a_time(settings: list[Setting], cores: int) -> int:
 class _WorkerCrew:
     """The worker processes of one experiment and what became of its runs.
 
-    ended: runs that are done, with why if it was before the last round. failed: with the error. stopped: as asked.
-    gone: how the last worker process that died did so.
+    seen: the last event of each run that was not done before. ended, by how: names of runs with why, if it was before
+    the last round, or the error. gone: how the last worker process that died did so.
     """
 
     def __init__(
@@ -227,16 +227,13 @@ class _WorkerCrew:
     ) -> None:
         self.place, self.settings, self.tell, self.data = place, settings, tell, data
         self.every = tasks(place, settings)
-        self.todo = []
-        self.ended: dict[str, str] = {}
-        self.failed: dict[str, str] = {}
-        self.stopped: dict[str, str] = {}
-        self.seen: dict[str, report.RunEvent] = {}
+        self.todo = [task for task in self.every if not finished(task)]
+        self.ended: dict[report.State, dict[str, str]] = {"done": {}, "failed": {}, "stopped": {}}
+        self.seen = {task.name: report.RunEvent(task.name, "waiting", 0, task.recipe.rounds) for task in self.todo}
         self.gone = ""
         for task in self.every:
-            done, rounds = finished(task), task.recipe.rounds
-            tell(report.RunEvent(task.name, "skipped" if done else "waiting", rounds if done else 0, rounds))
-            self.todo += [] if done else [task]
+            rounds = task.recipe.rounds
+            tell(self.seen.get(task.name) or report.RunEvent(task.name, "skipped", rounds, rounds))
 
     def work(self, processes: int, threads: int) -> None:
         """Check the settings, then run what is to do; returns when all ended or were stopped."""
@@ -245,11 +242,11 @@ class _WorkerCrew:
         with stopping.on_request("the running rounds", stop.set):
             self._pool(context, stop, processes, threads)
 
-    def _unbegun(self) -> list[Setting]:
-        """Return the settings of which no run has begun: nobody has built their data, model and plan yet."""
-        begun = {task.folder.parent.name for task in self.todo if (task.folder / RECIPE).is_file()}
-        waiting = {task.folder.parent.name for task in self.todo}
-        return [setting for setting in self.settings if setting.slug in waiting - begun]
+    def _unbegun(self) -> list[Task]:
+        """Return a run of each setting of which none to do has begun: nobody has built its data, model and plan yet."""
+        begun = {task.folder.parent for task in self.todo if (task.folder / RECIPE).is_file()}
+        first = {task.folder.parent: task for task in reversed(self.todo)}
+        return [task for task in self.todo if first[task.folder.parent] is task and task.folder.parent not in begun]
 
     def _pool(self, context: Any, stop: Any, processes: int, threads: int) -> None:
         """Work in one pool of processes; when one of them dies, what has not ended has failed."""
@@ -262,9 +259,7 @@ class _WorkerCrew:
         try:
             # Workers inherit that, so Ctrl-C in their first second cannot end them.
             with stopping.ignored():
-                checks = [
-                    pool.submit(check_in_worker, s.recipe, f"{s.slug}/seed-{s.seeds[0]}") for s in self._unbegun()
-                ]
+                checks = [pool.submit(check_in_worker, task) for task in self._unbegun()]
             self._check(checks, stop, queue, gone)
             # All settings have been found good, and nothing has run.
             claim(self.place, self.settings)
@@ -310,16 +305,17 @@ class _WorkerCrew:
 
     def _hear(self, queue: Any) -> None:
         """Pass on what workers have told since the last time."""
-        rounds = {task.name: task.recipe.rounds for task in self.todo}
         while not queue.empty():
             name, turn, accuracy, note = queue.get()
-            before = self.seen.get(name)
-            if before is None and note:
-                self.tell(report.RunEvent(name, "waiting", turn, rounds[name], None, note))
-            elif before is None or before.state == "running":
-                last = before.accuracy if before is not None and accuracy is None else accuracy
-                self.seen[name] = report.RunEvent(name, "running", turn, rounds[name], last, note)
-                self.tell(self.seen[name])
+            before = self.seen[name]
+            if before.state in ("waiting", "running"):
+                state = "waiting" if before.state == "waiting" and note else "running"
+                last = before.accuracy if accuracy is None else accuracy
+                self._tell(name, state=state, round=turn, accuracy=last, note=note)
+
+    def _tell(self, name: str, **news: Any) -> None:
+        self.seen[name] = replace(self.seen[name], **news)
+        self.tell(self.seen[name])
 
     def _take(self, task: Task, future: Future[str]) -> None:
         """Note and tell how a task ended."""
@@ -329,11 +325,9 @@ class _WorkerCrew:
             state = "stopped" if report.ASKED in why else "done"
         except (BrokenProcessPool, RunError) as error:
             why = self.gone if isinstance(error, BrokenProcessPool) else str(error)
-        {"stopped": self.stopped, "failed": self.failed, "done": self.ended}[state][task.name] = why
-        last = self.seen.get(task.name) or report.RunEvent(task.name, "waiting", 0, task.recipe.rounds)
-        turn = last.rounds if state == "done" else last.round
-        self.seen[task.name] = replace(last, state=state, round=turn, note=why if state == "failed" else "")
-        self.tell(self.seen[task.name])
+        self.ended[state][task.name] = why
+        turn = task.recipe.rounds if state == "done" else self.seen[task.name].round
+        self._tell(task.name, state=state, round=turn, note=why if state == "failed" else "")
 
 
 def _gone(crew: Any, errors: int) -> str:
@@ -348,14 +342,14 @@ def _collect(crew: _WorkerCrew) -> Comparison:
     groups, paths, notes, missing = [], [], [], []
     for setting in crew.settings:
         mine = [task for task in crew.every if task.folder.parent.name == setting.slug]
-        done = [task.folder for task in mine if task.name in crew.ended or finished(task)]
+        done = [task.folder for task in mine if task.name in crew.ended["done"] or finished(task)]
         if done:
             groups.append(report.Group(setting.label, tuple(metrics.read_run(path) for path in done)))
             paths += done
             notes += _epsilon_note(groups[-1])
         if len(done) < len(mine):
             missing.append(f"{setting.label} ({len(mine) - len(done)} of {len(mine)})")
-    notes += [f"{name}: {why}." for name, why in crew.ended.items() if why]
+    notes += [f"{name}: {why}." for name, why in crew.ended["done"].items() if why]
     notes += [f"Missing runs: {', '.join(missing)}."] if missing else []
     page = table = None
     if groups:
@@ -363,7 +357,8 @@ def _collect(crew: _WorkerCrew) -> Comparison:
         table = tables.comparison_table(groups)
         _write_tables(folder, groups, table)
         page = report.write_report(paths, folder / "report.html")
-    return Comparison(folder, page, table, tuple(notes), crew.failed, len(crew.stopped), len(crew.every))
+    failed, left = crew.ended["failed"], len(crew.ended["stopped"])
+    return Comparison(folder, page, table, tuple(notes), failed, left, len(crew.every))
 
 
 def _write_tables(folder: Path, groups: list[report.Group], table: tables.Comparison) -> None:
