@@ -1,10 +1,12 @@
 """Read recipes, packaged ones or YAML files, with ``extends`` and ``-o key.path=value``; recipe.py checks them."""
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from fedflat.config.sections import as_named
 from fedflat.core.checks import InputError, nearest, require, wrong
@@ -22,8 +24,6 @@ def names() -> list[str]:
 
 def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
     """Return the mapping in a packaged recipe, a YAML file or a run folder's recipe.yaml."""
-    import yaml
-
     path = Path(source)
     if path.is_dir():
         path = path / "recipe.yaml"
@@ -35,7 +35,7 @@ def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
     if path.name.lower().removesuffix(".gz").endswith((".csv", ".tsv", ".parquet", ".xlsx")):
         raise wrong(str(path), "a table", f"a recipe, which fedflat data {path} drafts")
     try:
-        mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())
+        mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except yaml.YAMLError as error:
         place = f" line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         problem = (getattr(error, "problem", str(error)) or "no YAML").removeprefix("found ")
@@ -98,40 +98,33 @@ _FLOATS = (
 """YAML 1.2's floats: ``1e-5`` is a number."""
 
 
-@cache
-def _loader() -> Any:
-    import yaml
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and str(key.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if key.tag != "tag:yaml.org,2002:merge" and str(key.value) in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} twice", key.start_mark)
-                seen.add(str(key.value))
-            return super().construct_mapping(node, deep)
 
-    Loader.add_implicit_resolver(*_FLOATS)
-    return Loader
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_Loader.add_implicit_resolver(*_FLOATS)
+_Dumper.add_implicit_resolver(*_FLOATS)
 
 
 def dumped(values: Any, **form: Any) -> str:
     """Return values as YAML that ``read`` takes as they were: a text such as 12e3 in quotes. form: as in yaml.dump."""
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        pass
-
-    Dumper.add_implicit_resolver(*_FLOATS)
-    return str(yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, **form))
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **form))
 
 
 def parse_value(text: str) -> Any:
     """Return the value of ``-o key=value``, as YAML reads it."""
-    import yaml
-
     try:
-        return yaml.load(text, Loader=_loader())
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
         require(text.strip()[:1] not in ("[", "{"), "-o", text, "YAML: put names with ? : # or , in quotes")
         return text
@@ -148,12 +141,8 @@ def override(mapping: Mapping[str, Any], text: str) -> dict[str, Any]:
     path, changed = key.strip().split("."), dict(mapping)
     place: dict[str, Any] = changed
     for index, part in enumerate(path[:-1]):
-        inner = place.get(part)
-        if part in ("model", "algorithm") and index == 0:
-            inner = as_named(inner)
-        if inner is not None and not isinstance(inner, Mapping):
-            inner = None
-        place[part] = dict(inner or {})
+        inner = as_named(place.get(part)) if part in ("model", "algorithm") and index == 0 else place.get(part)
+        place[part] = dict(inner) if isinstance(inner, Mapping) else {}
         place = place[part]
     parsed = parse_value(value)
     if path[-1] == "name" and path[0] in ("algorithm", "model") and len(path) == 2 and place.get("name") != parsed:
@@ -164,8 +153,6 @@ def override(mapping: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 def _drop_foreign_options(section: str, options: dict[str, Any], name: Any) -> None:
     """Keep only the options that the newly named algorithm takes too; a model's options belong to the model."""
-    import inspect
-
     from fedflat.algorithms import ALGORITHMS
 
     factory = ALGORITHMS.get(str(name)) if section == "algorithm" else None

@@ -94,9 +94,8 @@ class Recipe(Section):
         if not isinstance(clip, sections.ClipSection) and not (clip > 0 and math.isfinite(clip)):
             raise wrong(f"{where}: privacy.clip", clip, "a number > 0, or {kind: adaptive, quantile: 0.5, initial: …}")
         # With the server's defaults filled in: ``momentum`` needs sgd, which None may stand for.
-        for key, value, only in _without_effect(self.model_copy(update={"server": self.server.filled()}), ""):
-            chosen = functools.reduce(getattr, only.chooser.split("."), self)
-            chosen = "sgd" if chosen is None else chosen
+        filled = self.model_copy(update={"server": self.server.filled()})
+        for key, value, only, chosen in _without_effect(filled, filled, ""):
             why = f"nothing with {only.chooser.rpartition('.')[2]}: {chosen}"
             hint = "" if only.values else f"Set {only.chooser} too."
             of = f" (it is of {', '.join(only.values)})" if only.values else ""
@@ -109,18 +108,18 @@ RecipeLike = Recipe | Mapping[str, Any] | str | Path
 """A recipe, its mapping, the name of one that comes with fedflat, or a file's path."""
 
 
-def _without_effect(recipe: Recipe, before: str, section: Section | None = None) -> Iterator[tuple[str, Any, Only]]:
-    """Yield every key that differs from its default and whose condition (``Only``) the recipe does not fulfil."""
-    section = recipe if section is None else section
+def _without_effect(recipe: Recipe, section: Section, before: str) -> Iterator[tuple[str, Any, Only, Any]]:
+    """Yield every key that differs from its default and whose condition (``Only``) the recipe does not fulfil, with
+    the value that the condition is about."""
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
-            yield from _without_effect(recipe, f"{before}{name}.", value)
+            yield from _without_effect(recipe, value, f"{before}{name}.")
             continue
         for only in (found for found in info.metadata if isinstance(found, Only)):
             chosen = functools.reduce(getattr, only.chooser.split("."), recipe)
             if value != info.default and not only.holds(chosen):
-                yield f"{before}{name}", value, only
+                yield f"{before}{name}", value, only, chosen
 
 
 def refuse_beside(recipe: Recipe, given: Mapping[str, bool], written: Iterable[str] = ()) -> None:
