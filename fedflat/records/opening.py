@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fedflat.core import durable
-from fedflat.core.checks import reading, require, wrong
+from fedflat.core.checks import reading, require
 from fedflat.core.rng import digest
 from fedflat.records.folder import OPENING
 
@@ -138,20 +138,16 @@ class Opening:
 
 def refuse_older(where: str, path: Path, terms: object) -> None:
     """Raise InputError for a run without terms, of which less could be checked than of one of 1.0."""
-    if not terms:
-        found = f"{path}, a run whose records have no terms: of fedflat 0.1 or 0.2, or somebody took them out"
-        hint = "fedflat 0.2 verifies, loads and resumes its own runs, and verifies those of 0.1."
-        raise wrong(where, found, "a run of fedflat 1.0 or later", hint=hint)
+    found = f"{path}, a run whose records have no terms: of fedflat 0.1 or 0.2, or somebody took them out"
+    hint = "fedflat 0.2 verifies, loads and resumes its own runs, and verifies those of 0.1."
+    require(bool(terms), where, found, "a run of fedflat 1.0 or later", hint=hint)
 
 
 def keyed(identity: Identity, secret: str) -> dict[str, str | None]:
     """Return digests for the disk: HMACs under the run's secret, for a seed could be guessed from a plain hash."""
-    found: dict[str, str | None] = {}
-    for part in PARTS:
-        value = getattr(identity, part)
-        text = f"{part}:{value}".encode()
-        found[part] = None if value is None else hmac.new(bytes.fromhex(secret), text, "sha256").hexdigest()
-    return found
+    key, values = bytes.fromhex(secret), {part: getattr(identity, part) for part in PARTS}
+    texts = {part: None if value is None else f"{part}:{value}".encode() for part, value in values.items()}
+    return {part: None if text is None else hmac.new(key, text, "sha256").hexdigest() for part, text in texts.items()}
 
 
 def _checksum(body: Mapping[str, Any]) -> str:

@@ -85,8 +85,6 @@ class Operator:
                 path, made.private.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.NoEncryption())
             )
             durable.replace(public, pem(made.public), mode=0o644)
-        except FileExistsError as error:
-            raise wrong("keys", f"{path}, which exists", "another --key; a key is never overwritten") from error
         except OSError as error:
             raise wrong("keys", f"{path} ({error.strerror})", "a folder you may write to") from error
         return made
@@ -98,15 +96,8 @@ class Operator:
         Raises:
             InputError: no Ed25519 key, or a file that others may read.
         """
-        try:
-            mode, text = stat.S_IMODE(path.stat().st_mode), path.read_bytes()
-            found = forms.load_pem_private_key(text, None)
-        except OSError as error:
-            raise wrong("--key", f"{path} ({error.strerror})", "a key made by fedflat keys new") from error
-        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-            raise wrong("--key", f"{path}, no private key", "a key made by fedflat keys new") from error
-        if not isinstance(found, Ed25519PrivateKey):
-            raise wrong("--key", f"{path}, a key of another kind", "an Ed25519 key made by fedflat keys new")
+        found = _loaded(path, "private", Ed25519PrivateKey, "an Ed25519 key made by fedflat keys new")
+        mode = stat.S_IMODE(path.stat().st_mode)
         require(not mode & 0o077, str(path), f"mode {mode:04o}", "0600: a private key is its owner's only")
         return cls(found)
 
@@ -120,6 +111,19 @@ class Operator:
         body = json.dumps(statement, sort_keys=True, separators=(",", ":")).encode()
         signature = {"keyid": keyid(self.public), "sig": base64.b64encode(self.private.sign(pae(body))).decode()}
         return {"payload": base64.b64encode(body).decode(), "payloadType": PAYLOAD, "signatures": [signature]}
+
+
+def _loaded(path: Path, half: str, kind: type, allowed: str) -> Any:
+    """Return the key in a file; InputError where it holds none of this half and kind."""
+    try:
+        text = path.read_bytes()
+        found = forms.load_pem_private_key(text, None) if half == "private" else forms.load_pem_public_key(text)
+    except OSError as error:
+        raise wrong("--key", f"{path} ({error.strerror})", allowed) from error
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise wrong("--key", f"{path}, no {half} key", allowed) from error
+    require(isinstance(found, kind), "--key", f"{path}, a key of another kind", allowed)
+    return found
 
 
 def check_outside(path: Path, folder: Path) -> None:
@@ -138,14 +142,7 @@ def read_public(path: Path) -> Ed25519PublicKey:
     Raises:
         InputError: the file holds none. A private half is refused too: it has no place where a public one is asked for.
     """
-    try:
-        found = forms.load_pem_public_key(path.read_bytes())
-    except OSError as error:
-        raise wrong("--key", f"{path} ({error.strerror})", "the operator's public key, operator.pub") from error
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise wrong("--key", f"{path}, no public key", "the operator's public key, operator.pub") from error
-    if not isinstance(found, Ed25519PublicKey):
-        raise wrong("--key", f"{path}, a key of another kind", "an Ed25519 public key")
+    found: Ed25519PublicKey = _loaded(path, "public", Ed25519PublicKey, "the operator's public key, operator.pub")
     return found
 
 
