@@ -206,7 +206,8 @@ def check_statement(run: Records) -> Iterator[Check]:
 
 def check_fields(run: Records) -> Iterator[Check]:
     """Check every figure and sentence of privacy.json, and each round's ε and clip, by recipe, ledger and code."""
-    complete = run.statement is not None and run.statement.get("rounds") == run.finished_rounds
+    body = run.statement or {}
+    complete = body.get("rounds") == run.finished_rounds
     if not (run.folder / STATEMENT).is_file() or run.going or (_unfinished(run) and not complete):
         return
     shown = bool(run.metrics and run.entries)
@@ -223,19 +224,13 @@ def check_fields(run: Records) -> Iterator[Check]:
     yield from _outcome(FIELDS, different, "as recipe, ledger, metrics and this code give it")
     if shown:
         yield from _outcome(SHOWN, faults_shown, "as recipe, ledger and this code give them")
-    yield from _check_weights(run, run.statement or {})
+    weights, stated = recomputed.released_digest(run.folder, int(body["rounds"])), body.get("weights")
+    if weights is not None:
+        about = "those of the statement" if stated == weights else "of another run or round"
+        yield Check("the weights", "ok" if stated == weights else "wrong", about)
 
 
 FIELDS, SHOWN = f"{STATEMENT}, every field", f"{METRICS}, ε and clip"
-
-
-def _check_weights(run: Records, stated: Mapping[str, Any]) -> Iterator[Check]:
-    """Check the weights that the statement is about."""
-    found = recomputed.released_digest(run.folder, int(stated["rounds"]))
-    if found is not None:
-        good = stated.get("weights") == found
-        about = "those of the statement" if good else "of another run or round"
-        yield Check("the weights", "ok" if good else "wrong", about)
 
 
 def check_rounds(run: Records) -> Iterator[Check]:

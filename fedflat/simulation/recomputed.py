@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import fcntl
 import html
-import itertools
 import json
 import math
 import re
@@ -455,28 +454,24 @@ def released_digest(path: Path, rounds: int) -> str | None:
     return digest_of(checkpoint.released(state, facts))
 
 
-def made_for(path: Path, rounds: int) -> Any:
-    """Return what an exported folder's weights, or the checkpoint's after ``rounds``, say that they were made for.
-
-    None where there are none, or where they cannot be read.
-    """
-    if (path / MODEL).is_file():
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(read_about(path / MODEL).get("made_for", "{}"), object_pairs_hook=single_keys)
-        return None
-    file = checkpoint.path_of(path / "checkpoints", rounds)
-    return checkpoint.facts_of(file).get("made_for") or {} if file.is_file() else None
+def made_for(path: Path) -> Any:
+    """Return what an exported folder's weights say that they were made for; None where that cannot be read."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(read_about(path / MODEL).get("made_for", "{}"), object_pairs_hook=single_keys)
+    return None
 
 
 def made_for_digest(run: Records) -> str | None:
     """Return the digest of what the weights were made for; None of a run without weights here."""
-    found = made_for(run.folder, run.finished_rounds)
-    return None if (found is None and not (run.folder / MODEL).is_file()) else checkpoint.made_for_digest(found)
+    file = checkpoint.path_of(run.folder / "checkpoints", run.finished_rounds)
+    if (run.folder / MODEL).is_file():
+        return checkpoint.made_for_digest(made_for(run.folder))
+    return checkpoint.made_for_digest(checkpoint.facts_of(file).get("made_for") or {}) if file.is_file() else None
 
 
 def metadata_faults(run: Records) -> Iterator[str]:
     """Yield where an exported model says something else of itself than statement, preparation.json and recipe."""
-    said, rounds = made_for(run.folder, 0), (run.statement or {}).get("rounds")
+    said, rounds = made_for(run.folder), (run.statement or {}).get("rounds")
     about = {name: text for name, text in read_about(run.folder / MODEL).items() if name != "made_for"}
     yield from map(str, differences(about, {**SAYS, "round": str(rounds)}, "metadata"))
     if not isinstance(said, dict) or not {"input_shape", "dtype"} <= said.keys():
@@ -523,17 +518,16 @@ def check_page(run: Records) -> tuple[Verdict, str]:
 
     path, text = run.folder, (run.folder / REPORT).read_text("utf-8", "replace")
     titles = [html.unescape(each) for each in re.findall(r"<(?:h1|title)>([^<]*)<", text)]
-    found = read_run(path)
+    found = public(read_run(path))
     names = dict.fromkeys([found.name, str(found.recipe.get("name") or found.algorithm)])
     if not run.exported and titles and re.fullmatch(NAME, titles[-1]):  # the folder was renamed since
         names[titles[-1]] = None
-    shapes = [public(found)] if locked(path) else [public(found), found]  # before 1.0 it showed private charts too
     ours = _figures(headline(run.statement)) if run.statement else set()
     if strange := {figure for title in titles for figure in _figures(title)} - ours:
         return "wrong", f"its title names ε = {', '.join(sorted(strange))}, which the statement does not"
     known: set[str] = set()
-    for each, name in itertools.product(shapes, names):
-        again = render([dataclasses.replace(each, name=name)])
+    for name in names:
+        again = render([dataclasses.replace(found, name=name)])
         if _of_any_folder(again) == _of_any_folder(text):
             return "ok", "shows what the records say"
         known |= _figures(again)
