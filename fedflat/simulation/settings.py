@@ -54,20 +54,18 @@ class Task:
 
 def split_top(text: str) -> list[str]:
     """Return ``text`` cut at the commas that are outside brackets, braces and quotes."""
-    parts, depth, quote, start = [], 0, "", 0
-    for place, mark in enumerate(text):
+    parts, depth, quote = [""], 0, ""
+    for mark in text:
         if quote:
             quote = "" if mark == quote else quote
         elif mark in "\"'":
             quote = mark
-        elif mark in "[{(":
-            depth += 1
-        elif mark in "]})":
-            depth -= 1
-        elif mark == "," and depth <= 0:
-            parts.append(text[start:place])
-            start = place + 1
-    return [part.strip() for part in [*parts, text[start:]]]
+        depth += 0 if quote else (mark in "[{(") - (mark in "]})")
+        if mark == "," and not quote and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += mark
+    return [part.strip() for part in parts]
 
 
 def axis(override: str) -> list[str]:
@@ -93,20 +91,14 @@ def expand(recipes: Sequence[RecipeLike], overrides: Sequence[str], seeds: int) 
     choices = [axis(text) for text in overrides]
     settings: list[Setting] = []
     for source, chosen in itertools.product(recipes, itertools.product(*choices)):
-        recipe = _parsed(source, chosen)
+        recipe = Recipe.of(source, chosen)
+        if isinstance(source, (str, Path)):
+            check_name(recipe.name)
         algorithm_of(recipe)
         marks = [*_marks(text for text, options in zip(chosen, choices) if len(options) > 1)]
         numbers = tuple(range(recipe.seed, recipe.seed + seeds))
         settings.append(Setting(_slug(recipe, marks), _label(recipe, marks), recipe, numbers))
     return _distinct(settings)
-
-
-def _parsed(source: RecipeLike, overrides: Sequence[str]) -> Recipe:
-    if isinstance(source, (str, Path)):
-        recipe = Recipe.load(source, overrides)
-        check_name(recipe.name)
-        return recipe
-    return Recipe.of(source, overrides)
 
 
 Mark = tuple[str, str]
@@ -148,9 +140,7 @@ def _distinct(settings: list[Setting]) -> list[Setting]:
 
 def _asked(setting: Setting) -> dict[str, Any]:
     """Return what defines a setting: its recipe without the seed and without where it runs."""
-    dump = setting.recipe.dump()
-    del dump["seed"], dump["engine"]
-    return dump
+    return setting.recipe.model_dump(mode="json", exclude={"seed", "engine"})
 
 
 def unused_folder(settings: Sequence[Setting]) -> Path:
@@ -169,14 +159,23 @@ def check_folders(folder: Path, settings: Sequence[Setting]) -> None:
             if any(place.glob(f"seed-*/{RECIPE}")):
                 raise wrong("--out", f"{place}, which holds runs of something else", "a new folder")
             continue
-        try:
-            there = yaml.safe_load(noted.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            allowed = "the file as it was written, or a new folder"
-            raise wrong("--out", f"{noted}, which cannot be read", allowed) from error
-        if differs := _difference(there if isinstance(there, dict) else {}, json.loads(json.dumps(_asked(setting)))):
+        if differs := _difference(read_noted(noted), json.loads(json.dumps(_asked(setting)))):
             allowed = "the same recipe, or a new folder"
             raise InputError(f"--out: found {place}, whose runs have {differs}; allowed: {allowed}.")
+
+
+def read_noted(path: Path) -> dict[str, Any]:
+    """Return what ``setting.yaml`` or ``selection.yaml`` says.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        allowed = "the file as it was written, or a new folder"
+        raise wrong(str(path), "a file that cannot be read", allowed) from error
+    return dict(found) if isinstance(found, dict) else {}
 
 
 def claim(folder: Path, settings: Sequence[Setting]) -> None:
@@ -365,20 +364,6 @@ def public_digest(public: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(public, sort_keys=True).encode()).hexdigest()
 
 
-def read_public(folder: Path) -> dict[str, Any]:
-    """Return what ``selection.yaml`` says.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    path = folder / PUBLIC
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise wrong(str(path), "a file that cannot be read", "the file that fedflat tune wrote") from error
-    return dict(found) if isinstance(found, dict) else {}
-
-
 def faults(folder: Path) -> list[str]:
     """Return what is wrong with a selection's public records and, where there is a winner, with what it states.
 
@@ -392,7 +377,7 @@ def faults(folder: Path) -> list[str]:
     if len(entries) != 1:
         return [f"{CHARGE}: {len(entries)} lines where one charge belongs"]
     line, found = entries[0], []
-    public = read_public(folder)
+    public = read_noted(folder / PUBLIC)
     if line.get("public") != public_digest(public):
         found.append(f"{PUBLIC} is not what was charged")
     told = KIND | {name: public[name] for name in (*CHARGED, "rounds") if name in public}

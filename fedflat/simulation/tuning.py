@@ -25,7 +25,7 @@ from fedflat.assembly.tasks import objective_of
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, require, wrong
+from fedflat.core.checks import InputError, RunError, reading, require, wrong
 from fedflat.core.rng import digest, fresh_key, noise_key, stream
 from fedflat.data.sources import load_validation
 from fedflat.privacy import tuning
@@ -98,12 +98,11 @@ def ask(recipe: Recipe, varied: Sequence[str], selection: Selection, clients: in
     Raises InputError for whatever is wrong in any setting that could be drawn, or has no proof.
     """
     every = space.axes(varied, private=True)
-    if recipe.privacy.budget is not None:
-        raise wrong("privacy.budget", recipe.privacy.budget, "nothing: the selection's ε is the budget")
+    budget, sampling = recipe.privacy.budget, recipe.cohort.sampling
+    require(budget is None, "privacy.budget", budget, "nothing: the selection's ε is the budget")
     require(recipe.privacy.selection is None, "privacy.selection", "one", "a recipe that is not a trial's")
-    if recipe.cohort.sampling not in tuning.SAMPLINGS:
-        allowed = f"{', '.join(tuning.SAMPLINGS)}, whose Rényi divergence has a bound"
-        raise wrong("cohort.sampling", recipe.cohort.sampling, allowed)
+    allowed = f"{', '.join(tuning.SAMPLINGS)}, whose Rényi divergence has a bound"
+    require(sampling in tuning.SAMPLINGS, "cohort.sampling", sampling, allowed)
     many = clients if clients is not None else recipe.data.clients
     if many is None:
         raise wrong("data.clients", "nothing", "a number of clients")
@@ -113,9 +112,9 @@ def ask(recipe: Recipe, varied: Sequence[str], selection: Selection, clients: in
     others = space.checked(whole, every)
     _try_plans(others, 1.0, many)
     plan = _plan(whole, many)
-    if not math.isfinite(plan.epsilon()):
-        raise wrong("privacy.noise_multiplier", plan.noise_multiplier, "noise: without it nothing is proven")
-    _try_plans(others, plan.noise_multiplier, many)
+    sigma, proven = plan.noise_multiplier, math.isfinite(plan.epsilon())
+    require(proven, "privacy.noise_multiplier", sigma, "noise: without it nothing is proven")
+    _try_plans(others, sigma, many)
     return Asked(whole, every, selection, plan)
 
 
@@ -157,7 +156,7 @@ def _claim(place: Path, asked: Asked) -> None:
     """Write what is public, or check that it is what lies there."""
     public = json.loads(json.dumps(asked.public()))
     if (place / PUBLIC).is_file():
-        if space.read_public(place) != public:
+        if space.read_noted(place / PUBLIC) != public:
             allowed = "the same recipe and options, or a new folder"
             raise wrong("--out", f"{place}, which holds another selection", allowed)
         return
@@ -175,13 +174,11 @@ def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
     """Return the number of trials and their settings: as they were drawn before, or drawn now and written down."""
     path, public = place / DRAW, space.public_digest(asked.public())
     if path.is_file():
-        try:
+        with reading(path, "a damaged draw, or another selection's", "the file that was written at the start"):
             found: dict[str, Any] = json.loads(path.read_bytes())
-            if found["of"] == public and isinstance(found["trials"], list):
-                return found
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-        raise wrong(str(path), "a damaged draw, or another selection's", "the file that was written at the start")
+            if found["of"] != public or not isinstance(found["trials"], list):
+                raise ValueError("of other recipe, settings or trials")
+            return found
     if charged:
         hint = "Drawing again is another selection with a charge of its own: choose a new folder."
         raise wrong(str(path), "no such file", "the draw of the selection that was charged", hint=hint)
