@@ -214,9 +214,6 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-CHECKER = "check.py"
-
-
 def attest(run: str | Path, out: str | Path, key: Path | None = None) -> list[str]:
     """Write the folder ``out`` from a run that ended, or from an exported one, and return its files' names.
 
@@ -238,7 +235,7 @@ def attest(run: str | Path, out: str | Path, key: Path | None = None) -> list[st
                 shutil.copyfile(source / name, target / name)
         if public is not None:
             shutil.copyfile(public, target / "operator.pub")
-        for name, template in ((CHECKER, "attested_check.txt"), ("README.md", "attested_readme.md")):
+        for name, template in (("check.py", "attested_check.txt"), ("README.md", "attested_readme.md")):
             text = resources.files("fedflat.simulation").joinpath(template).read_text(encoding="utf-8")
             (target / name).write_text(text, encoding="utf-8")
     except OSError as error:

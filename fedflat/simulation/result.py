@@ -93,9 +93,8 @@ class Result:
 
         rows: as in ``predict``. Raises InputError for a regression, which has none.
         """
-        if self.recipe.task == "regression":
-            allowed = "classification, multilabel or next-token"
-            raise wrong("predict_proba", "task: regression", allowed, hint="Use predict.")
+        has, allowed = self.recipe.task != "regression", "classification, multilabel or next-token"
+        require(has, "predict_proba", "task: regression", allowed, hint="Use predict.")
         return probabilities(self._outputs(rows, batch_size), self.recipe.task)
 
     @property
@@ -183,9 +182,8 @@ def load(path: str | Path, model: nn.Module | str | None = None) -> Result:
     """
     folder = Path(path)
     require((folder / RECIPE).is_file(), "load", placed(folder), "the folder of a run, or an exported one")
-    if not (folder / STATEMENT).is_file():
-        hint = f"Go on with: fedflat run --resume {path}"
-        raise wrong("load", f"{path} without {STATEMENT}", "a run that ended", hint=hint)
+    hint = f"Go on with: fedflat run --resume {path}"
+    require((folder / STATEMENT).is_file(), "load", f"{path} without {STATEMENT}", "a run that ended", hint=hint)
     refuse_damage(folder)
     recipe, history = Recipe.load(folder), read_lines(folder / METRICS)
     weights, facts, heads = _released(folder)
@@ -226,13 +224,11 @@ def _module(
 
 def _built(recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], folder: Path) -> nn.Module:
     """Return the recipe's module. Where an exported folder has no seed, all that it would decide is in the folder."""
-    if recipe.model.name == GIVEN:
-        allowed = "fedflat.load(path, model=MODULE), or --model my_file.py:make"
-        raise wrong("load: model", "none, and the run's was given in Python", allowed)
-    if not {"input_shape", "classes"} <= known.keys():
-        raise wrong(
-            "load: model", "weights that do not say what they were made for", "fedflat.load(path, model=MODULE)"
-        )
+    again = "fedflat.load(path, model=MODULE)"
+    allowed = f"{again}, or --model my_file.py:make"
+    require(recipe.model.name != GIVEN, "load: model", "none, and the run's was given in Python", allowed)
+    complete = {"input_shape", "classes"} <= known.keys()
+    require(complete, "load: model", "weights that do not say what they were made for", again)
     vocabulary, padding = (int(known.get(name, 0)) for name in ("vocabulary", "padding"))
     options = options_for(recipe, vocabulary, padding, known.get("preparation"))
     if recipe.model.name in KEPT and (folder / FILE).is_file():
@@ -244,7 +240,7 @@ def _built(recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, An
         for name, value in module.state_dict().items():
             if name not in weights and not torch.equal(value, other[name]):
                 found = f"an exported folder without {name}, which was drawn by the run's seed"
-                raise wrong("load: model", found, "fedflat.load(path, model=MODULE), or the run's own folder")
+                raise wrong("load: model", found, f"{again}, or the run's own folder")
     return module
 
 

@@ -198,9 +198,8 @@ def _reopen(path: Path, recipe: Recipe, job: Job) -> None:
     keys.check_outside(path)
     job.opening = Opening.read(path)
     differing = job.opening.differing(job.identity)
-    if differing:
-        found = f"{path}, but another {' and another '.join(differing)} than it was started with"
-        raise wrong("--resume", found, "the run as it was started")
+    found = f"{path}, but another {' and another '.join(differing)} than it was started with"
+    require(not differing, "--resume", found, "the run as it was started")
     if not job.opening.is_recipe((path / RECIPE).read_bytes()):
         job.say("recipe.yaml is not as it was written; nothing in it that changes what is released differs")
     job.folder = RunFolder(path, run=job.opening.run)
