@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedflat.core.checks import InputError, counted, require, wrong
@@ -378,13 +379,6 @@ def check_metadata(run: Records) -> Iterator[Check]:
     yield from _outcome(f"{MODEL}, metadata", found, f"as {STATEMENT}, {PREPARATION} and {RECIPE} have it")
 
 
-UNSIGNED = (
-    "unsigned: nothing here is covered against somebody who rewrites it all. Checksums and chains can be redone, of "
-    "the ledger's lines (std, clip, q, how many, key_id, software) with recipe, statement and weights as of the "
-    "metrics: what was checked is that they agree. fedflat keys new makes a key that signs every further run"
-)
-
-
 def check_signed(run: Records, public: Ed25519PublicKey | None = None, witness: Path | None = None) -> Iterator[Check]:
     """Check what an operator signed, and what a client saw: signature.json, tips.jsonl and a client's tip.
 
@@ -414,7 +408,7 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
     path = run.folder
     if not (path / SIGNATURE).is_file():
         missing = public is not None and (path / STATEMENT).is_file()
-        text = "there is none, and a key was given" if missing else UNSIGNED
+        text = "there is none, and a key was given" if missing else TEXTS["unsigned"]
         yield Check("signature", "wrong" if missing else "unchecked", text)
         if run.exported:
             about = "test figures are not covered: no signature names them, and a checksum can be redone"
@@ -516,18 +510,8 @@ COVERED = (
     "private/heads/round-*.safetensors",
 )  # fmt: skip
 """Files that the other checks look at."""
-_SUMS_ONLY = f"only {SUMS} names it, which whoever edits the file can redo"
-BESIDE = {
-    files.LOCK: "it names the process that wrote the ledger",
-    f"private/{REPORT}": "the owner's own page; fedflat report makes it again",
-    "registry.yaml": "a draft that people fill in; fedflat card makes it again",
-    "audit.json": "what fedflat audit measured; no ε rests on it",
-    "ledger.torn": "what a crash tore off the ledger, of a round that was not released",
-    "server.lock": "a deployment's server holds it",
-    "ended.json": "that its operator ended the deployment, and when",
-    "model.pt2": _SUMS_ONLY,
-    "model.onnx": _SUMS_ONLY,
-}
+TEXTS = yaml.safe_load(Path(__file__).with_name("inspection.yaml").read_text("utf-8"))
+BESIDE: dict[str, str] = TEXTS["beside"]
 """Files of a run that nothing here covers, each with what it is; no guarantee rests on them."""
 
 
