@@ -9,7 +9,7 @@ from typer import Option
 
 from fedflat import report
 from fedflat.cli import Json, Overrides, Processes, RecipeName, columns, filled, print_json, recipe_of
-from fedflat.core.checks import RunError, one_of, wrong
+from fedflat.core.checks import one_of, wrong
 
 
 def plan(
@@ -100,8 +100,6 @@ def _private(recipe: Any, varied: list[str], mean: float, folder: Path, processe
         print("\n".join(filled("selection.txt", asked=asked, alone=alone(asked.plan).epsilon(), found=None)))
     with report.ExperimentProgress(quiet=as_json) as progress:
         found = tune(asked, folder, processes, progress.update)
-    if found.failed or found.left:
-        raise _unfinished(found)
     if as_json:
         facts = {"folder": folder, "winner": found.winner, "settings": found.settings, "score": found.score}
         print_json({**facts, "epsilon": asked.plan.epsilon(), "delta": asked.plan.delta})
@@ -114,8 +112,6 @@ def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: 
 
     with report.ExperimentProgress(quiet=as_json) as progress:
         found = tune_on_proxy(recipe, varied, count, folder, processes, progress.update)
-    if found.chosen is None:
-        raise _unfinished(found)
     if as_json:
         rows = [{"settings": settings, "accuracy": accuracy} for settings, accuracy in found.rows]
         print_json({"folder": folder, "dataset": found.dataset, "chosen": found.chosen, "rows": rows})
@@ -123,9 +119,3 @@ def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: 
     heads = [*found.rows[0][0], "accuracy"]
     print("\n".join(columns([heads, *([*settings.values(), f"{best:.4f}"] for settings, best in found.rows)], left=0)))
     print("\n".join(filled("proxy.txt", found=found, folder=folder)))
-
-
-def _unfinished(found: Any) -> RunError:
-    """Return the error of a search whose trials are not all done."""
-    why = next(iter(found.failed.values()), "stopped as asked")
-    return RunError(f"{len(found.failed)} trials failed, {found.left} are left ({why}); the same command goes on")

@@ -181,19 +181,18 @@ def read_noted(path: Path) -> dict[str, Any]:
 def claim(folder: Path, settings: Sequence[Setting]) -> None:
     """Note in each setting's folder what it is for. Raises InputError if it cannot be written."""
     for setting in settings:
-        place = folder / setting.slug
-        text = dumped(_asked(setting))
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            if not (place / REQUESTED).is_file():
-                durable.replace(place / REQUESTED, text, mode=0o644)
-        except OSError as error:
-            raise unwritable(folder, error) from error
+        note(folder / setting.slug / REQUESTED, _asked(setting))
 
 
-def unwritable(folder: Path, error: OSError) -> InputError:
-    """Return the error of a folder of ``--out`` that cannot be written."""
-    return wrong("--out", f"{folder}, which cannot be written ({error.strerror})", "a folder to write")
+def note(path: Path, values: Mapping[str, Any]) -> None:
+    """Write what ``read_noted`` reads, unless it is there. Raises InputError if the folder cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file():
+            durable.replace(path, dumped(values), mode=0o644)
+    except OSError as error:
+        found = f"{path.parent}, which cannot be written ({error.strerror})"
+        raise wrong("--out", found, "a folder to write") from error
 
 
 def _difference(there: Mapping[str, Any], here: Mapping[str, Any], path: str = "") -> str:

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ from fedflat.records.folder import METRICS, read_lines
 from fedflat.records.opening import Opening
 from fedflat.report import RunEvent
 from fedflat.simulation import settings as space
-from fedflat.simulation.experiment import compare
-from fedflat.simulation.settings import CHARGE, PUBLIC, WINNER, Axis, Settings, expand, tasks, unwritable
+from fedflat.simulation.experiment import Comparison, compare
+from fedflat.simulation.settings import CHARGE, PUBLIC, WINNER, Axis, Settings, expand, tasks
 
 DRAW, TRIALS = "private/draw.json", "private/trials"
 APART = 0.5
@@ -77,18 +77,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Selected:
-    """What came of a selection. winner: the run's folder; None where trials are left.
-
-    settings, score: the winner's. left: trials that were stopped. failed: name and one-line error of those that failed.
-    """
+    """What came of a selection. winner: the run's folder, of which settings and score are."""
 
     folder: Path
     asked: Asked
-    winner: Path | None = None
-    settings: Settings = field(default_factory=dict)
-    score: float | None = None
-    left: int = 0
-    failed: Mapping[str, str] = field(default_factory=dict)
+    winner: Path
+    settings: Settings
+    score: float
 
 
 def ask(recipe: Recipe, varied: Sequence[str], selection: Selection, clients: int | None = None) -> Asked:
@@ -133,7 +128,8 @@ def tune(asked: Asked, folder: str | Path, processes: int | None = None, update:
 
     The whole selection is charged before the first trial starts. Nothing is drawn twice: the same command after a kill
     goes on with the same trials. Ctrl-C lets running rounds finish. processes: trials at a time, as ``compare``.
-    Raises InputError: ``folder`` holds something else, or its draw is gone. RunError: a trial's records are damaged.
+    Raises InputError: ``folder`` holds something else, or its draw is gone. RunError: a trial failed or was stopped, or
+    its records are damaged.
     """
     place = Path(folder)
     _claim(place, asked)
@@ -143,9 +139,7 @@ def tune(asked: Asked, folder: str | Path, processes: int | None = None, update:
             public = load_validation(asked.recipe.data, asked.recipe.seed)  # without data nothing is charged
             if not ledger.entries:
                 ledger.append(space.charge(asked.plan, asked.public()))
-            unfinished = _work(place, asked, drawn, public, processes, update)
-            if unfinished is not None:
-                return unfinished
+            _work(place, asked, drawn, public, processes, update)
         _release(place, drawn)
     _hide_times(place)
     best = next(trial for trial in drawn["trials"] if trial["name"] == drawn["winner"])
@@ -163,11 +157,7 @@ def _claim(place: Path, asked: Asked) -> None:
     if place.is_dir() and any(place.iterdir()):
         raise wrong("--out", f"{place}, which holds something else", "a new folder")
     keys.check_outside(place)
-    try:
-        (place / "private").mkdir(mode=0o700, parents=True, exist_ok=True)
-        durable.replace(place / PUBLIC, dumped(public), mode=0o644)
-    except OSError as error:
-        raise unwritable(place, error) from error
+    space.note(place / PUBLIC, public)
 
 
 def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
@@ -210,18 +200,22 @@ def trial_recipe(asked: Asked, trial: Mapping[str, Any]) -> Recipe:
 def _work(
     place: Path, asked: Asked, drawn: dict[str, Any], public: tuple[Tensor, Tensor], processes: int | None,
     update: Update | None,
-) -> Selected | None:  # fmt: skip
-    """Run every trial, score it and note the winner; what is left where some are not done."""
+) -> None:  # fmt: skip
+    """Run every trial, score it and note the winner."""
     recipes = [trial_recipe(asked, trial) for trial in drawn["trials"]]
     (place / TRIALS).mkdir(mode=0o700, exist_ok=True)
-    found = compare(recipes, (), 1, place / TRIALS, processes, update)
-    if not found.complete:
-        return Selected(place, asked, left=found.left, failed=found.failed)
+    _all_done(compare(recipes, (), 1, place / TRIALS, processes, update))
     for trial, run in zip(drawn["trials"], tasks(place / TRIALS, expand(recipes, (), 1))):
         trial["score"] = score(run.folder, run.recipe, *public)
     drawn["winner"] = max(drawn["trials"], key=lambda trial: (trial["score"], trial["name"]))["name"]
     _keep(place, drawn)
-    return None
+
+
+def _all_done(found: Comparison) -> None:
+    """Raise RunError where trials are left."""
+    if not found.complete:
+        why = next(iter(found.failed.values()), "stopped as asked")
+        raise RunError(f"{len(found.failed)} trials failed, {found.left} are left ({why}); the same command goes on")
 
 
 def score(run: Path, recipe: Recipe, inputs: Tensor, targets: Tensor) -> float:
@@ -283,15 +277,12 @@ class OnProxy:
     """What a search on a random process found.
 
     rows: settings and accuracy on the process's own test examples, the best first. chosen: the recipe with the best
-    ones, as a file that ``fedflat run`` takes; None while trials are left. dataset: the process's name.
+    ones, as a file that ``fedflat run`` takes. dataset: the process's name.
     """
 
-    folder: Path
     dataset: str
-    rows: tuple[tuple[Settings, float], ...] = ()
-    chosen: Path | None = None
-    left: int = 0
-    failed: Mapping[str, str] = field(default_factory=dict)
+    rows: tuple[tuple[Settings, float], ...]
+    chosen: Path
 
 
 def settings_to_try(every: Sequence[Axis], count: int, seed: int) -> list[Settings]:
@@ -311,6 +302,7 @@ def tune_on_proxy(
 
     Of the recipe's data only public numbers are taken: the form of examples, classes, clients, and examples per client.
     Raises InputError: a setting that no recipe can have, data that are no images, or another search in ``folder``.
+    RunError: a run failed or was stopped.
     """
     every, place = space.axes(varied, private=False), Path(folder)
     import pandas
@@ -322,16 +314,14 @@ def tune_on_proxy(
         space.applied(there, settings).model_copy(update={"name": f"{number:03d} {_short(settings)}"})
         for number, settings in enumerate(tried, start=1)
     ]
-    done = compare(recipes, (), 1, place, processes, update)
-    if not done.complete:
-        return OnProxy(place, there.data.dataset, left=done.left, failed=done.failed)
+    _all_done(compare(recipes, (), 1, place, processes, update))
     runs = tasks(place, expand(recipes, (), 1))
     rows = sorted(zip(tried, (_accuracy(run.folder) for run in runs)), key=lambda row: -row[1])
     text = dumped(space.applied(recipe, rows[0][0]).model_dump(mode="json", exclude_defaults=True))
     durable.replace(place / CHOSEN, text, mode=0o644)
     table = pandas.DataFrame([{**settings, "accuracy": f"{found:.6g}"} for settings, found in rows])
     table.to_csv(place / TABLE, index=False, lineterminator="\n")
-    return OnProxy(place, there.data.dataset, tuple(rows), place / CHOSEN)
+    return OnProxy(there.data.dataset, tuple(rows), place / CHOSEN)
 
 
 def _short(settings: Settings) -> str:
