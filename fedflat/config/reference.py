@@ -45,8 +45,7 @@ def explain(path: str) -> list[Key]:
     Raises:
         InputError: no such key, with the nearest; a key without its section names its places.
     """
-    found = [key for key in recipe_keys() if key.path == path or key.path.startswith(path + ".")]
-    if found:
+    if found := [key for key in recipe_keys() if f"{key.path}.".startswith(f"{path}.")]:
         return found
     paths = [key.path for key in recipe_keys()]
     same = [known for known in paths if known.rpartition(".")[2] == path]
@@ -59,11 +58,8 @@ def _keys_of(model: type[BaseModel], before: str) -> Iterator[Key]:
         path = before + name
         inner = section_in(info.annotation)
         meaning, _, example = " ".join((info.description or "").split()).partition(EXAMPLE)
-        if (
-            inner is None
-            or issubclass(inner, (NamedSection, ClipSection))
-            or name in ("partition", "noise", "selection")
-        ):
+        single = inner is None or issubclass(inner, (NamedSection, ClipSection))
+        if single or name in ("partition", "noise", "selection"):
             yield Key(path, _kind(info), _default(info), meaning.strip(), example)
         if inner is not None and not issubclass(inner, NamedSection):
             yield from _keys_of(inner, path + ".")

@@ -75,11 +75,9 @@ def create(run: str) -> bytes:
         RunError: the file cannot be written.
     """
     path, key = path_of(run), fresh_key()
-    try:
+    with _writing(path, "nothing was released", "the noise key"):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         durable.create(path, key)
-    except OSError as error:
-        raise RunError(f"{path}: the noise key cannot be written ({error.strerror}); nothing was released") from error
     return key
 
 
@@ -112,11 +110,9 @@ def _read(path: Path, what: str) -> bytes | None:
 
 def forget(run: str) -> bool:
     """Delete a run's key; whether there was one (a missing one is no error)."""
-    try:
-        path_of(run).unlink()
-    except FileNotFoundError:
-        return False
-    return True
+    there = path_of(run).exists()
+    path_of(run).unlink(missing_ok=True)
+    return there
 
 
 MARK = "the mark of the noise key"
@@ -197,11 +193,11 @@ class Mark:
 
 
 @contextmanager
-def _writing(path: Path, then: str) -> Iterator[None]:
+def _writing(path: Path, then: str, what: str = MARK) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"{path}: {MARK} cannot be written ({error.strerror}); {then}") from error
+        raise RunError(f"{path}: {what} cannot be written ({error.strerror}); {then}") from error
 
 
 def compare(run: str, entries: Sequence[Entry]) -> tuple[list[Entry], str]:

@@ -210,9 +210,8 @@ def _at_a_time(settings: list[Setting], cores: int) -> int:
     from fedflat.engine.device import PROCESSES
 
     engines = [setting.recipe.engine for setting in settings]
-    if all(engine.device == "cpu" or (engine.device == "auto" and engine.backend in PROCESSES) for engine in engines):
-        return cores
-    return 1 if torch.cuda.is_available() else cores
+    free = all(each.device == "cpu" or (each.device == "auto" and each.backend in PROCESSES) for each in engines)
+    return cores if free or not torch.cuda.is_available() else 1
 
 
 class _WorkerCrew:

@@ -144,9 +144,7 @@ def _result(recipe: Recipe, job: Job, outcome: Outcome) -> Result:
 
 def write_ending(job: Job, facts: Mapping[str, Any], outcome: Outcome) -> None:
     """Write a run's statement, and sign it with ledger and released weights where the job has an operator's key."""
-    folder = job.folder
-    if folder is None:
-        raise TypeError("a run without a folder has no records")
+    folder: RunFolder = job.folder  # type: ignore[assignment]
     weights = weights_digest(job, outcome.state)
     write_statement(folder.path / STATEMENT, facts, folder.run, weights)
     # What an export will say, which is the checkpoint's: a run that is gone on with may have another version's.
