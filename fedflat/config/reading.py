@@ -24,14 +24,10 @@ def names() -> list[str]:
 
 def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
     """Return the mapping in a packaged recipe, a YAML file or a run folder's recipe.yaml."""
-    path = Path(source)
-    if path.is_dir():
-        path = path / "recipe.yaml"
+    asked = Path(source, "recipe.yaml") if Path(source).is_dir() else Path(source)
+    path = asked if asked.is_file() else FOLDER / f"{source}.yaml"
     if not path.is_file():
-        packaged = FOLDER / f"{source}.yaml"
-        if not packaged.is_file():
-            raise _not_found(path, str(source))
-        path = packaged
+        raise _not_found(asked, str(source))
     if path.name.lower().removesuffix(".gz").endswith((".csv", ".tsv", ".parquet", ".xlsx")):
         raise wrong(str(path), "a table", f"a recipe, which fedflat data {path} drafts")
     try:

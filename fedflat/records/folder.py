@@ -46,21 +46,19 @@ class RunFolder:
             InputError: it holds a run, is being made one by another process, or cannot be written.
         """
         check_new(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            (path / "private").mkdir(mode=0o700, exist_ok=True)
-            claim = os.open(path / "private", os.O_RDONLY)
-        except OSError as error:
-            raise _unwritable(path, error) from error
-        try:
+        with contextlib.ExitStack() as claims:
             try:
+                path.mkdir(parents=True, exist_ok=True)
+                (path / "private").mkdir(mode=0o700, exist_ok=True)
+                claim = os.open(path / "private", os.O_RDONLY)
+                claims.callback(os.close, claim)
                 fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _taken(path) from None
+            except OSError as error:
+                raise _unwritable(path, error) from error
             check_new(path)
             yield cls(path, deployment)
-        finally:
-            os.close(claim)
 
     @property
     def checkpoints(self) -> Path:

@@ -87,16 +87,14 @@ class Opening:
 
     @classmethod
     def of(
-        cls, identity: Identity, key: bytes, recipe_text: str, software: Mapping[str, Any], run: str | None = None,
-        terms: Mapping[str, Any] | None = None,
+        cls, identity: Identity, key: bytes, recipe_text: str, software: Mapping[str, Any], run: str | None,
+        terms: Mapping[str, Any],
     ) -> "Opening":  # fmt: skip
         """The opening of a new run. key: of a seeded run its noise key, so that equal runs have equal files; else fresh
         entropy. run: the name of the key file, if there is one."""
         secret, name = digest(key, "secret of a run").hex(), digest(key, "name of a run").hex()[:32]
-        file = hashlib.sha256(recipe_text.encode()).hexdigest()
-        terms, software = dict(terms or {}), dict(software)
-        digests, engine = keyed(identity, secret), identity.engine
-        return cls(run or name, secret, 1, digests, file, software, engine=engine, terms=terms)
+        digests, file = keyed(identity, secret), hashlib.sha256(recipe_text.encode()).hexdigest()
+        return cls(run or name, secret, 1, digests, file, dict(software), engine=identity.engine, terms=dict(terms))
 
     @property
     def public(self) -> dict[str, Any]:
