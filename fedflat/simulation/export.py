@@ -168,12 +168,10 @@ def _onnx(program: torch.export.ExportedProgram) -> bytes:
     try:
         with _quiet():
             names: dict[str, Any] = {"input_names": ["inputs"], "output_names": ["outputs"]}
-            found = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **names)
+            found: Any = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **names)
+            return bytes(found.model_proto.SerializeToString())
     except Exception as error:
         raise RunError(f"--onnx: this model has no ONNX form ({_first_line(error)}).") from error
-    if found is None:
-        raise RunError("--onnx: this model has no ONNX form.")
-    return bytes(found.model_proto.SerializeToString())
 
 
 def _traced(result: Any, option: str) -> torch.export.ExportedProgram:

@@ -28,8 +28,7 @@ from fedflat.privacy.statement import checksum
 from fedflat.privacy.verify import Verification, verify_run
 from fedflat.records import checkpoint, keys, signing
 from fedflat.records import folder as files
-from fedflat.records.folder import LEDGER, METRICS, OPENING, PRIVATE, RECIPE, STATEMENT, RunFolder, seals_of
-from fedflat.records.folder import SEALED as SUMS
+from fedflat.records.folder import LEDGER, METRICS, OPENING, PRIVATE, RECIPE, SEALED, STATEMENT, RunFolder, seals_of
 from fedflat.records.opening import Opening
 from fedflat.records.signing import MADE_FOR, SIGNATURE, TIPS
 from fedflat.simulation import recomputed
@@ -111,7 +110,7 @@ def _opening_verdict(run: Records) -> tuple[Verdict, str]:
     if not (run.folder / "private").is_dir() and run.exported:
         return "unchecked", "not in this folder, which is an exported one"
     if not (run.folder / "private").is_dir():
-        return "wrong", f"missing, and this is no exported folder: it has no {SUMS}"
+        return "wrong", f"missing, and this is no exported folder: it has no {SEALED}"
     try:
         opening, first = Opening.read(run.folder), run.first
     except InputError as error:
@@ -347,14 +346,14 @@ def check_sums(run: Records) -> Iterator[Check]:
     if not run.exported:
         return
     path = run.folder
-    wanted = [line.partition("  ")[::2] for line in (path / SUMS).read_text("utf-8", "replace").splitlines()]
+    wanted = [line.partition("  ")[::2] for line in (path / SEALED).read_text("utf-8", "replace").splitlines()]
     for name in sorted({MODEL, LEDGER, STATEMENT, RECIPE, METRICS} - {pair[-1] for pair in wanted}):
-        yield Check(SUMS, "wrong", f"no line for {name}")
-    for name in sorted(set(run.files) - {SUMS, *(pair[-1] for pair in wanted)}):
-        yield Check(name, "wrong", f"not in {SUMS}: nobody exported it")
+        yield Check(SEALED, "wrong", f"no line for {name}")
+    for name in sorted(set(run.files) - {SEALED, *(pair[-1] for pair in wanted)}):
+        yield Check(name, "wrong", f"not in {SEALED}: nobody exported it")
     for known, name in wanted:
         # A name that is none of the folder's files may lead out of it.
-        yield _same(name or SUMS, name in run.files and _sha256(path / name) == known != "", "as it was exported")
+        yield _same(name or SEALED, name in run.files and _sha256(path / name) == known != "", "as it was exported")
     if run.recipe is not None and (path / RECIPE).read_bytes() != recomputed.exported_recipe(run.recipe):
         yield Check(RECIPE, "wrong", "has a comment, or another form than an export writes")
     if files.whole_lines(path / METRICS) is None:
@@ -490,7 +489,7 @@ def check_strangers(run: Records) -> Iterator[Check]:
 
     In an exported folder that SHA256SUMS names them makes no difference: whoever adds a file can redo it.
     """
-    covered = (*COVERED, *((MODEL, PREPARATION, SUMS) if run.exported else ()))
+    covered = (*COVERED, *((MODEL, PREPARATION, SEALED) if run.exported else ()))
     others = [file for file in run.files if not any(fnmatchcase(file, one) for one in covered)]
     known = {file: why for file in others for one, why in BESIDE.items() if fnmatchcase(file, one)}
     yield from (Check(name, "unchecked", f"known, not covered: {why}") for name, why in known.items())

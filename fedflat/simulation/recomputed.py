@@ -29,8 +29,7 @@ from fedflat.privacy.ledger import CHAIN, REASONS, RUN, Entry, Scan, run_of, sca
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import headline
 from fedflat.records import checkpoint
-from fedflat.records.folder import LEDGER, METRICS, OPENING, RECIPE, STATEMENT, locked, read_lines, single_keys
-from fedflat.records.folder import SEALED as SUMS
+from fedflat.records.folder import LEDGER, METRICS, OPENING, RECIPE, SEALED, STATEMENT, locked, read_lines, single_keys
 from fedflat.records.opening import Opening, refuse_older, versions
 from fedflat.records.signing import tips_of
 
@@ -70,7 +69,7 @@ class Records:
     @cached_property
     def exported(self) -> bool:
         """Whether this is an exported folder, whose files have a list of checksums."""
-        return (self.folder / SUMS).is_file()
+        return (self.folder / SEALED).is_file()
 
     @cached_property
     def going(self) -> bool:

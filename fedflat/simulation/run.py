@@ -164,8 +164,7 @@ def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
     same = asked.device.partition(":")[0] == started.device.partition(":")[0]
     if asked.backend != "auto" or not same:
         return recipe.model_copy(update={"engine": asked})
-    plain = type(asked)()
-    changed = {name: value for name, value in asked if value != getattr(plain, name)}
+    changed = asked.model_dump(exclude_defaults=True)
     return recipe.model_copy(update={"engine": started.model_copy(update=changed)})
 
 

@@ -25,7 +25,7 @@ from fedflat.config.reading import dumped, parse_value
 from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
 from fedflat.core.checks import InputError, nearest, require, wrong
-from fedflat.privacy.ledger import LedgerError, read
+from fedflat.privacy.ledger import read
 from fedflat.privacy.plan import Plan
 from fedflat.records.folder import RECIPE, check_name
 
@@ -367,12 +367,9 @@ def faults(folder: Path) -> list[str]:
     """Return what is wrong with a selection's public records and, where there is a winner, with what it states.
 
     Raises:
-        InputError: ``selection.yaml`` cannot be read.
+        InputError: ``charge.jsonl`` or ``selection.yaml`` cannot be read.
     """
-    try:
-        entries = read(folder / CHARGE)
-    except LedgerError as error:
-        return [str(error)]
+    entries = read(folder / CHARGE)
     if len(entries) != 1:
         return [f"{CHARGE}: {len(entries)} lines where one charge belongs"]
     line, found = entries[0], []
