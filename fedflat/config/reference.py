@@ -71,8 +71,7 @@ def _algorithm_keys() -> Iterator[Key]:
     for name, meaning in ALGORITHM_KEYS.items():
         defaults: dict[str, list[str]] = {}
         for method, factory in ALGORITHMS.items():
-            taken = inspect.signature(factory).parameters.get(name)
-            if taken is not None:
+            if taken := inspect.signature(factory).parameters.get(name):
                 defaults.setdefault(_shown(taken.default), []).append(method)
         shown = "; ".join(f"{value} ({', '.join(methods)})" for value, methods in defaults.items())
         yield Key(f"algorithm.{name}", "of some methods", shown, meaning)

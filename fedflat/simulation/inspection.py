@@ -272,17 +272,16 @@ def _outcome(record: str, faults: Sequence[object], about: str) -> Iterator[Chec
 
 def check_checkpoints(run: Records) -> Iterator[Check]:
     """Check both halves of every checkpoint against their checksums, the run's id, the ledger and tips.jsonl."""
-    path, rounds = run.folder, []
-    for file in sorted((path / "checkpoints").glob("round-*.safetensors")):
-        name = f"checkpoints/{file.name}"
-        rounds.append(checkpoint.round_of(file))
+    path, there = run.folder, sorted((run.folder / "checkpoints").glob("round-*.safetensors"))
+    for file in there:
         try:
             _, _, facts = checkpoint.load(file, hidden=not run.locked)
+            fault, events = _foreign(run, facts), (facts.get("ledger") or {}).get("events", 0)
         except InputError as error:
-            yield Check(name, "wrong", str(error))
-            continue
-        fault, events = _foreign(run, facts), (facts.get("ledger") or {}).get("events", 0)
-        yield Check(name, "wrong" if fault else "ok", fault or f"this run's, made after {counted(events, 'event')}")
+            fault, events = str(error), 0
+        about = fault or f"this run's, made after {counted(events, 'event')}"
+        yield Check(f"checkpoints/{file.name}", "wrong" if fault else "ok", about)
+    rounds = [checkpoint.round_of(file) for file in there]
     newest, done = max(rounds, default=0), run.stated_rounds
     if (path / "private").is_dir() and newest < done:
         yield Check("checkpoints/", "wrong", f"the newest is of round {newest}, the run finished {done}")
@@ -333,12 +332,10 @@ def check_mark(run: Records) -> Iterator[Check]:
             yield Check(name, "unchecked", "not on this machine: whether every key was used once cannot be seen here")
         return
     try:
-        lost, why = keys.compare(run.opening.run, read(run.folder / LEDGER))
+        _, why = keys.compare(run.opening.run, read(run.folder / LEDGER))
     except InputError as error:
-        yield Check(name, "wrong", str(error))
-        return
-    as_marked = f"{counted(len(run.entries), 'event')}, as in the ledger"
-    yield Check(name, "wrong" if lost or why else "ok", why or as_marked)
+        why = str(error)
+    yield Check(name, "wrong" if why else "ok", why or f"{counted(len(run.entries), 'event')}, as in the ledger")
 
 
 def check_sums(run: Records) -> Iterator[Check]:

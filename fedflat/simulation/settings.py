@@ -154,14 +154,12 @@ def check_folders(folder: Path, settings: Sequence[Setting]) -> None:
     """Raise InputError if a setting's place in ``folder`` holds runs of another recipe; nothing is written."""
     for setting in settings:
         place = folder / setting.slug
-        noted = place / REQUESTED
-        if not noted.is_file():
-            if any(place.glob(f"seed-*/{RECIPE}")):
-                raise wrong("--out", f"{place}, which holds runs of something else", "a new folder")
-            continue
-        if differs := _difference(read_noted(noted), json.loads(json.dumps(_asked(setting)))):
-            allowed = "the same recipe, or a new folder"
-            raise InputError(f"--out: found {place}, whose runs have {differs}; allowed: {allowed}.")
+        if (place / REQUESTED).is_file():
+            if differs := _difference(read_noted(place / REQUESTED), json.loads(json.dumps(_asked(setting)))):
+                allowed = "the same recipe, or a new folder"
+                raise InputError(f"--out: found {place}, whose runs have {differs}; allowed: {allowed}.")
+        elif any(place.glob(f"seed-*/{RECIPE}")):
+            raise wrong("--out", f"{place}, which holds runs of something else", "a new folder")
 
 
 def read_noted(path: Path) -> dict[str, Any]:

@@ -150,11 +150,9 @@ def _claim(place: Path, asked: Asked) -> None:
     """Write what is public, or check that it is what lies there."""
     public = json.loads(json.dumps(asked.public()))
     if (place / PUBLIC).is_file():
-        if space.read_noted(place / PUBLIC) != public:
-            allowed = "the same recipe and options, or a new folder"
-            raise wrong("--out", f"{place}, which holds another selection", allowed)
-        return
-    if place.is_dir() and any(place.iterdir()):
+        same, allowed = space.read_noted(place / PUBLIC) == public, "the same recipe and options, or a new folder"
+        require(same, "--out", f"{place}, which holds another selection", allowed)
+    elif place.is_dir() and any(place.iterdir()):
         raise wrong("--out", f"{place}, which holds something else", "a new folder")
     keys.check_outside(place)
     space.note(place / PUBLIC, public)
