@@ -4,8 +4,6 @@ A factory's keyword arguments are the recipe's ``algorithm`` keys with their def
 method of your own is one more such function in a file of yours: ``algorithm: {name: my_file.py:my_method}``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,26 +11,9 @@ from typing import Any
 
 from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.types import Algorithm, Phase
+from fedflat.pieces import server, state
 from fedflat.pieces.clipping import SmoothedNormalisation
 from fedflat.pieces.gradients import HoldBias, blur, compose, label_prior, look_ahead, pgn, proximal, sam
-from fedflat.pieces.server import (
-    KeepInitial,
-    LaplacianSmoothing,
-    PgnDirection,
-    corrected_adam,
-    laplacian_smoothing,
-    velocity,
-)
-from fedflat.pieces.state import (
-    FeedbackDirection,
-    Residual,
-    ScaffoldGradient,
-    ScaffoldMessage,
-    ServerControl,
-    client_control,
-    client_memory,
-    disk,
-)
 from fedflat.pieces.transforms import ClassSums, add_back_direction, lus, random_mask, rescale, top_k, top_mask
 
 Factory = Callable[..., Algorithm]
@@ -132,7 +113,7 @@ def fed_smp_topk(
         "fed-smp-topk",
         mask=top_mask(keep, explore),
         transforms=_rescaled(keep, rescale),
-        server=(KeepInitial(),),
+        server=(server.KeepInitial(),),
         options={"public": public},
     )
 
@@ -185,7 +166,7 @@ def dp_fedavg_ls(smoothing: float = 0.01, scope: str = "tensor") -> Algorithm:
     >>> dp_fedavg_ls().server
     (LaplacianSmoothing(smoothing=0.01, scope='tensor'),)
     """
-    return Algorithm("dp-fedavg-ls", server=(laplacian_smoothing(smoothing, scope),))
+    return Algorithm("dp-fedavg-ls", server=(server.laplacian_smoothing(smoothing, scope),))
 
 
 def dp_fedpgn(rho: float = 0.2, beta: float = 0.3) -> Algorithm:
@@ -206,15 +187,15 @@ def dp_fedpgn_ls(rho: float = 0.2, beta: float = 0.3, smoothing: float = 0.01, s
     >>> dp_fedpgn_ls(smoothing=0.1).server[0].smoothing
     LaplacianSmoothing(smoothing=0.1, scope='tensor')
     """
-    return _pgn("dp-fedpgn-ls", rho, beta, laplacian_smoothing(smoothing, scope))
+    return _pgn("dp-fedpgn-ls", rho, beta, server.laplacian_smoothing(smoothing, scope))
 
 
-def _pgn(name: str, rho: float, beta: float, smoothing: LaplacianSmoothing | None) -> Algorithm:
+def _pgn(name: str, rho: float, beta: float, smoothing: server.LaplacianSmoothing | None) -> Algorithm:
     return Algorithm(
         name,
         phases=(Phase(rule=pgn(rho, beta)),),
         transforms=(add_back_direction(beta),),
-        server=(PgnDirection(beta, smoothing),),
+        server=(server.PgnDirection(beta, smoothing),),
         momentum=0.0,
         fixed_momentum="the message re-adds (1−β)·K·η·g̃, which is exact only without local momentum",
     )
@@ -231,8 +212,8 @@ def dp_scaffold(scale: float = 1.0) -> Algorithm:
     """
     scale = in_range("algorithm.scale", scale, 0, open_low=True)
     return Algorithm(
-        "dp-scaffold", phases=(Phase(rule=ScaffoldGradient()),), transforms=(ScaffoldMessage(scale),),
-        server=(ServerControl(scale),), client_state=(client_control(scale),), vectors=2, momentum=0.0,
+        "dp-scaffold", phases=(Phase(rule=state.ScaffoldGradient()),), transforms=(state.ScaffoldMessage(scale),),
+        server=(state.ServerControl(scale),), client_state=(state.client_control(scale),), vectors=2, momentum=0.0,
         fixed_momentum="Δw/(Kη) is the mean of the corrected gradients only without local momentum",
     )  # fmt: skip
 
@@ -264,9 +245,9 @@ def fed_normec(alpha: float = 0.1) -> Algorithm:
     alpha = in_range("algorithm.alpha", alpha, 0, open_low=True)
     return Algorithm(
         "fed-normec",
-        transforms=(Residual(),),
-        server=(FeedbackDirection(),),
-        client_state=(client_memory(),),
+        transforms=(state.Residual(),),
+        server=(state.FeedbackDirection(),),
+        client_state=(state.client_memory(),),
         scale=SmoothedNormalisation(alpha),
     )
 
@@ -423,7 +404,7 @@ def dp_fedadam(beta1: float = 0.9, beta2: float = 0.99, floor: float | None = No
     >>> dp_fedadam(floor=1e-4).optimizer
     CorrectedAdam(beta1=0.9, beta2=0.99, floor=0.0001)
     """
-    return Algorithm("dp-fedadam", optimizer=corrected_adam(beta1, beta2, floor), server_lr=0.03)
+    return Algorithm("dp-fedadam", optimizer=server.corrected_adam(beta1, beta2, floor), server_lr=0.03)
 
 
 def dp_fednsam(rho: float = 0.05, gamma: float = 0.5) -> Algorithm:
@@ -440,7 +421,7 @@ def dp_fednsam(rho: float = 0.05, gamma: float = 0.5) -> Algorithm:
     (Velocity(gamma=0.9),)
     """
     rule = compose(look_ahead(gamma), sam(rho))
-    return Algorithm("dp-fednsam", phases=(Phase(rule=rule),), server=(velocity(gamma),))
+    return Algorithm("dp-fednsam", phases=(Phase(rule=rule),), server=(server.velocity(gamma),))
 
 
 def dp_disk(kappa: float = 0.7, ahead: float | None = None) -> Algorithm:
@@ -449,7 +430,7 @@ def dp_disk(kappa: float = 0.7, ahead: float | None = None) -> Algorithm:
     >>> dp_disk(kappa=0.5).optimizer
     Filter(kappa=0.5)
     """
-    rule, optimizer = disk(kappa, ahead)
+    rule, optimizer = state.disk(kappa, ahead)
     return Algorithm("dp-disk", phases=(Phase(rule=rule),), optimizer=optimizer)
 
 
