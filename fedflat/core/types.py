@@ -133,7 +133,8 @@ class ServerStep(Protocol):
     """
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        """Its slots before round 0, by name; shared: w^0 ``(d,)``."""
+        """Its slots before round 0, by name: none, unless a step says otherwise; shared: w^0 ``(d,)``."""
+        return {}
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         """Noisy mean ``(d,)`` -> (processed mean ``(d,)``, changed slots)."""

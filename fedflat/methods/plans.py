@@ -1,11 +1,8 @@
 """Account for methods with a mechanism of their own: noisy votes and the discrete Gaussian."""
 
-from __future__ import annotations
-
-import dataclasses
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from fedflat.core.checks import require, wrong
 from fedflat.core.discrete import default_granularity
@@ -71,7 +68,7 @@ class VotesPlan(Accounted):
         base = plan.params
         # The account divides by the relation's factor again.
         multiplier = base.factor * self.std(plan) / self.sensitivity(plan)
-        return dataclasses.replace(base, rounds=self.spent(plan, rounds), noise_multiplier=multiplier)
+        return replace(base, rounds=self.spent(plan, rounds), noise_multiplier=multiplier)
 
     def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
         """Return the guarantee towards each adversary after all draws of `rounds` rounds."""
@@ -121,7 +118,7 @@ class DDGaussPlan(Accounted):
     rounding = 0.0  # whole numbers
     facts = {"mechanism": TEXTS["noise"]["discrete"]}  # noqa: RUF012  (what the privacy statement says of it)
 
-    def settled(self, plan: Plan) -> DDGaussPlan:
+    def settled(self, plan: Plan) -> Self:
         """Return the same with n_max and γ as numbers: what runs must not follow the δ that ε is asked for."""
         return replace(self, granularity=self.pitch(plan), most=self.n_max(plan))
 

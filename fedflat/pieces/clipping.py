@@ -9,8 +9,6 @@ that multiply them, ``(n,)``, or ``(n, L)`` where each of L tensors has its own.
 tensor([0.2000, 1.0000, 0.0000], dtype=torch.float64)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

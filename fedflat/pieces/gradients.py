@@ -13,8 +13,6 @@ clip it takes the place of the rest. With τ·log π_i added to the logits, π_i
 own data, a client's optimum no longer follows π_i (Menon et al. 2021; between clients, Zhang et al. 2022).
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 
 from fedflat.core.checks import in_range, require
 from fedflat.core.params import Layout
-from fedflat.core.types import Algorithm, ClientView, GradientFn, GradientRule, ServerView, l2
+from fedflat.core.types import Algorithm, ClientView, GradientFn, GradientRule, ServerStep, ServerView, l2
 
 
 def _direction(vector: Tensor, radius: float) -> Tensor:
@@ -245,16 +243,13 @@ class LabelPrior:
 
 
 @dataclass(frozen=True)
-class HoldBias:
+class HoldBias(ServerStep):
     """The server step that drops what the noisy mean has for the last layer's bias: noise alone, if clients leave it.
 
     >>> view = ServerView(0, 1, 0.1, (slice(0, 1), slice(1, 3)), {}, cohort=5.0, clients=50)
     >>> HoldBias()(torch.tensor([1.0, 2.0, 3.0]), view)
     (tensor([1., 0., 0.]), {})
     """
-
-    def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        return {}
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         held = mean.clone()

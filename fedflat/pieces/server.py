@@ -10,8 +10,6 @@ Training goes on from the last iterate; only what is released, and evaluated, is
 the run: by the planned rounds or a stated decay, never by how the rounds went.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping
@@ -22,11 +20,11 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import in_range, one_of, whole
-from fedflat.core.types import MeanView, Optimizer, ServerView
+from fedflat.core.types import MeanView, Optimizer, ServerStep, ServerView
 
 
 @dataclass(frozen=True)
-class LaplacianSmoothing:
+class LaplacianSmoothing(ServerStep):
     """A⁻¹v with A = I − σ_ls·Lap, Lap the 1-D periodic discrete Laplacian (Liang et al. 2024).
 
     By FFT: v̂_j / (1 + 2σ_ls(1 − cos(2πj/n))). scope: ``tensor`` smooths each flattened tensor, ``vector`` the whole
@@ -36,9 +34,6 @@ class LaplacianSmoothing:
 
     smoothing: float
     scope: str = "tensor"
-
-    def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        return {}
 
     def smooth(self, vector: Tensor, tensors: tuple[slice, ...]) -> Tensor:
         """Return the smoothed vector ``(d,)``. tensors: where each shared tensor is in it."""

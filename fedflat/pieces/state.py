@@ -19,8 +19,6 @@ client sends, a·g(w + γd) + (1−a)·g(w) with a = (1−κ)/(κγ): one messag
 released models differ by, and the filter post-processes. A client's K steps are in place of an example's gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

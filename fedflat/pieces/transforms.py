@@ -13,8 +13,6 @@ A mask is called as ``mask(view)`` and returns a boolean tensor ``(d,)``; update
 2
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from fractions import Fraction
