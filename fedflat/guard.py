@@ -8,9 +8,9 @@ server path (``engine.round.finish_round``) with an optimiser that takes the mea
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ _used: set[str] = set()
 """Public names of the keys that guards of this process draw with."""
 
 
-class Guard:
+class Guard(AbstractContextManager["Guard"]):
     """Charges, clips, adds noise once, divides by m: one release a round, and a statement of what it cost.
 
     Args:
@@ -156,12 +156,7 @@ class Guard:
         """Give the ledger back; nothing can be released afterwards."""
         self._ledger.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __reduce__(self) -> NoReturn:

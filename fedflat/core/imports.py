@@ -12,12 +12,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fedflat.core.checks import InputError, RunError, nearest, require, wrong
+from fedflat.core.process import set_meanwhile
 
 USER_FILES = "fedflat_user_"
 """Before the names of modules that are read from a user's file."""
@@ -152,8 +154,7 @@ def missing(where: str, package: str, extra: str = "") -> InputError:
     return wrong(where, f"{package}, which is not installed", f"an installation with it: {install(extra)}")
 
 
-@contextmanager
-def hub() -> Iterator[None]:
+def hub() -> AbstractContextManager[None]:
     """Inside the block the hub's client asks the network only if somebody answers there; else its own cache alone.
 
     It does not change what is found, only how long nothing takes: the client tries an unreachable host six times
@@ -161,12 +162,9 @@ def hub() -> Iterator[None]:
     """
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not _reachable(constants.ENDPOINT)
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
+    name, before = "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE
+    offline = before or not _reachable(constants.ENDPOINT)
+    return set_meanwhile(lambda: before, partial(setattr, constants, name), offline)
 
 
 def _reachable(url: str, seconds: float = 5.0) -> bool:

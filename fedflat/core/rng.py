@@ -130,15 +130,10 @@ def seeded_torch(key: int | bytes, purpose: str, *index: int) -> Iterator[None]:
     """
     # 63 bits: torch takes signed seeds.
     number = int.from_bytes(digest(key, purpose, *index)[:8], "big") >> 1
-    own, devices = torch.default_generator, range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    before, there = own.get_state(), [torch.cuda.get_rng_state(device) for device in devices]
-    # torch.manual_seed would seed a GPU that is first used later, and takes thirty times as long.
-    own.manual_seed(number)
-    if there:
-        torch.cuda.manual_seed_all(number)
-    try:
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices, device_type="cuda"):
+        # torch.manual_seed would seed a GPU that is first used later, and takes thirty times as long.
+        torch.default_generator.manual_seed(number)
+        if devices:
+            torch.cuda.manual_seed_all(number)
         yield
-    finally:
-        own.set_state(before)
-        for device, state in zip(devices, there):
-            torch.cuda.set_rng_state(state, device)
