@@ -8,7 +8,6 @@ number of workers; memory is O(workers), not O(cohort).
 import atexit
 import contextlib
 import copy
-import itertools
 import os
 import pickle
 import queue
@@ -26,7 +25,7 @@ from torch import Tensor
 from fedflat.backends.in_process import Sequential, as_sent
 from fedflat.core.checks import RunError
 from fedflat.core.imports import Made, load_files, user_files
-from fedflat.core.params import PersonalState
+from fedflat.core.params import PersonalState, slices_of
 from fedflat.core.process import how_it_ended, leave_to_parent, own_stderr, text_of, write_errors_to
 from fedflat.core.types import Algorithm, Broadcast
 from fedflat.data.clients import FederatedData
@@ -67,9 +66,8 @@ class Workers:
 def spans_of(inner: Sequential) -> tuple[slice, ...]:
     """Return where a client's message, its head and each of its states are in a slot."""
     layout, method = inner.problem.layout, inner.algorithm
-    sizes = [method.vectors * layout.dimension, layout.size - layout.dimension]
-    ends = list(itertools.accumulate([*sizes, *(layout.dimension for _ in method.client_state)]))
-    return tuple(slice(start, end) for start, end in zip([0, *ends], ends))
+    sizes = method.vectors * layout.dimension, layout.size - layout.dimension
+    return slices_of([*sizes, *(layout.dimension for _ in method.client_state)])
 
 
 class _Pool:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -121,15 +121,6 @@ def exact_square(values: Integers) -> int:
     return total
 
 
-class Bits(Protocol):
-    """Anything that gives independent uniform 64-bit words."""
-
-    def integers64(self, count: int) -> Words: ...
-
-
-Source = np.random.Generator | Bits
-
-
 class SecureBits:
     """Uniform 64-bit words from an AES-256-CTR key stream, named like `fedflat.core.rng.stream`.
 
@@ -146,6 +137,9 @@ class SecureBits:
     def integers64(self, count: int) -> Words:
         """Return the next `count` words of the key stream, shape `(count,)`."""
         return np.frombuffer(self._cipher.update(bytes(8 * count)), dtype="<u8").astype(np.uint64, copy=False)
+
+
+Source = np.random.Generator | SecureBits
 
 
 def random_words(source: Source, count: int) -> Words:
@@ -250,8 +244,6 @@ def uniform_below(limit: int, count: int, source: Source) -> Integers:
     while top < 1 << 64 and (bad := np.flatnonzero(words >= np.uint64(top))).size:
         words = words.copy()
         words[bad] = random_words(source, bad.size)
-    if limit & (limit - 1) == 0:
-        return (words & np.uint64(limit - 1)).astype(np.int64)
     return (words % np.uint64(limit)).astype(np.int64)
 
 

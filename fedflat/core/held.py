@@ -242,9 +242,8 @@ def _children(thing: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{index}]", value) for index, value in enumerate(base.__iter__(thing))] + _attributes(thing)
     if isinstance(thing, set | frozenset):
         # Two processes go through a set in different orders.
-        return [(f"{{{_label(v, index)}}}", v) for index, v in enumerate(sorted(thing, key=_shown))] + _attributes(
-            thing
-        )
+        inside = enumerate(sorted(thing, key=_shown))
+        return [(f"{{{_label(value, index)}}}", value) for index, value in inside] + _attributes(thing)
     if isinstance(thing, functools.partial):
         return [("()", thing.func), (".args", thing.args), (".keywords", thing.keywords), *_attributes(thing)]
     if isinstance(thing, type):

@@ -1,8 +1,9 @@
 """Hold a module's parameters as one flat vector: the shared part first, a client's personal part behind."""
 
 import fnmatch
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -13,6 +14,12 @@ from torch import Tensor, nn
 from fedflat.core.checks import nearest, require, wrong
 from fedflat.core.rng import NO_GENERATOR
 from fedflat.core.types import Part
+
+
+def slices_of(lengths: Iterable[int]) -> tuple[slice, ...]:
+    """Return where pieces of these lengths lie in one vector, one behind the other."""
+    ends = [*itertools.accumulate(lengths, initial=0)]
+    return tuple(map(slice, ends, ends[1:]))
 
 
 @dataclass(frozen=True)
@@ -47,11 +54,8 @@ class Layout:
 
     def tensors(self, part: Part = "all") -> tuple[slice, ...]:
         """Return the slice of each tensor of a part, counted from the start of the whole vector."""
-        ends, slices = 0, []
-        for length in self.lengths:
-            slices.append(slice(ends, ends + length))
-            ends += length
-        return tuple({"all": slices, "shared": slices[: self.shared], "personal": slices[self.shared :]}[part])
+        slices = slices_of(self.lengths)
+        return {"all": slices, "shared": slices[: self.shared], "personal": slices[self.shared :]}[part]
 
     def views(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Name and reshaped view of each tensor in ``vector`` of shape ``(…, D)``."""
@@ -105,15 +109,6 @@ def flatten(module: nn.Module, layout: Layout) -> Tensor:
     """Return a float32 copy of the trainable parameters as one vector ``(D,)``, on the CPU."""
     parameters = dict(module.named_parameters())
     return torch.cat([parameters[n].detach().reshape(-1).to("cpu", torch.float32) for n in layout.names])
-
-
-def load(module: nn.Module, layout: Layout, vector: Tensor) -> None:
-    """Write a vector ``(D,)``, or its shared part ``(d,)``, into the module's parameters."""
-    parameters = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, shape, where in zip(layout.names, layout.shapes, layout.tensors()):
-            if where.stop <= vector.numel():
-                parameters[name].copy_(vector[where].reshape(shape))
 
 
 def put(module: nn.Module, weights: Mapping[str, Tensor], where: str, whose: str) -> None:
@@ -237,10 +232,6 @@ def at_fault(module: nn.Module) -> bool:
     On channels-last images with AVX2 the gradient of its weights writes beyond oneDNN's memory (seen with torch 2.13,
     3 and 4 channels, stride 2): the process ends, or never does. On images in the plain layout it is right.
     """
-    return any(
-        isinstance(layer, nn.Conv2d)
-        and set(layer.kernel_size) == {1}
-        and max(layer.stride) > 1
-        and layer.in_channels // layer.groups < FEW
-        for layer in module.modules()
-    )
+    convolutions = (layer for layer in module.modules() if isinstance(layer, nn.Conv2d))
+    few = (layer for layer in convolutions if layer.in_channels // layer.groups < FEW)
+    return any(set(layer.kernel_size) == {1} and max(layer.stride) > 1 for layer in few)

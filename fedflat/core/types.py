@@ -17,7 +17,6 @@ from fedflat.core import rounding
 from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.rng import NO_GENERATOR
 
-Relation = Literal["add-remove", "replace-one"]
 Part = Literal["all", "shared", "personal"]
 
 GradientFn = Callable[[Tensor], Tensor]

@@ -271,9 +271,9 @@ def _distance(own: ModuleProblem, plain: ModuleProblem, weights: Tensor, batch: 
     return distance if distance >= 0 else float("inf")
 
 
-_MMAP_THRESHOLD, _TRIM_THRESHOLD, _LARGE = -3, -1, 1 << 30
-_ARENA_MAX = -8
-"""Numbers of ``mallopt``'s parameters in glibc's malloc.h; 1 GiB is more than any block that training takes."""
+_MALLOPT = {-3: 1 << 30, -1: 1 << 30, -8: 1}
+"""``mallopt``'s numbers in glibc's malloc.h of the thresholds of mmap and trim (1 GiB is more than any block that
+training takes), and of how many arenas there are at most."""
 
 
 def resident(data: FederatedData, module: nn.Module) -> FederatedData:
@@ -323,6 +323,5 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    mallopt(_MMAP_THRESHOLD, _LARGE)
-    mallopt(_TRIM_THRESHOLD, _LARGE)
-    mallopt(_ARENA_MAX, 1)
+    for number, value in _MALLOPT.items():
+        mallopt(number, value)

@@ -142,11 +142,6 @@ def cohort_scores(problem: ModuleProblem, data: FederatedData, weights: Tensor, 
     return np.array([(np.rint((accuracies.clip(0, 1) - 0.5) * STEPS) / STEPS).sum(), 0.5 * len(there)])
 
 
-def spread(accuracies: np.ndarray) -> dict[str, float]:
-    """Return the quantiles of the clients' accuracies: who is served worst."""
-    return {name: float(np.quantile(accuracies, q)) for name, q in QUANTILES.items()}
-
-
 PERSONAL_TIMES = 10
 """Evaluations of clients' own models in a run whose recipe says nothing: each passes over all held-back data."""
 BEST = "best metric"
@@ -189,7 +184,8 @@ def evaluate_round(job: Job, state: RoundState, heads: PersonalState) -> tuple[R
         figure = "accuracy" if job.problem.objective.scored else "loss"
         kind = "client" if method.head is None and method.finetune is None else "personal"
         hidden[f"{kind}_{figure}"] = float(accuracies.mean())
-        hidden[f"client_{figure}_quantiles"] = spread(accuracies)
+        # Who is served worst.
+        hidden[f"client_{figure}_quantiles"] = {n: float(np.quantile(accuracies, q)) for n, q in QUANTILES.items()}
     return public, hidden
 
 

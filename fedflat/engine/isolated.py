@@ -9,13 +9,14 @@ is made up, and a draw from a global generator is an error. Python that would fo
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fedflat.core.checks import InputError
 from fedflat.core.held import global_generators
@@ -304,18 +305,11 @@ def _without_leftovers(steps: Sequence[_Step], result: _Slot) -> tuple[_Step, ..
     """Return the steps, each dropping what is read there for the last time."""
     seen, found = {result.number}, list[_Step]()
     for step in reversed(steps):
-        used = {*_numbers((*step.args, *step.kwargs.values())), *(n for n in step.out if n is not None)}
+        read = (arg.number for arg in tree_leaves((step.args, step.kwargs)) if type(arg) is _Slot)
+        used = {*read, *(n for n in step.out if n is not None)}
         found.append(replace(step, drop=tuple(used - seen)))
         seen |= used
     return tuple(reversed(found))
-
-
-def _numbers(args: Iterable[Any]) -> Iterable[int]:
-    for arg in args:
-        if type(arg) is _Slot:
-            yield arg.number
-        elif type(arg) is list:
-            yield from _numbers(arg)
 
 
 # ---------------------------------------------------------------------------------------------------- the pieces

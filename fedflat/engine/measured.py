@@ -91,22 +91,20 @@ class _Rows:
                 # The bias is one more input that is always 1.
                 self.inputs[-1][..., layer.inputs] = 1.0
             self.deltas.append(empty.new_zeros(self.together, rows, layer.outputs))
-        self._bases(vectors)
+        self._bases(vectors, empty)
         widest, pairs = max(layer.inputs + layer.outputs for layer in layers), sum(rows**2 for rows in lengths)
         # A count of terms that no client's own rows change, so the test does not follow them either.
         self.product_error = gamma(max(TERMS, self.together * max(lengths)) + len(self.bases) + SPARE)
         dense = self.trace.size if len(self.bases) else 0
         self.norm_error = gamma(max(PRODUCTS, widest + pairs) + dense + 2 * SPARE)
 
-    def _bases(self, vectors: Factored) -> None:
-        """The dense parts ``(K, D)``, and every client's coefficients ``(n, K)``."""
-        clients, device = self.trace.clients, self.trace.device
-        numbers = [c[:, 0] if isinstance(c, Tensor) else torch.full((clients,), c) for _, c in vectors.bases]
-        empty = torch.zeros(0, self.trace.size, dtype=torch.float64, device=device)
-        self.bases = torch.stack([base.double() for base, _ in vectors.bases]) if numbers else empty
-        given = [c.to(device, torch.float64) for c in numbers]
-        self.given = torch.stack(given, 1) if given else empty.new_zeros(clients, 0)
-        self.coefficients = empty.new_zeros(self.together, len(numbers))
+    def _bases(self, vectors: Factored, empty: Tensor) -> None:
+        """The dense parts ``(K, D)``, and every client's coefficients ``(n, K)``; like ``empty``."""
+        clients, count = self.trace.clients, len(vectors.bases)
+        self.bases, self.given = empty.new_zeros(count, self.trace.size), empty.new_zeros(clients, count)
+        for k, (base, c) in enumerate(vectors.bases):
+            self.bases[k], self.given[:, k] = base, torch.as_tensor(c, dtype=torch.float32).flatten()
+        self.coefficients = empty.new_zeros(self.together, count)
         self.products = self.bases @ self.bases.T
 
     def take(self, start: int) -> int:

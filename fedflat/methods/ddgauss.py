@@ -15,16 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedflat.core import discrete
 from fedflat.core.checks import in_range, require, whole, wrong
-from fedflat.core.discrete import (
-    MIN_SHARE_STD,
-    SecureBits,
-    ShareNumbers,
-    Source,
-    discrete_gaussian,
-    exact_square,
-    random_words,
-)
+from fedflat.core.discrete import MIN_SHARE_STD, SecureBits, ShareNumbers, Source
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Broadcast, Mechanism
 
@@ -103,13 +96,13 @@ class DistributedDiscreteGaussian(ShareNumbers):
         base = floor.astype(np.int64)
         for _ in range(MAX_TRIES):
             # 53 bits of a word, exact in a double.
-            uniform = (random_words(rounding, part.size) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+            uniform = (discrete.random_words(rounding, part.size) >> np.uint64(11)).astype(np.float64) * 2.0**-53
             rounded: Integers = base + (uniform < part)
-            if exact_square(rounded) <= self.norm_limit:
+            if discrete.exact_square(rounded) <= self.norm_limit:
                 return rounded
         # Only a norm pushed over C by rounding errors gets here; towards zero the norm can only shrink.
         inward = np.trunc(scaled * (1 - 1e-9)).astype(np.int64)
-        return inward if exact_square(inward) <= self.norm_limit else np.zeros_like(inward)
+        return inward if discrete.exact_square(inward) <= self.norm_limit else np.zeros_like(inward)
 
     def shares(self, count: int, noise: Source) -> Integers:
         """`count` noise shares at once, `(d',)` in grid steps: one discrete Gaussian of `count` times the parameter.
@@ -118,7 +111,7 @@ class DistributedDiscreteGaussian(ShareNumbers):
         That law is within the account's τ of the sum of single shares, and the account's proof covers either.
         """
         whole("shares", count, 0)
-        return discrete_gaussian(count * self.share_variance, self.padded, noise)
+        return discrete.discrete_gaussian(count * self.share_variance, self.padded, noise)
 
     def encode(self, update: Tensor, signs: Floats, rounding: Source, noise: Source) -> Integers:
         """Client: update `(d,)` -> message `(d',)` int64 in [0, 2^bits). `rounding`, `noise`: private sources."""

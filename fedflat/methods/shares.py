@@ -8,7 +8,7 @@ path; no training loop knows of them.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -123,9 +123,7 @@ class SharesAccumulator(Accumulator):
 
     def result(self) -> NoisedAggregate:
         """Return the aggregate so far, with its noise."""
-        found = super().result()
-        plain = {item.name: getattr(found, item.name) for item in fields(Aggregate)}
-        return NoisedAggregate(**plain, noise=self.noise.clone())
+        return NoisedAggregate(**vars(super().result()), noise=self.noise.clone())
 
 
 class RealisedSum(PlainSum):

@@ -11,11 +11,9 @@ Covered: `central` (one noise on the sum) and `local` (each message by itself). 
 shares is no function of the sum of continuous shares; use the distributed discrete Gaussian there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import numpy as np
@@ -242,8 +240,7 @@ class GridNoise(Mechanism):
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the noise alone, as `release` draws it, float32 `(d,)`."""
-        grid = self.grid(bound, aggregate.total.numel())
-        return grid.to_float(self._steps(key, broadcast, aggregate.count, grid))
+        return self.release(key, broadcast, replace(aggregate, exact=None), bound)
 
     def _steps(self, key: bytes, broadcast: Broadcast, count: int, grid: GridGaussian) -> Integers:
         """Return the noise in grid steps, confined to the common mask if there is one (it never depends on the round's

@@ -11,7 +11,7 @@ from torch import nn
 from fedflat.core import checks, rng
 from fedflat.core.checks import InputError
 from fedflat.core.loss import IGNORE, example_loss, weighted_mean
-from fedflat.core.params import flatten, last_linear, layout_of, load
+from fedflat.core.params import flatten, last_linear, layout_of, put
 from fedflat.pieces.transforms import count_of
 
 
@@ -44,18 +44,16 @@ def test_the_head_comes_last(head: tuple[str, ...], personal: tuple[str, ...]) -
     assert layout.tensors("all") == layout.tensors("shared") + layout.tensors("personal")
 
 
-def test_flatten_and_load_are_inverse() -> None:
+def test_flatten_and_views_are_inverse() -> None:
     module, other = network(), network()
     layout = layout_of(module, ())
     vector = flatten(module, layout)
     assert vector.shape == (layout.size,) and vector.dtype == torch.float32
-    load(other, layout, vector)
+    put(other, dict(layout.views(vector)), "a module", "another")
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters()))
     vector.zero_()
     assert bool(flatten(module, layout).any())  # a copy
-    head = other[4].weight.clone()
-    load(other, layout, torch.ones(layout.dimension))  # the shared part alone leaves the head as it is
-    assert torch.equal(other[4].weight, head) and bool((other[0].weight == 1).all())
+    assert bool(other[0].weight.any())  # copies too
 
 
 def test_views_are_the_parameters_shapes_for_blocks_too() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedflat.core.checks import InputError
-from fedflat.core.params import flatten, layout_of, load
+from fedflat.core.params import flatten, layout_of, put
 from fedflat.landscape.objective import Objective, Points
 from fedflat.landscape.surfaces import directions, normalised, raw_direction, steps_of, surface
 from fedflat.models import build
@@ -19,7 +19,7 @@ from fedflat.models import build
 def direct(module: nn.Module, weights: Tensor, x: Tensor, y: Tensor) -> tuple[float, float]:
     """Loss and accuracy the plain way: load the weights into a copy, one pass."""
     other = copy.deepcopy(module).eval()
-    load(other, layout_of(other), weights)
+    put(other, dict(layout_of(other).views(weights)), "the copy", "the weights")
     with torch.no_grad():
         logits = other(x)
     return float(F.cross_entropy(logits, y)), float((logits.argmax(-1) == y).double().mean())
