@@ -44,37 +44,36 @@ def with_features(data: FederatedData, module: nn.Module, precision: str = "fp32
     # What another machine or version made has other last bits, of which this run's noise key knows nothing.
     name = _name(data, module, f"{precision} {device} {machine(device)}")
     if name is None:
-        inputs, test = _of_all(data, module, precision, None)
-        return replace(data, inputs=inputs, test_inputs=test)
-    if name not in _LAST:
-        _LAST.clear()
-        # From the disk it is mapped into memory, so that what is not being read need not be there.
-        known_there = read_tensors(cache_folder() / f"features-{name}.safetensors")
-        there = None if known_there is None else (known_there["inputs"], known_there.get("test"))
-        _LAST[name] = there or _of_all(data, module, precision, name)
-    inputs, test = _LAST[name]
-    return replace(data, inputs=inputs, test_inputs=test)
+        found = _of_all(data, module, precision, None)
+    else:
+        if name not in _LAST:
+            _LAST.clear()
+            # From the disk it is mapped into memory, so that what is not being read need not be there.
+            there = read_tensors(cache_folder() / f"features-{name}.safetensors")
+            _LAST[name] = there or _of_all(data, module, precision, name)
+        found = _LAST[name]
+    return replace(data, inputs=found["inputs"], test_inputs=found.get("test"))
 
 
-def _of_all(data: FederatedData, module: nn.Module, precision: str, name: str | None) -> tuple[Tensor, Tensor | None]:
-    """Return the features of all clients' examples and of the test set, kept on disk where they took long and have a
-    name.
+def _of_all(data: FederatedData, module: nn.Module, precision: str, name: str | None) -> dict[str, Tensor]:
+    """Return the features of all clients' examples, ``inputs``, and of the test set if there is one, ``test``; kept on
+    disk where they took long and have a name.
     """
     began = time.monotonic()
-    test = None if data.test_inputs is None else computed(module, data.test_inputs, precision)
+    made = {} if data.test_inputs is None else {"test": computed(module, data.test_inputs, precision)}
     owned = [np.concatenate([rows, held]) for rows, held in zip_longest(data.parts, data.held_back, fillvalue=_NONE)]
     owned = list({rows.tobytes(): rows for rows in owned}.values())  # a plan's made-up clients all have the same rows
     before = global_generators()
-    found = computed(module, data.inputs, precision, owned)
+    made["inputs"] = computed(module, data.inputs, precision, owned)
     if global_generators() != before:  # how often the others' are drawn would follow from each client's size
         raise wrong("model", "features that draw random numbers", "a frozen body that draws none, or frozen = False")
     if name is not None and time.monotonic() - began >= WORTH_KEEPING and data.name != GIVEN:
-        keep("features", name, {"inputs": found} if test is None else {"inputs": found, "test": test})
-    return found, test
+        keep("features", name, made)
+    return made
 
 
 _NONE = np.zeros(0, dtype=np.int64)
-_LAST: dict[str, tuple[Tensor, Tensor | None]] = {}
+_LAST: dict[str, dict[str, Tensor]] = {}
 
 
 def computed(

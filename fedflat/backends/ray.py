@@ -36,7 +36,7 @@ from fedflat.data.clients import FederatedData
 from fedflat.engine.client import LocalResult
 from fedflat.engine.device import in_logical_order, in_memory_order, keep_freed_memory
 from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.reduce import Clipped, Trained, states_of
+from fedflat.engine.reduce import Clipped, Part, states_of
 from fedflat.records.opening import processor
 
 RETRIES = 3
@@ -63,9 +63,7 @@ class RayTasks:
     _run: Any = field(default=None, repr=False)
     _task: Any = field(default=None, repr=False)
 
-    def train(
-        self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped
-    ) -> Iterator[Trained]:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Train each client of the cohort in some task, and yield the results in client order."""
         if (session := connect(self.processes)) != self._session:
             self._start(torch.cat([broadcast.shared, kept.first]))

@@ -32,7 +32,7 @@ from fedflat.data.clients import FederatedData
 from fedflat.engine.client import LocalResult
 from fedflat.engine.device import in_logical_order, in_memory_order, keep_freed_memory
 from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.reduce import Clipped, Trained, states_of
+from fedflat.engine.reduce import Clipped, Part, states_of
 
 WAIT = 5.0
 """Seconds after which a process that hears nothing looks whether the other is still alive: it costs nothing, and a
@@ -48,9 +48,7 @@ class Workers:
     name: str = "workers"
     _pool: "_Pool | None" = field(default=None, repr=False)
 
-    def train(
-        self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped
-    ) -> Iterator[Trained]:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Train each client of the cohort in some process, and yield the results in client order."""
         if self._pool is None:
             self._pool = _Pool(self.inner, self.count, len(broadcast.vectors))

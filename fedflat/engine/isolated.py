@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fedflat.core.checks import InputError
 from fedflat.core.held import global_generators
@@ -210,15 +210,13 @@ def record(
 
 def _of_any(three: _Step, two: _Step) -> _Step:
     """Return a step for any number of clients from the two; ValueError where they differ in more than that."""
-    if (three.call, three.out, three.drop) != (two.call, two.out, two.drop) or three.kwargs.keys() != two.kwargs.keys():
+    if (three.call, three.out, three.drop) != (two.call, two.out, two.drop):
         raise ValueError
-    kwargs = {name: _any(value, two.kwargs[name]) for name, value in three.kwargs.items()}
-    return replace(three, args=_any(three.args, two.args), kwargs=kwargs)
+    args, kwargs = tree_map(_any, (three.args, three.kwargs), (two.args, two.kwargs))
+    return replace(three, args=args, kwargs=kwargs)
 
 
 def _any(three: Any, two: Any) -> Any:
-    if isinstance(three, list | tuple) and type(three) is type(two):
-        return type(three)(_any(*pair) for pair in zip(three, two, strict=True))
     if type(three) is int and (three, two) == FEW:
         return _ROWS
     if type(three) is not type(two) or getattr(three, "dtype", None) != getattr(two, "dtype", None):

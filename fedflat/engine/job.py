@@ -167,14 +167,20 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Where a run ended. ``stopped`` says why, if before the last round; seen: on request, after private values were
-    read, and by no signal."""
+class Start:
+    """Where a run goes on: its state, what clients keep, and the records of the rounds that are done."""
 
     state: RoundState
     heads: PersonalState
     history: list[Record]
     private: list[Record]
+
+
+@dataclass(frozen=True)
+class Outcome(Start):
+    """Where a run ended. ``stopped`` says why, if before the last round; seen: on request, after private values were
+    read, and by no signal."""
+
     entries: list[Record]
     stopped: str = ""
     notes: tuple[str, ...] = ()

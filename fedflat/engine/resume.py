@@ -8,7 +8,7 @@ release more: a fresh key, and one more charge.
 import hmac
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from torch import Tensor
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import fresh_key, noise_key
-from fedflat.core.types import RoundState
 from fedflat.engine.device import exact
-from fedflat.engine.job import Job
+from fedflat.engine.job import Job, Start
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import Entry, Ledger, run_of
 from fedflat.privacy.statement import is_whole
@@ -36,16 +35,6 @@ _PLANNED = (
     "factor",
 )  # fmt: skip
 """Fields of a ledger line that the plan fixes for the whole run."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a run goes on."""
-
-    state: RoundState
-    heads: PersonalState
-    history: list[Record]
-    private: list[Record]
 
 
 def first_start(job: Job) -> Start:

@@ -20,9 +20,9 @@ from fedflat.core.process import in_background, stop_signal
 from fedflat.core.types import AVERAGE, Broadcast, RoundState
 from fedflat.engine import evaluate
 from fedflat.engine.device import exact
-from fedflat.engine.job import Job, MemoryLedger, OnRound, Outcome, RoundResult, charge_remaining_rounds
+from fedflat.engine.job import Job, MemoryLedger, OnRound, Outcome, RoundResult, Start, charge_remaining_rounds
 from fedflat.engine.reduce import RoundSum
-from fedflat.engine.resume import Start, charge_drawn, first_start, ledger_mark, note_software, resume_run, update_plan
+from fedflat.engine.resume import charge_drawn, first_start, ledger_mark, note_software, resume_run, update_plan
 from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger
 from fedflat.records import checkpoint, keys

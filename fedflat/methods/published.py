@@ -138,15 +138,9 @@ class Published(Accounted):
         own = "its own median tensor norm" if 2 in self.items else "C"
         mean = "weights n_i/Σn_j" if 4 in self.items else "a constant denominator"
         masked = ", then masks it," if 3 in self.items else ""
-        text = (
-            f"Each client clips every tensor to {own}, adds its share N(0, σ²C²/m) of the noise{masked} and sends "
-            f"that; the mean takes {mean}."
-        )
-        if self.paper == "004":
-            noised = "Each client adds N(0, σ²C²/|P_t|) to its clipped update"
-            text = f"{noised}; the mean divides by the realised cohort |P_t|."
-        source = f"The procedure released by {CITED[self.paper]}."
-        return {"paper_items": list(self.items), "mechanism": f"{source} {text}"}
+        text = _DATA["procedures"]["realised" if self.paper == "004" else "shares"]
+        said = text.format(paper=CITED[self.paper], own=own, mean=mean, masked=masked)
+        return {"paper_items": list(self.items), "mechanism": said}
 
     def settled(self, epochs: int | None) -> dict[str, dict[str, Any]]:
         """Return what a settled recipe says differently: the paper, its cohorts, and epochs that clients count

@@ -29,7 +29,7 @@ from fedflat.engine.batches import ClientBatches, Order
 from fedflat.engine.client import train_client
 from fedflat.engine.job import Job
 from fedflat.engine.problem import ModuleProblem
-from fedflat.engine.reduce import Accumulator, Clipped, Trained
+from fedflat.engine.reduce import Accumulator, Clipped, Part, Trained
 from fedflat.methods.noise import trust_of
 from fedflat.methods.plans import VotesPlan
 from fedflat.pieces.mechanisms import GaussianNoise, gaussian
@@ -142,9 +142,7 @@ class Voters:
     trained: int = 0
     _answers: OrderedDict[int, tuple[Tensor, Mapping[str, Tensor]]] = field(default_factory=OrderedDict)
 
-    def train(
-        self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped
-    ) -> Iterator[Trained]:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Give the votes of a draw's cohort (sorted ids) on the Q queries of that draw."""
         start, sizes = broadcast.draw * self.labels, self.data.sizes[cohort]
         present = cohort[sizes > 0].tolist()
