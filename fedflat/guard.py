@@ -180,8 +180,7 @@ class Guard(AbstractContextManager["Guard"]):
 
     def _checked(self, round: int, vectors: Mapping[int, Any]) -> list[Tensor]:
         """Return the vectors as they will be measured, in the order of ids: each id once, and copies of our own."""
-        if not isinstance(vectors, Mapping):
-            raise wrong("vectors", type(vectors).__name__, "a mapping: client's id -> vector")
+        require(isinstance(vectors, Mapping), "vectors", type(vectors).__name__, "a mapping: client's id -> vector")
         vectors = dict(vectors)  # whatever else a mapping may yield twice, or differently the second time
         cohort = set(self.cohort(round).tolist())
         for client in vectors:
@@ -227,8 +226,7 @@ def _row(client: int, vector: Any) -> Tensor:
 def _made(numbers: dict[str, Any], sampling: str) -> Plan:
     """Return the plan of the numbers given; everybody takes part where no cohort is named."""
     for name in ("clients", "rounds"):
-        if numbers[name] is None:
-            raise wrong(name, "nothing", "a whole number ≥ 1, or a plan")
+        require(numbers[name] is not None, name, "nothing", "a whole number ≥ 1, or a plan")
     cohort = numbers.pop("cohort")
     return build_plan(cohort=numbers["clients"] if cohort is None else cohort, sampling=sampling, **numbers)
 

@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from fedflat.backends.in_process import Sequential, Vectorized
 from fedflat.backends.ray import RayTasks
 from fedflat.backends.workers import Workers, portable
-from fedflat.core.checks import one_of, wrong
+from fedflat.core.checks import one_of, require, wrong
 from fedflat.core.held import own_rule
 from fedflat.core.imports import missing
 from fedflat.core.params import PersonalState
@@ -79,8 +79,7 @@ def backend_for(
         left = ", ".join(other for other in BACKENDS if other not in PROCESSES)
         raise wrong("engine.backend", f"{name} on {problem.device}", f"{left}; or another engine.device")
     parts, reason = _isolated(parts, problem)
-    if name in BLOCKS and reason:
-        raise wrong("engine.backend", f"{name} with {reason}", "sequential, workers or auto")
+    require(name not in BLOCKS or not reason, "engine.backend", f"{name} with {reason}", "sequential, workers or auto")
     makers = _Makers(parts, problem, data, seed, 1 if gpu else processes or torch.get_num_threads(), reason)
     if name == "auto":
         return by_shapes(makers, block)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import InputError, RunError, require
 from fedflat.core.held import StateWatch, global_generators
 from fedflat.core.params import ClientContext, PersonalState
 from fedflat.core.process import set_meanwhile, using_threads
@@ -65,9 +65,7 @@ class Sequential:
         self._pieces = StateWatch((own, self.algorithm.finetune))
         self._own = not packaged(*own)
 
-    def train(
-        self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped
-    ) -> Iterator[Trained]:
+    def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Train each client of the cohort (sorted ids), one after the other."""
         broadcast = sent(broadcast, self.problem.device)
         with using_threads(self.threads) if self.threads > 1 else contextlib.nullcontext():
@@ -114,9 +112,8 @@ class Sequential:
                 own = ClientContext(there_too, stream(self.seed, "pieces", broadcast.round, client))
                 result = train_client(self.algorithm, self.problem, told, local, local_data, there, own)
                 # torch's own is seeded for each client; NumPy's and Python's would go on from one client to the next.
-                if global_generators()[1:] != before[1:]:
-                    allowed = "torch's own"
-                    raise wrong("model or algorithm", "a draw from a global generator of NumPy or Python", allowed)
+                found = "a draw from a global generator of NumPy or Python"
+                require(global_generators()[1:] == before[1:], "model or algorithm", found, "torch's own")
             self.problem.restore_and_check()
             refuse_change(self._pieces, "algorithm", everything=self._own)
         except (InputError, RunError):
@@ -191,9 +188,8 @@ class Vectorized:
                     left = np.setdiff1d(left, block, assume_unique=True)
                     yield from waiting.ready(part) if isinstance(part, Trained) else (part,)
         self.problem.restore_and_check(everything=True)
-        if before != global_generators():
-            found = f"{self.inner.algorithm.name}, which draws random numbers while blocks of clients train"
-            raise wrong("algorithm", found, "engine.backend=sequential")
+        found = f"{self.inner.algorithm.name}, which draws random numbers while blocks of clients train"
+        require(before == global_generators(), "algorithm", found, "engine.backend=sequential")
 
     def _blocks(
         self, clients: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped

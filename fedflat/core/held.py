@@ -91,15 +91,13 @@ def own_rule(root: object) -> str:
     things = [thing for _, thing, _ in _walk(root)]
     kinds = (k for k in things if isinstance(k, type) and issubclass(k, Function) and k.vmap is not Function.vmap)
     named = [kind.__name__ for kind in kinds if not is_library(_home(kind))]
-    named += [
-        op._qualname for op in things if isinstance(op, CustomOpDef) and getattr(op, "_vmap_fn", None) is not None
-    ]
+    made = (op for op in things if isinstance(op, CustomOpDef))
+    named += [op._qualname for op in made if getattr(op, "_vmap_fn", None) is not None]
     named += [f.__name__ for f in things if isinstance(f, types.FunctionType) and _BEHIND & {*names_in(f.__code__)}]
     named += [f.__name__ for f in things if isinstance(f, types.BuiltinFunctionType) and f.__name__ in _BEHIND]
     every = (name for name in torch._C._dispatch_get_all_op_names() if not name.startswith("aten::"))
-    named += [
-        n for n in every if n not in OPDEFS and torch._C._dispatch_has_kernel_for_dispatch_key(n, "FuncTorchBatched")
-    ]
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    named += [name for name in every if name not in OPDEFS and has_kernel(name, "FuncTorchBatched")]
     return named[0] if named and own_code(root) else ""
 
 

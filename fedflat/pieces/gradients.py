@@ -41,29 +41,28 @@ class Sam:
 
     rho: float
 
+    def step(self, w: Tensor, slope: Tensor) -> Tensor:
+        """Return the perturbation at ``w`` ``(…, n)``, where the gradient is ``slope``."""
+        return _direction(slope, self.rho)
+
     def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
         def at_the_worst_nearby(w: Tensor) -> Tensor:
-            return gradient(w + _direction(gradient(w), self.rho))
+            return gradient(w + self.step(w, gradient(w)))
 
         return at_the_worst_nearby if self.rho > 0 else gradient
 
 
-@dataclass(frozen=True)
-class AdaptiveSam:
+class AdaptiveSam(Sam):
     """Adaptive SAM: the gradient at w + ρ·w²⊙g/‖|w|⊙g‖ (Kwon et al. 2021), as in the code of Shi et al. 2023a and b.
 
     rho: ≥ 0, a share of each weight's own size: the perturbation is ‖|w|⊙ρu‖ long for a unit vector u, at most
     ρ·max|w|. Otherwise as ``Sam``.
     """
 
-    rho: float
-
-    def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
-        def at_the_worst_nearby(w: Tensor) -> Tensor:
-            size = w.abs()
-            return gradient(w + size * _direction(size * gradient(w), self.rho))
-
-        return at_the_worst_nearby if self.rho > 0 else gradient
+    def step(self, w: Tensor, slope: Tensor) -> Tensor:
+        """Return the perturbation at ``w``, each weight's share in units of its size."""
+        size = w.abs()
+        return size * _direction(size * slope, self.rho)
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class Composed:
         return self.outer(self.inner(gradient, view), view)
 
 
-def sam(rho: float = 0.5, adaptive: bool = False) -> Sam | AdaptiveSam:
+def sam(rho: float = 0.5, adaptive: bool = False) -> Sam:
     """SAM with radius ``rho`` ≥ 0 in units of weights (Shi et al. 2023a, Eq. 6–7); raises InputError.
 
     adaptive: ``rho`` is a share of each weight's own size instead (Kwon et al. 2021).
