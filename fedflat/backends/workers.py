@@ -30,7 +30,7 @@ from fedflat.core.process import how_it_ended, leave_to_parent, own_stderr, text
 from fedflat.core.types import Algorithm, Broadcast
 from fedflat.data.clients import FederatedData
 from fedflat.engine.client import LocalResult
-from fedflat.engine.device import in_logical_order, in_memory_order, keep_freed_memory
+from fedflat.engine.device import keep_freed_memory
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Clipped, Part, states_of
 
@@ -165,8 +165,7 @@ def _begin(parent: int, errors: int, files: list[tuple[str, str]]) -> None:
 
 def _share(data: FederatedData) -> FederatedData:
     """Return the federation with its training tensors in shared memory (layout kept) and without test data."""
-    (inputs, last), targets = in_memory_order(data.inputs), data.targets.clone().share_memory_()
-    inputs = in_logical_order(inputs.clone().share_memory_(), last)
+    inputs, targets = (side.clone().share_memory_() for side in (data.inputs, data.targets))
     return replace(data, inputs=inputs, targets=targets, test_inputs=None, test_targets=None)
 
 

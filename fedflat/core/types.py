@@ -450,15 +450,9 @@ class Mechanism:
         """Return the round's noise from its ``unit``, which is overwritten."""
         raise NotImplementedError
 
-    def release(
-        self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float, unit: Tensor | None = None
-    ) -> Tensor:
-        """Return the sum of clipped messages with its noise ``(d,)``. unit: the round's, where it was drawn ahead."""
-        if unit is None:
-            noise = self.noise(key, broadcast.round, broadcast, aggregate, bound)
-        else:
-            noise = self.scaled(unit, broadcast, aggregate, bound)
-        return rounding.plus(aggregate.total, noise)
+    def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """Return the sum of clipped messages with its noise ``(d,)``."""
+        return rounding.plus(aggregate.total, self.noise(key, broadcast.round, broadcast, aggregate, bound))
 
     def row_norm(self, round: int) -> float:
         """Return the std of a round's noise in units of the mechanism's; not 1 only where rounds share noise."""

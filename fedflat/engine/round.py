@@ -201,7 +201,10 @@ def noisy_sum(
 ) -> Tensor:
     """Return the sum of clipped messages ``(d,)`` with the round's noise: all that leaves of the clients' messages."""
     bound = parts.clip.bound(broadcast.clip)
-    noisy = parts.mechanism.release(key, broadcast, aggregate, bound, None if unit is None else unit())
+    if unit is None:
+        noisy = parts.mechanism.release(key, broadcast, aggregate, bound)
+    else:
+        noisy = rounding.plus(aggregate.total, parts.mechanism.scaled(unit(), broadcast, aggregate, bound))
     # Noise lives on the common mask, so nothing else may leave, whatever a client sent.
     return noisy if broadcast.mask is None else torch.where(broadcast.mask, noisy, torch.zeros_like(noisy))
 

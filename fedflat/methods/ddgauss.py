@@ -186,9 +186,7 @@ class SharedDiscreteNoise(Mechanism):
         source = functools.partial(self._source, key, "rounding", broadcast.round)
         return ModularSum(self.mechanism, self._signs(broadcast), source)
 
-    def release(
-        self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float, unit: Tensor | None = None
-    ) -> Tensor:
+    def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the decoded noisy sum, float32 `(d,)`."""
         # An empty round is released too: zero and its noise.
         total = np.zeros(self.mechanism.padded, dtype=np.int64) if aggregate.exact is None else aggregate.exact

@@ -18,9 +18,9 @@ from fedflat.core.checks import in_range, nearest, one_of, whole, wrong
 from fedflat.core.cohorts import FromRound, Poisson
 from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.curves import compose_epsilon
-from fedflat.privacy.accounting.epsilon import calibrate, default_delta
+from fedflat.privacy.accounting.epsilon import calibrate
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
-from fedflat.privacy.plan import Plan, check_target
+from fedflat.privacy.plan import Plan, check_target, warnings_of
 from fedflat.privacy.trust import Accounted, Guarantee, accountable
 
 _DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
@@ -249,19 +249,9 @@ def published_plan(
     left_out = {item for item, kept in ((6, epochs), (9, spent >= 1 / clients * (1 - 1e-9))) if not kept}
     applying = tuple(item for item in items if item not in left_out)
     mechanism = Published(paper, applying, clip=None if paper == "002" else clip)
-    return Plan(
-        sampler, rounds, sigma, spent, protocol="published", mechanism=mechanism,
-        warnings=tuple(_warnings(paper, sigma, spent, clients)),
-    )  # fmt: skip
-
-
-def _warnings(paper: str, sigma: float, delta: float, clients: int) -> Iterable[str]:
-    yield f"protocol published: the procedure released by {CITED[paper]}; the ε of that paper is claimed, not proven."
-    if delta > default_delta(clients) * (1 + 1e-9):
-        usual = default_delta(clients)
-        yield f"δ = {delta:g} is larger than 0.1/M = {usual:g}: near 1/M, publishing one client's data meets it."
-    if sigma == 0:
-        yield "noise_multiplier is 0: updates are clipped but nothing is proven (ε is infinite)."
+    plan = Plan(sampler, rounds, sigma, spent, protocol="published", mechanism=mechanism)
+    source = f"the procedure released by {CITED[paper]}; the ε of that paper is claimed, not proven."
+    return replace(plan, warnings=(f"protocol published: {source}", *warnings_of(plan)))
 
 
 def with_tensors(plan: Plan, tensors: int) -> Plan:

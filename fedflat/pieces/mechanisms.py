@@ -230,9 +230,7 @@ class GridNoise(Mechanism):
         """Return what adds up a round's clipped messages."""
         return GridSum(self.grid(bound, size))
 
-    def release(
-        self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float, unit: Tensor | None = None
-    ) -> Tensor:
+    def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the noisy sum, float32 `(d,)`; every value is a whole number of grid steps."""
         grid = self.grid(bound, aggregate.total.numel())
         exact = np.zeros(grid.dimension, dtype=np.int64) if aggregate.exact is None else aggregate.exact

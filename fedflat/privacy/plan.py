@@ -331,7 +331,7 @@ def build_plan(
     if epsilon is not None:
         plan = replace(plan, noise_multiplier=_calibrated(plan, epsilon))
     plan = _with_count_noise(plan, adaptive, count_noise)
-    return replace(plan, warnings=tuple(_warnings(plan)))
+    return replace(plan, warnings=tuple(warnings_of(plan)))
 
 
 def check_target(noise_multiplier: float | None, epsilon: float | None) -> None:
@@ -398,7 +398,8 @@ def _with_count_noise(plan: Plan, adaptive: bool, count_noise: float | None) -> 
     return replace(plan, count_noise=float(chosen))
 
 
-def _warnings(plan: Plan) -> list[str]:
+def warnings_of(plan: Plan) -> list[str]:
+    """Return what a user is warned of, one sentence each."""
     delta, usual = plan.delta, default_delta(plan.sampler.clients)
     found = []
     if delta > usual * (1 + 1e-9):

@@ -297,9 +297,7 @@ class ClientShares(Mechanism):
         """Return where the round's sum goes."""
         return ClientsSum(self.inner.mechanism.dimension, np.zeros(self.inner.mechanism.padded, dtype=np.int64))
 
-    def release(
-        self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float, unit: Tensor | None = None
-    ) -> Tensor:
+    def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the decoded noisy sum, float32 ``(d,)``, with n_max shares in it."""
         nothing = np.zeros(self.inner.mechanism.padded, dtype=np.int64)
         total = nothing if aggregate.exact is None else aggregate.exact
