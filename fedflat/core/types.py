@@ -132,8 +132,8 @@ class ServerStep(Protocol):
     """
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        """Its slots before round 0, by name: none, unless a step says otherwise; shared: w^0 ``(d,)``."""
-        return {}
+        """Its slots before round 0, by name; shared: w^0 ``(d,)``. Zeros for what it broadcasts, if it says nothing."""
+        return {name: torch.zeros_like(shared) for name in broadcast_by((self,))}
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         """Noisy mean ``(d,)`` -> (processed mean ``(d,)``, changed slots)."""

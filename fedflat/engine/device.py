@@ -189,7 +189,7 @@ def refuse_crashing(module: nn.Module, inputs: Tensor) -> None:
 def in_bearable_layout(module: nn.Module, data: FederatedData) -> FederatedData:
     """Return the federation with images in the plain layout where channels-last ones end a user's module's process."""
     last = data.inputs.dim() == 4 and not data.inputs.is_contiguous()
-    return plain(data) if last and _ended_by(module, data.inputs, last=True) else data
+    return _laid_out(data, torch.contiguous_format) if last and _ended_by(module, data.inputs, last=True) else data
 
 
 def _ended_by(module: nn.Module, like: Tensor, last: bool) -> int:
@@ -284,12 +284,7 @@ def resident(data: FederatedData, module: nn.Module) -> FederatedData:
     """
     if not any(isinstance(layer, nn.Conv2d) for layer in module.modules()) or data.inputs.dim() != 4:
         return data
-    return plain(data) if at_fault(module) else _laid_out(data, torch.channels_last)
-
-
-def plain(data: FederatedData) -> FederatedData:
-    """Return the same federation, images in the plain layout."""
-    return _laid_out(data, torch.contiguous_format)
+    return _laid_out(data, torch.contiguous_format if at_fault(module) else torch.channels_last)
 
 
 def _laid_out(data: FederatedData, layout: torch.memory_format) -> FederatedData:

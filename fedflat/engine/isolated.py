@@ -29,6 +29,8 @@ Ask = Callable[[str, int, Tensor], Tensor]
 """What a piece asks of the engine: a name, a number of classes (or 0), and a tensor ``(n, …)`` -> ``(n, …)``."""
 Call = Callable[[list[Tensor], ClientView, Ask], Tensor]
 """A piece as it is recorded: one client's tensors, what it may see, and how it asks the engine -> its outcome."""
+Traced = Callable[[list[Tensor], dict[str, Tensor], Any, Ask], Tensor]
+"""What is recorded: one client's tensors, the broadcast, a generator, and how to ask -> the outcome."""
 FEW = (3, 2)
 """Numbers of clients that a piece is recorded on."""
 KEPT = 4
@@ -191,10 +193,7 @@ class _Closed:
         raise Refused("draws from view.generator")
 
 
-def record(
-    call: Callable[[list[Tensor], dict[str, Tensor], Any, Ask], Tensor], inputs: Sequence[Tensor],
-    broadcast: Mapping[str, Tensor], check: bool = True,
-) -> Recording:  # fmt: skip
+def record(call: Traced, inputs: Sequence[Tensor], broadcast: Mapping[str, Tensor], check: bool = True) -> Recording:
     """Record ``call(one client's inputs, broadcast, generator, ask)`` on made-up numbers like ``inputs (n, …)``.
 
     On few clients, so that weights of a whole block are never written out; on all n where the steps tell more of the
@@ -231,9 +230,8 @@ def _made_up(x: Tensor, start: int) -> Tensor:
 
 
 def _recorded(
-    call: Callable[[list[Tensor], dict[str, Tensor], Any, Ask], Tensor], inputs: Sequence[Tensor],
-    broadcast: Mapping[str, Tensor], rows: int, check: bool,
-) -> Recording:  # fmt: skip
+    call: Traced, inputs: Sequence[Tensor], broadcast: Mapping[str, Tensor], rows: int, check: bool
+) -> Recording:
     made = [_made_up(x.new_zeros((rows, *x.shape[1:])), k) for k, x in enumerate(inputs)]
     told = {name: vector.clone() for name, vector in broadcast.items()}
     token = torch.zeros(len(made[0]), device=made[0].device)

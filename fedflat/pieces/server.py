@@ -51,7 +51,7 @@ class LaplacianSmoothing(ServerStep):
 
 
 @dataclass(frozen=True)
-class PgnDirection:
+class PgnDirection(ServerStep):
     """DP-FedPGN's server step (Liu et al. 2025, Alg. 1; the signs of its Eq. 12 and 15 are misprinted).
 
     From the noisy mean S/m of Δ̄: Δ = S/m − (1−β)Kη_t g̃^t, g̃^{t+1} = −Δ/(η_t K), smoothed here for -ls. It hands
@@ -65,9 +65,6 @@ class PgnDirection:
     beta: float
     smoothing: LaplacianSmoothing | None = None
     broadcast: ClassVar[tuple[str, ...]] = ("direction",)
-
-    def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        return {"direction": torch.zeros_like(shared)}
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         reach = view.steps * view.lr
@@ -94,7 +91,7 @@ class KeepInitial:
 
 
 @dataclass(frozen=True)
-class Velocity:
+class Velocity(ServerStep):
     """The server's momentum, broadcast to the clients: v ← γ·v + (1−γ)·mean, and v is what the optimiser receives.
 
     gamma: γ in [0, 1). The published servers of Nesterov's kind take v ← γ·v + mean, which under noise multiplies what
@@ -103,9 +100,6 @@ class Velocity:
 
     gamma: float
     broadcast: ClassVar[tuple[str, ...]] = ("nesterov",)
-
-    def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        return {"nesterov": torch.zeros_like(shared)}
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         velocity = self.gamma * view.slots["nesterov"] + (1 - self.gamma) * mean

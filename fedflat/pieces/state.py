@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import in_range
-from fedflat.core.types import ClientState, ClientView, GradientFn, MeanView, Optimizer, ServerView
+from fedflat.core.types import ClientState, ClientView, GradientFn, MeanView, Optimizer, ServerStep, ServerView
 
 CONTROL = "control"
 
@@ -77,7 +77,7 @@ class ClientControl:
 
 
 @dataclass(frozen=True)
-class ServerControl:
+class ServerControl(ServerStep):
     """The server step c ← c + (m/M)·b·(the mean's second part); hands on the first part. scale: b > 0.
 
     >>> view = ServerView(0, 10, 0.1, (slice(0, 1),), {CONTROL: torch.zeros(1)}, cohort=5.0, clients=50)
@@ -87,9 +87,6 @@ class ServerControl:
 
     scale: float
     broadcast: ClassVar[tuple[str, ...]] = (CONTROL,)
-
-    def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        return {CONTROL: torch.zeros_like(shared)}
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         update, change = mean.chunk(2)
