@@ -90,7 +90,7 @@ def test_a_local_model_is_the_clients_after_training(runs: Path, where: str) -> 
     rows = torch.from_numpy(job.data.parts[3])
     assert torch.equal(local.targets, job.data.targets[rows]) and len(everyone.inputs) == sum(job.data.sizes)
     before, after = (
-        scores(job.problem, each, local.inputs, local.targets).mean()[0]
+        scores(job.problem, each, local.inputs, local.targets)[0].mean().item()
         for each in (heads.whole(state.shared, 3), local.weights)
     )
     assert after < before

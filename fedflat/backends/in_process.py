@@ -180,13 +180,20 @@ class Vectorized:
         left = cohort[self.inner.data.sizes[cohort] > 0]
         if len(left) < len(cohort):
             yield Trained.nothing(len(cohort) - len(left), self.inner.algorithm.vectors * self.problem.layout.dimension)
-        waiting, before = _Waiting(left.tolist()), global_generators()
+        # Where messages are added one by one, in client order, parts of single clients wait for their turn.
+        turns, waiting, before = deque(left.tolist()), dict[int, Trained](), global_generators()
         with using_threads(1 if self.apart else self.threads):
             # Again from the start of what is left where memory was short and blocks became smaller.
             while len(left):
                 for block, part in self._blocks(left, broadcast, kept, clipped):
                     left = np.setdiff1d(left, block, assume_unique=True)
-                    yield from waiting.ready(part) if isinstance(part, Trained) else (part,)
+                    if not isinstance(part, Trained):
+                        yield part
+                        continue
+                    # Copies: the block itself need not wait.
+                    waiting |= {client: part.row(row) for row, client in enumerate(part.clients) if client != EMPTY}
+                    while turns and turns[0] in waiting:
+                        yield waiting.pop(turns.popleft())
         self.problem.restore_and_check(everything=True)
         found = f"{self.inner.algorithm.name}, which draws random numbers while blocks of clients train"
         require(before == global_generators(), "algorithm", found, "engine.backend=sequential")
@@ -249,22 +256,6 @@ class Vectorized:
         result = train_client(inner.algorithm, self.problem, broadcast, local, data, weights, own)
         self.problem.restore_and_check()
         return result
-
-
-class _Waiting:
-    """Parts of single clients whose turn has not come, where messages are added one by one, in client order."""
-
-    def __init__(self, clients: list[int]) -> None:
-        self._turns = deque(clients)
-        self._parts: dict[int, Trained] = {}
-
-    def ready(self, block: Trained) -> Iterator[Trained]:
-        """Take a block's results, and give those whose turn it is."""
-        for row, client in enumerate(block.clients):
-            if client != EMPTY:  # copies: the block itself need not wait
-                self._parts[client] = block.row(row)
-        while self._turns and self._turns[0] in self._parts:
-            yield self._parts.pop(self._turns.popleft())
 
 
 def _in_order(

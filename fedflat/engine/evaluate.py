@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,22 +27,10 @@ BATCH = 500
 """Examples of a test pass where the recipe says nothing: a test set of 10,000 in twenty passes."""
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Loss and accuracy of each example ``(N,)``."""
-
-    loss: Tensor
-    accuracy: Tensor
-
-    def mean(self) -> tuple[float, float]:
-        """Return the mean loss and mean accuracy over the examples that were scored."""
-        return float(self.loss.mean()), float(self.accuracy.mean())
-
-
 def scores(
     problem: ModuleProblem, weights: Tensor, inputs: Tensor, targets: Tensor, batch: int = BATCH, threads: int = 1
-) -> Scores:
-    """Return the loss and accuracy of every example at ``weights`` ``(D,)``, eval mode, no gradient.
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and accuracy ``(N,)`` of every example at ``weights`` ``(D,)``, eval mode, no gradient.
 
     threads: as many batches at once, each by one thread; the numbers do not depend on it.
     """
@@ -76,7 +64,7 @@ def scores(
         torch.cuda.empty_cache()
         return scores(problem, weights, inputs, targets, batch // 2)
     losses, right = zip(*(shares[i % len(modules)][i // len(modules)] for i in range(len(starts))))
-    return Scores(torch.cat(losses), torch.cat(right))
+    return torch.cat(losses), torch.cat(right)
 
 
 def outputs_of(problem: ModuleProblem, weights: Tensor, inputs: Tensor, batch: int = BATCH) -> Tensor:
@@ -100,7 +88,7 @@ def measured(metric: Metric, outputs: Tensor, targets: Tensor) -> float:
     return float(metric(outputs, targets))
 
 
-def class_accuracy(found: Scores, targets: Tensor) -> list[float | None]:
+def class_accuracy(accuracy: Tensor, targets: Tensor) -> list[float | None]:
     """Return the accuracy of each class of the public test data, up to the largest there, which tells nothing of
     clients' classes; None for a class without examples, empty for sequence targets.
     """
@@ -108,7 +96,7 @@ def class_accuracy(found: Scores, targets: Tensor) -> list[float | None]:
         return []
     targets = targets.cpu()
     counts = torch.bincount(targets)
-    right = torch.bincount(targets, weights=found.accuracy.double())
+    right = torch.bincount(targets, weights=accuracy.double())
     return [float(r / c) if c else None for r, c in zip(right, counts)]
 
 
@@ -123,7 +111,8 @@ def client_accuracies(
     for client in clients:
         rows = torch.from_numpy(data.held_back[client]).to(data.inputs.device)
         # A copy of its own: what a module writes into its weights must not reach the next client.
-        found.append(scores(problem, weights_of(client).clone(), data.inputs[rows], data.targets[rows]).mean()[which])
+        both = scores(problem, weights_of(client).clone(), data.inputs[rows], data.targets[rows])
+        found.append(float(both[which].mean()))
     return np.array(found)
 
 
@@ -189,13 +178,13 @@ def evaluate_round(job: Job, state: RoundState, heads: PersonalState) -> tuple[R
     return public, hidden
 
 
-def _tested(job: Job, found: Scores, weights: Tensor) -> Record:
+def _tested(job: Job, found: tuple[Tensor, Tensor], weights: Tensor) -> Record:
     """Return the loss, accuracy where the task has one, and the user's own metrics, on public test data."""
     data, objective = job.data, job.problem.objective
-    loss, score = found.mean()
+    loss, score = (float(each.mean()) for each in found)
     public: Record = {"test_loss": loss, "test_accuracy": score if objective.scored else None}
     if objective.task == "classification":
-        public["class_accuracy"] = class_accuracy(found, data.test_targets)  # type: ignore[arg-type]
+        public["class_accuracy"] = class_accuracy(found[1], data.test_targets)  # type: ignore[arg-type]
     if job.metrics:
         outputs = outputs_of(job.problem, weights, data.test_inputs, job.evaluation.batch_size)  # type: ignore[arg-type]
         targets = data.test_targets.cpu()  # type: ignore[union-attr]
