@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,8 +29,7 @@ def forget_signals() -> None:
     _asked.clear()
 
 
-@contextlib.contextmanager
-def on_request(what: str, stop: Callable[[], object] = lambda: None) -> Iterator[None]:
+def on_request(what: str, stop: Callable[[], object] = lambda: None) -> AbstractContextManager[None]:
     """Inside the block the first signal calls ``stop`` and says that it ends after ``what``; a second one raises
     KeyboardInterrupt. Does nothing outside the main thread, where signals cannot be set."""
 
@@ -40,15 +40,12 @@ def on_request(what: str, stop: Callable[[], object] = lambda: None) -> Iterator
         stop()
         print(f"\nStopping after {what} (Ctrl-C again to stop at once).", file=sys.stderr)
 
-    with _set(handler):
-        yield
+    return _set(handler)
 
 
-@contextlib.contextmanager
-def ignored() -> Iterator[None]:
+def ignored() -> AbstractContextManager[None]:
     """Inside the block both signals are ignored; processes started there inherit that."""
-    with _set(signal.SIG_IGN):
-        yield
+    return _set(signal.SIG_IGN)
 
 
 @contextlib.contextmanager
@@ -128,7 +125,7 @@ def set_meanwhile(read: Callable[[], T], write: Callable[[T], object], value: T)
         write(before)
 
 
-def using_threads(count: int) -> contextlib.AbstractContextManager[None]:
+def using_threads(count: int) -> AbstractContextManager[None]:
     """``count`` intra-op threads inside the block, put back afterwards.
 
     With one, sums have one order: equal passes give equal bits, and cores work on different clients, not on one matrix.

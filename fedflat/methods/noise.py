@@ -186,16 +186,19 @@ def with_fixed_numbers(plan: Plan) -> Plan:
 
 def mechanism_of(recipe: Recipe, plan: Plan) -> Mechanism:
     """Return the noise of a run's rounds, with the law that its plan accounts."""
+    secure = recipe.privacy.secure_rng
     if isinstance(plan.mechanism, DDGaussPlan) and plan.private:
-        return _discrete(plan, plan.mechanism, recipe)
+        numbers = plan.mechanism.account(plan)
+        shared = {each.name: getattr(numbers, each.name) for each in fields(ShareNumbers)}
+        return SharedDiscreteNoise(DistributedDiscreteGaussian(**shared), recipe.seed, numbers.n_max, secure)
     if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.kind != "independent":
         factor = plan.mechanism.factor
         # Without noise there is no grid to take it from.
-        if recipe.privacy.secure_rng and plan.event_multiplier > 0:
+        if secure and plan.event_multiplier > 0:
             return CorrelatedGridNoise(plan.std, factor=factor)
         return CorrelatedNoise(plan.std, factor=factor)
     count = plan.count_std or 0.0
-    if recipe.privacy.secure_rng and plan.effective_multiplier > 0:
+    if secure and plan.effective_multiplier > 0:
         return GridNoise(plan.std, plan.trust, count)
     return GaussianNoise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor), count)
 
@@ -208,12 +211,6 @@ def mixed_by(plan: Plan) -> str:
     """
     own = plan.mechanism
     return own.factor.digest if isinstance(own, ScheduledPlan) and own.kind != "independent" else ""
-
-
-def _discrete(plan: Plan, account: DDGaussPlan, recipe: Recipe) -> SharedDiscreteNoise:
-    numbers = account.account(plan)
-    mechanism = DistributedDiscreteGaussian(**{each.name: getattr(numbers, each.name) for each in fields(ShareNumbers)})
-    return SharedDiscreteNoise(mechanism, recipe.seed, numbers.n_max, recipe.privacy.secure_rng)
 
 
 def facts(recipe: Recipe, plan: Plan) -> dict[str, Any]:

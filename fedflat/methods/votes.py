@@ -7,7 +7,7 @@ Q·V one-hot votes (Q labels of one cohort draw, V classes), and a round may hol
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -222,7 +222,8 @@ class Student:
             return self.first.clone()
         weights = self.first.to(device, copy=True)
         rows = np.arange(known.numel(), dtype=np.int64)
-        data = labelled(self.queries[known.to(device)], labels[known].to(device), self.classes)
+        inputs, targets, nothing = self.queries[known.to(device)], labels[known].to(device), np.empty(0, np.int64)
+        data = FederatedData(inputs, targets, (rows,), (nothing,), None, None, self.classes, "student")
         steps = self.epochs * math.ceil(len(rows) / self.local.batch_size)
         order = Order(self.seed, round, self.local.batch_size)
         with seeded_torch(self.seed, "dropout of the student", round):
@@ -236,12 +237,6 @@ STUDENT = 2**62  # no client's number: the student's batches have a stream of th
 def winners(votes: Tensor) -> Tensor:
     """Arg-max ``(n,)`` of noisy counts ``(n, V)`` (ties: lowest class); -1 where every count is exactly zero."""
     return torch.where((votes != 0).any(-1), votes.argmax(-1), torch.full((len(votes),), NO_LABEL))
-
-
-def labelled(inputs: Tensor, targets: Tensor, classes: int) -> FederatedData:
-    """Return the inputs ``(n, …)`` and targets ``(n,)`` as the data of one party."""
-    rows: Sequence[np.ndarray] = (np.arange(len(targets), dtype=np.int64),)
-    return FederatedData(inputs, targets, tuple(rows), (np.empty(0, dtype=np.int64),), None, None, classes, "student")
 
 
 def take(shared: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
