@@ -48,8 +48,10 @@ def replace(path: Path, content: bytes | str, mode: int = 0o600) -> None:
     try:
         _write(part, content.encode() if isinstance(content, str) else content, os.O_EXCL, mode)
         os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
     flush(path.parent)
 
 
