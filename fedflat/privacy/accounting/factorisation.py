@@ -30,11 +30,17 @@ def workload(rounds: int, momentum: float = 0.0) -> Floats:
     return powers
 
 
+def _workload_matrix(rounds: int, momentum: float) -> Floats:
+    """A, ``(T, T)``: lower triangular, and the same along each diagonal."""
+    from scipy.linalg import toeplitz
+
+    found: Floats = toeplitz(workload(rounds, momentum), np.zeros(rounds))
+    return found
+
+
 def noise_in_model(factor: Factor, momentum: float = 0.0) -> tuple[float, float]:
     """(root mean square over the rounds, last round) of the std of A·C⁻¹Z in a coordinate, Z of std 1."""
-    a, rounds = workload(factor.rounds, momentum), factor.rounds
-    first = np.subtract.outer(np.arange(rounds), np.arange(rounds))
-    each = ((np.where(first >= 0, a[np.maximum(first, 0)], 0.0) @ factor.inverse) ** 2).sum(axis=1)
+    each = ((_workload_matrix(factor.rounds, momentum) @ factor.inverse) ** 2).sum(axis=1)
     return math.sqrt(float(each.mean())), math.sqrt(float(each[-1]))
 
 
@@ -53,8 +59,7 @@ def factor_for(
         InputError: bands out of range, or given for a kind without; too many rounds.
     """
     one_of("privacy.noise.kind", kind, KINDS)
-    if bands is not None and kind in ("independent", "tree"):
-        raise wrong("privacy.noise.bands", bands, f"nothing with kind: {kind}")
+    require(bands is None or kind in ("banded", "toeplitz"), "privacy.noise.bands", bands, f"nothing with kind: {kind}")
     require(rounds <= MOST_ROUNDS, "rounds", rounds, f"at most {MOST_ROUNDS} with a schedule or correlated noise")
     if kind == "independent" or rounds == 0:
         return identity(rounds)
@@ -68,13 +73,10 @@ def factor_for(
         found = f"at most {widest} with {rounds} rounds of separation {separation}"
         require(whole("privacy.noise.bands", bands, 1) <= widest, "privacy.noise.bands", bands, found)
         return _made(kind, rounds, separation, bands, momentum)
-    if separation <= widest or once or kind == "banded":  # wider bands contain the narrower ones
-        most = min(separation, widest)
-        chosen = {most} | (set() if once or kind == "banded" else {n for n in (2 * most, 4 * most) if n <= widest})
-    else:
-        chosen = {widest}
-    # Wider bands have less error but move further; which wins depends on the schedule, so all are tried.
-    made = [_made(kind, rounds, separation, n, momentum) for n in sorted(chosen)]
+    # Wider bands contain the narrower ones and have less error, but those beyond the separation move further: which
+    # wins depends on the schedule, so all are tried.
+    least = min(separation, widest)
+    made = [_made(kind, rounds, separation, n, momentum) for n in (least, 2 * least, 4 * least) if n <= widest]
     return min(made, key=lambda factor: noise_in_model(factor, momentum)[0] * factor.sensitivity(separation))
 
 
@@ -132,9 +134,7 @@ def _banded(start: Floats, momentum: float) -> Floats:
     rounds, bands = start.shape
     if bands == 1:
         return np.ones((rounds, 1))
-    a = workload(rounds, momentum)
-    gap = np.subtract.outer(np.arange(rounds), np.arange(rounds))
-    whole_workload = np.where(gap >= 0, a[np.maximum(gap, 0)], 0.0)
+    whole_workload = _workload_matrix(rounds, momentum)
     inside = cut(np.ones_like(start)) > 0
     down, across = (np.arange(rounds)[:, None] + np.arange(bands)[None, :])[inside], np.nonzero(inside)[0]
 
