@@ -17,7 +17,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -200,7 +199,7 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-class Ledger:
+class Ledger(contextlib.AbstractContextManager["Ledger"]):
     """An append-only ledger open for writing; use ``with Ledger.open(path) as ledger``.
 
     ``entries`` are the verified lines, ``notes`` what was found and set aside on opening.
@@ -390,10 +389,5 @@ class Ledger:
                     os.close(descriptor)
         self._file = self._lock_file = None
 
-    def __enter__(self) -> "Ledger":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
