@@ -6,6 +6,7 @@ called ε here is proven; ``approximate_epsilon`` is not, and nothing else uses 
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -201,16 +202,13 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 
     Doubling, then bisection: about 2·log₂(n) questions.
     """
-    low, high = 0, 1
+    high = 1
     while high < most and fits(high):
-        low, high = high, high * 2
-    high = min(high, most)
-    if low == most or (high == most and fits(most)):
+        high *= 2
+    if high >= most and fits(most):
         return most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    low = high // 2
+    return low + bisect_left(range(low + 1, min(high, most) + 1), True, key=lambda n: not fits(n))
 
 
 def split_noise(sigma: float, count_sigma: float) -> float:
