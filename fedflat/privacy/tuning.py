@@ -87,18 +87,15 @@ def check(plan: Any) -> None:
     Raises:
         InputError: in one line, with the reason.
     """
-    if plan.trust != "central":
-        hint = "A server that is not trusted sees every trial, and how many there are: nothing hides the losers."
-        raise wrong("privacy.selection", f"trust {plan.trust}", "privacy.trust: central", hint=hint)
+    hint = "A server that is not trusted sees every trial, and how many there are: nothing hides the losers."
+    require(plan.trust == "central", "privacy.selection", f"trust {plan.trust}", "privacy.trust: central", hint=hint)
     if plan.mechanism is not None or plan.sampler.name not in SAMPLINGS:
-        found = plan.mechanism.name if plan.mechanism is not None else plan.sampler.name
-        if plan.sampler.name not in SAMPLINGS:
-            found = f"cohort.sampling {plan.sampler.name}"
+        bounded = plan.sampler.name in SAMPLINGS
+        found = plan.mechanism.name if bounded else f"cohort.sampling {plan.sampler.name}"
         allowed = f"independent Gaussian noise with cohort.sampling {', '.join(SAMPLINGS)}"
         raise wrong("privacy.selection", found, allowed, hint="The proof needs a trial's Rényi divergence.")
-    if plan.accountant != "rdp":
-        hint = "A selection is proven by Rényi divergences."
-        raise wrong("privacy.accountant", plan.accountant, "rdp with privacy.selection", hint=hint)
+    hint = "A selection is proven by Rényi divergences."
+    require(plan.accountant == "rdp", "privacy.accountant", plan.accountant, "rdp with privacy.selection", hint=hint)
     require(plan.noise_cohort is None, "privacy.selection", "privacy.noise_cohort", "the noise of the system that runs")
 
 
