@@ -89,21 +89,16 @@ def recompute(entries: Entries, *, delta: float | None = None) -> Recomputed:
     if any(e.get("selection") is not None for e in entries):
         found, ours = tuning.recomputed(entries, spent, multiplier)
         return Recomputed(found, ours * (1 - ROUNDING), "private selection, dp-accounting RDP and our own formula")
-    if mechanism == "ddgauss":
-        return _ddgauss(entries, spent)
-    if entries[0].get("separation") is not None:
-        return _scheduled(entries, spent)
-    if str(mechanism).startswith("published-"):
-        return _published(entries, spent)
-    if trust == "distributed":
-        return _distributed(entries, spent)
-    if trust == "local":
-        return _local(entries, spent)
-    if sampling == "fixed":
-        return _fixed(entries, spent)
-    if sampling == "truncated":
-        return _truncated(entries, spent)
-    return _poisson(entries, spent, str(entries[0].get("accountant")))
+    ways = {
+        _ddgauss: mechanism == "ddgauss",
+        _scheduled: entries[0].get("separation") is not None,
+        _published: str(mechanism).startswith("published-"),
+        _distributed: trust == "distributed",
+        _local: trust == "local",
+        _fixed: sampling == "fixed",
+        _truncated: sampling == "truncated",
+    }
+    return next((way for way, holds in ways.items() if holds), _poisson)(entries, spent)
 
 
 def _not_shortened(found: Recomputed, event: Any, rounds: int, delta: float, accountant: str = "pld") -> Recomputed:
@@ -240,9 +235,11 @@ def _fixed(entries: Entries, delta: float) -> Recomputed:
     return _not_shortened(checked, event, rounds, delta)
 
 
-def _poisson(entries: Entries, delta: float, accountant: str) -> Recomputed:
+def _poisson(entries: Entries, delta: float, accountant: str = "") -> Recomputed:
+    """accountant: default, the one that the first line names."""
     import dp_accounting as dp
 
+    accountant = accountant or str(entries[0].get("accountant"))
     q, sigma, rounds = max(float(e["q"]) for e in entries), _least(entries), len(entries)
     found = poisson(q, sigma, rounds, delta, accountant=accountant)
     plain = dp.GaussianDpEvent(sigma)
