@@ -234,7 +234,9 @@ def _rounding(plan: Plan, entries: Sequence[Mapping[str, Any]]) -> float | None:
 
 def not_covered(plan: Plan, facts: Mapping[str, Any], key_source: str) -> list[str]:
     """Return what the guarantee says nothing about, one sentence each."""
-    seeded, apart = key_source == "seed", _zero_out(plan)
+    seeded, own = key_source == "seed", plan.mechanism
+    # The account of a public schedule covers clients whose turns stay.
+    apart = own if isinstance(own, ScheduledPlan) and own.relation == "zero-out" else None
     conditions = {
         "untuned": not plan.selection, "selected": plan.selection, "side_channels": True, "public": True,
         "groups": True, "seed": seeded, "rerun": seeded, "private": facts.get("simulation", True),
@@ -250,12 +252,6 @@ def not_covered(plan: Plan, facts: Mapping[str, Any], key_source: str) -> list[s
         # Exchanging data moves two columns where emptying a slot moves one.
         said["epsilon"] = _number(apart.epsilon(plan, plan.rounds_within_budget(), moved=2.0))
     return [TEXTS["not_covered"][name].format(**said) for name, holds in conditions.items() if holds]
-
-
-def _zero_out(plan: Plan) -> ScheduledPlan | None:
-    """Return the account of a public schedule, which covers clients whose turns stay; None of any other."""
-    own = plan.mechanism
-    return own if isinstance(own, ScheduledPlan) and own.relation == "zero-out" else None
 
 
 def is_seeded(found: Mapping[str, Any]) -> bool:

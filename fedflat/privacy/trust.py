@@ -82,9 +82,6 @@ class AccountingParams:
         reason = inapplicable(self.accountant, self.sampler.name, self.trust)
         if reason:
             raise InputError(f"privacy.accountant: {reason}.")
-        self._check_limits()
-
-    def _check_limits(self) -> None:
         limits = {
             "cohort.min": (self.min_cohort, "distributed"),
             "colluders": (self.colluders or None, "distributed"),
