@@ -91,21 +91,20 @@ class ScheduledPlan(Accounted):
     def known_epsilon(self, plan: Any, rounds: int) -> float:
         """ε towards somebody who learns which coins fell: Gaussians over Bin(turns, p) participations."""
         # A client has one turn in each span of `separation` rounds, and a new key begins a new span.
-        turns = sum(-(-(last - first) // self.separation) for first, last in self._spans(rounds))
+        turns = self._turns(rounds)
         return schedule_epsilon(turns, self.chance or 1.0, plan.event_multiplier, plan.delta) if turns else 0.0
 
     def epsilon(self, plan: Any, rounds: int, *, moved: float = 1.0) -> float:
         """ε at the plan's δ after ``rounds``. moved: 2 for replace-one neighbours of a public schedule."""
         import dp_accounting
 
-        sigma, spans = plan.event_multiplier, self._spans(rounds)
-        if not spans:
+        sigma = plan.event_multiplier
+        if not self._spans(rounds):
             return 0.0
         if sigma == 0:
             return math.inf
         if self.chance is not None:
-            count = sum(-(-(last - first) // self.separation) for first, last in spans)
-            return compose_epsilon(plan.sampler.event(sigma), count, plan.delta, plan.accountant)
+            return compose_epsilon(plan.sampler.event(sigma), self._turns(rounds), plan.delta, plan.accountant)
         event = dp_accounting.GaussianDpEvent(self.multiplier(sigma, rounds) / moved)
         return compose_epsilon(event, 1, plan.delta, plan.accountant)
 
@@ -143,6 +142,10 @@ class ScheduledPlan(Accounted):
         current = spans.pop(name if key is None else key, (start, start))
         return replace(self, spans=tuple(spans.values()), start=current[0])
 
+    def _turns(self, rounds: int) -> int:
+        """How often a client's group has its turn."""
+        return sum(-(-(last - first) // self.separation) for first, last in self._spans(rounds))
+
     def _spans(self, rounds: int) -> tuple[Span, ...]:
         present = (self.start, min(rounds, self.factor.rounds))
         return tuple((first, last) for first, last in (*self.spans, present) if last > first)
@@ -161,10 +164,9 @@ def scheduled_plan(
         require(bands is None, "privacy.noise.bands", bands, "nothing with kind: independent")
         return None
     if not isinstance(sampler, Scheduled):
+        allowed = f"full, min-separation or cyclic-poisson with {kind} noise"
         hint = "Its proof needs rounds of one client that are known to lie apart."
-        raise wrong(
-            "cohort.sampling", sampler.name, f"full, min-separation or cyclic-poisson with {kind} noise", hint=hint
-        )
+        raise wrong("cohort.sampling", sampler.name, allowed, hint=hint)
     separation = sampler.separation
     chance = sampler.chance if isinstance(sampler, CyclicPoisson) else None
     if kind == "tree" and chance is not None:

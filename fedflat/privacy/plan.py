@@ -348,13 +348,11 @@ def _check_scheduled(
     what = "a schedule" if scheduled.kind == "independent" else f"{scheduled.kind} noise"
     if mechanism is not None:
         raise wrong("algorithm.name", mechanism.name, f"a method whose noise is plain Gaussian, with {what}")
-    if trust != "central":
-        hint = "Noise of one round would have to be known to others, or to be another's in the next."
-        raise wrong("privacy.trust", trust, f"central with {what}", hint=hint)
+    hint = "Noise of one round would have to be known to others, or to be another's in the next."
+    require(trust == "central", "privacy.trust", trust, f"central with {what}", hint=hint)
     require(noise_cohort is None, "privacy.noise_cohort", noise_cohort, f"nothing with {what}")
-    if adaptive and scheduled.kind != "independent":
-        hint = "The one Gaussian that the run is needs one clip."
-        raise wrong("privacy.clip", "adaptive", f"one constant clip with {what}", hint=hint)
+    varied, hint = adaptive and scheduled.kind != "independent", "The one Gaussian that the run is needs one clip."
+    require(not varied, "privacy.clip", "adaptive", f"one constant clip with {what}", hint=hint)
 
 
 def _without_privacy(params: AccountingParams, protocol: str, ignored: bool) -> Plan:
@@ -387,9 +385,8 @@ def _with_count_noise(plan: Plan, adaptive: bool, count_noise: float | None) -> 
     if not adaptive:
         require(count_noise is None, "privacy.clip.count_noise", count_noise, "nothing unless the clip is adaptive")
         return plan
-    if plan.trust == "local":
-        raise wrong("privacy.clip", "adaptive", "a constant clip with privacy.trust: local",
-                    hint="The server would see each client's own bit.")  # fmt: skip
+    allowed, hint = "a constant clip with privacy.trust: local", "The server would see each client's own bit."
+    require(plan.trust != "local", "privacy.clip", "adaptive", allowed, hint=hint)
     if plan.noise_multiplier == 0:
         return replace(plan, count_noise=0.0)
     # A twentieth of the cohort costs next to nothing (Andrew et al. 2021).
