@@ -71,11 +71,6 @@ def columns_of(entries: Entries) -> dict[int, list[float]]:
     return {int(entry["round"]): [float(c) for c in entry["column"]] for entry in entries}
 
 
-def largest_column(entries: Entries) -> float:
-    """max ‖c_t‖."""
-    return max(math.hypot(*column) for column in columns_of(entries).values())
-
-
 def gaussians(entries: Entries, noise: float) -> tuple[float, int]:
     """(σ, n): the run is n Gaussian mechanisms of multiplier σ; noise: std of Z over the clip, > 0.
 
@@ -86,24 +81,21 @@ def gaussians(entries: Entries, noise: float) -> tuple[float, int]:
     for entry in entries:
         by_key.setdefault(entry.get("key_id"), []).append(int(entry["round"]))
     spans = [(min(rounds), max(rounds) + 1) for rounds in by_key.values()]
-    if first.get("chance") is None:
-        return noise / math.sqrt(moved_squares(entries, spans)), 1
-    return noise / largest_column(entries), sum(-(-(last - start) // first["separation"]) for start, last in spans)
+    columns = columns_of(entries)
+    if first.get("chance") is not None:
+        longest = max(math.hypot(*column) for column in columns.values())
+        return noise / longest, sum(-(-(last - start) // first["separation"]) for start, last in spans)
+    apart = int(first["separation"])
+    each = [{t: columns[t] for t in range(start, last) if t in columns} for start, last in spans]
+    return noise / math.sqrt(math.fsum(_moved(span, apart) for span in each)), 1
 
 
-def moved_squares(entries: Entries, spans: Sequence[tuple[int, int]]) -> float:
-    """Σ over spans of s², for clients whose rounds are at least the lines' ``separation`` apart.
+def _moved(columns: Mapping[int, list[float]], apart: int) -> float:
+    """s² of the columns of one span, for clients whose rounds are at least ``apart`` apart.
 
     Columns that share no row: the largest sum of ‖c_t‖² with such gaps. Falling equal ones: the earliest rounds.
     Others: Σ_{i,j} |⟨c_i, c_j⟩|, bounded by rows.
     """
-    columns, apart = columns_of(entries), int(entries[0]["separation"])
-    return math.fsum(
-        _moved({t: columns[t] for t in range(first, last) if t in columns}, apart) for first, last in spans
-    )
-
-
-def _moved(columns: Mapping[int, list[float]], apart: int) -> float:
     # Columns that share no row are orthogonal, so only their own lengths count.
     if all(len(column) <= apart for column in columns.values()):
         return _spaced({t: math.fsum(c * c for c in column) for t, column in columns.items()}, apart)
@@ -114,12 +106,11 @@ def _moved(columns: Mapping[int, list[float]], apart: int) -> float:
         # Falling entries overlap most where turns begin as early as they may.
         worst = [n for n, t in enumerate(rounds) if (t - rounds[0]) % apart == 0]
         return float(products[np.ix_(worst, worst)].sum())
-    rows = {
-        t: products[n, n]
-        + _spaced({u: products[n, k] for k, u in enumerate(rounds) if u <= t - apart}, apart)
-        + _spaced({u: products[n, k] for k, u in enumerate(rounds) if u >= t + apart}, apart)
-        for n, t in enumerate(rounds)
-    }
+    rows = {}
+    for n, t in enumerate(rounds):
+        before = {u: products[n, k] for k, u in enumerate(rounds) if u <= t - apart}
+        after = {u: products[n, k] for k, u in enumerate(rounds) if u >= t + apart}
+        rows[t] = products[n, n] + _spaced(before, apart) + _spaced(after, apart)
     return _spaced(rows, apart)
 
 
