@@ -7,6 +7,7 @@ the noise is made for, in the arithmetic that ran.
 """
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,13 +63,6 @@ class Case:
         said = self.client if self.others == "ordinary" else f"{self.client} | {self.others}"
         said += {"w0": "", "even": ", even", "later": ", round 2"}[self.start]
         return said + (", last" if self.last else "") + (", same noise" if self.noise else "")
-
-
-def cases_for(data: FederatedData) -> tuple[Case, ...]:
-    """Return the cases of ``cases.yaml`` that mean something for a federation's examples."""
-    text = Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8")
-    kind = "numbers" if data.inputs.is_floating_point() else "tokens"
-    return tuple(Case(**each) for each in yaml.safe_load(text)[kind])
 
 
 @dataclass(frozen=True)
@@ -205,11 +199,6 @@ class Engine:
     settings: Mapping[str, Any] = field(default_factory=dict)
     most: int | None = None
 
-    @property
-    def section(self) -> dict[str, Any]:
-        """Its keys of the ``engine`` section."""
-        return {"backend": self.name, "device": "cpu", "processes": 2, **self.settings}
-
 
 @dataclass(frozen=True)
 class Movement:
@@ -260,10 +249,12 @@ class Scenario:
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """The cases that its examples and its model allow."""
-        found = cases_for(self.template)
+        """The cases of ``cases.yaml`` that mean something for its examples and its model."""
+        text = Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8")
+        kind = "numbers" if self.template.inputs.is_floating_point() else "tokens"
         linear = any(isinstance(layer, nn.Linear) for layer in self.module.modules())
-        return found if linear else tuple(case for case in found if case.start != "even")
+        found = (Case(**each) for each in yaml.safe_load(text)[kind])
+        return tuple(case for case in found if linear or case.start != "even")
 
     @property
     def method(self) -> Algorithm:
@@ -341,7 +332,6 @@ class Worlds:
     def __init__(self, stage: Scenario) -> None:
         self.stage, self.maker = stage, Maker(stage.template)
         self._absent: dict[tuple[object, ...], _Release] = {}
-        self._later: RoundState | None = None
 
     def movement(self, engine: Engine, case: Case) -> Movement:
         """Return the pair of worlds of a case, on a back end."""
@@ -374,7 +364,7 @@ class Worlds:
         return self._absent[key]
 
     def _release(self, engine: Engine, case: Case, mine: Pair) -> _Release:
-        state = self._after_a_round() if case.start == "later" else None
+        state = self._later if case.start == "later" else None
         others = [self.maker.make(case.others, client) for client in range(1, self.stage.clients)]
         recorder = Recorder()
         data = self.maker.federation([*others, mine] if case.last else [mine, *others])
@@ -385,13 +375,12 @@ class Worlds:
         longest = parts.mechanism.longest(parts.clip.bound(outcome.state.clip))
         return _Release(recorder.mean, outcome.state.shared, parts.plan.divisor / longest)
 
-    def _after_a_round(self) -> RoundState:
-        """Return the released state after a round of ordinary data."""
-        if self._later is None:
-            data = self.maker.everybody("ordinary", self.stage.clients)
-            outcome, _ = self._run(Engine("sequential"), data, Recorder(), Case("ordinary"), None, planted=False)
-            self._later = outcome.state
-        return self._later
+    @functools.cached_property
+    def _later(self) -> RoundState:
+        """The released state after a round of ordinary data."""
+        data = self.maker.everybody("ordinary", self.stage.clients)
+        outcome, _ = self._run(Engine("sequential"), data, Recorder(), Case("ordinary"), None, planted=False)
+        return outcome.state
 
     def _run(
         self, engine: Engine, data: FederatedData, recorder: Recorder, case: Case, state: RoundState | None, *,
@@ -434,7 +423,8 @@ def world_recipe(recipe: Recipe, clients: int, engine: Engine, rounds: int, case
         "rounds": rounds, "data": dump["data"] | {"clients": None, "client_test_fraction": 0.0}, "cohort": cohort,
         "local": local | {"steps": steps, "epochs": None, "batch_size": batch},
         "privacy": dump["privacy"] | nothing | ALIKE | {"noise_multiplier": 1.0 if case.noise else 0.0, "delta": 1e-5},
-        "engine": engine.section | {"precision": dump["engine"]["precision"]},
+        "engine": {"backend": engine.name, "device": "cpu", "processes": 2, **engine.settings,
+                   "precision": dump["engine"]["precision"]},
         "algorithm": _without_public_examples(dump["algorithm"], rounds),
     }  # fmt: skip
     return Recipe.of(dump | changes)
