@@ -33,6 +33,10 @@ class Numbers:
     min_cohort: int | None = None
     max_participations: int | None = None
 
+    def numbers(self) -> dict[str, Any]:
+        """Return these numbers by name, and none of a subclass's other fields."""
+        return {field.name: getattr(self, field.name) for field in fields(Numbers)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Numbers):
@@ -69,10 +73,6 @@ class Options(Numbers):
         given = {name: value for name in allowed if (value := getattr(self, name)) is not None}
         return {name: str(one_of(f"--{name}", value, allowed[name])) for name, value in given.items()}
 
-    def numbers(self) -> dict[str, Any]:
-        """Return the numbers given as options."""
-        return {field.name: getattr(self, field.name) for field in fields(Numbers)}
-
     def load(self, only: Mapping[str, str], noise: Mapping[str, float | None]) -> Recipe:
         """Return the recipe with the options in the place of its own numbers, and with this noise, if it is given."""
         from fedflat.config.recipe import Recipe
@@ -103,11 +103,7 @@ def budget(options: Options, *, noise_multiplier: Sigma = None) -> None:
     """
     only = options.only()
     setting = setting_of(options, only, sigma=noise_multiplier)
-    rows = _answered(setting.rows(only), only)
-    if options.as_json:
-        _print_json({"setting": setting.as_dict(), "rows": rows})
-    else:
-        _print_rows(setting, rows, ("epsilon",))
+    _print(options, {}, setting, _answered(setting.rows(only), only), ("epsilon",))
 
 
 def calibrate(options: Options, *, epsilon: Annotated[float, Option(metavar="ε", help="The target.")]) -> None:
@@ -123,11 +119,8 @@ def calibrate(options: Options, *, epsilon: Annotated[float, Option(metavar="ε"
     if "accountant" in only:
         proving(only["accountant"])
     setting = setting_of(options, only, target=epsilon)
-    rows = _answered(setting.rows(only, epsilon), only)
-    if options.as_json:
-        _print_json({"epsilon": epsilon, "setting": setting.as_dict(), "rows": rows})
-    else:
-        _print_rows(setting, rows, ("noise_multiplier", "epsilon"), f"Least noise multiplier σ for ε ≤ {epsilon:g}")
+    rows, title = _answered(setting.rows(only, epsilon), only), f"Least noise multiplier σ for ε ≤ {epsilon:g}"
+    _print(options, {"epsilon": epsilon}, setting, rows, ("noise_multiplier", "epsilon"), title)
 
 
 def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
@@ -148,9 +141,16 @@ def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
 TITLES = {"epsilon": "ε", "noise_multiplier": "σ"}
 
 
-def _print_rows(setting: Setting, rows: list[Row], numbers: tuple[str, ...], title: str = "") -> None:
+def _print(
+    options: Options, asked: Row, setting: Setting, rows: list[Row], numbers: tuple[str, ...], title: str = ""
+) -> None:
     """Print a setting and a table of at most 80 columns; what does not apply is left out of it (``--json`` has the
-    reasons)."""
+    reasons, and what was asked for)."""
+    from fedflat.privacy.ledger import plain_json
+
+    if options.as_json:
+        print_json(plain_json("budget", {**asked, "setting": setting.as_dict(), "rows": rows}))
+        return
     described = ("relation", "adversary") if any(row.get("relation") for row in rows) else ()
     heads = ["trust", "cohorts", "accountant", *("neighbours", "towards")[: len(described)]]
     notes: dict[str, None] = {}
@@ -177,12 +177,6 @@ def _cell(row: Row, name: str) -> str:
     return ("≈ " if row["accountant"] == "gdp" else "") + report.epsilon_text(row[name])
 
 
-def _print_json(found: Row) -> None:
-    from fedflat.privacy.ledger import plain_json
-
-    print_json(plain_json("budget", found))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setting(Numbers):
     """Numbers of a run, and what a recipe adds to them.
@@ -203,8 +197,7 @@ class Setting(Numbers):
 
         if self.plan is not None:
             return _rows_of(self.plan, only, target)
-        names = ("clients", "cohort", "rounds", "delta", "max_cohort", "min_cohort", "max_participations", "colluders")
-        numbers = {name: getattr(self, name) for name in names}
+        numbers = {**self.numbers(), "colluders": self.colluders}
         if target is not None:
             return calibrate_table(target=target, only=only, **numbers)
         return budget_table(noise_multiplier=float(self.noise_multiplier or 0), only=only, **numbers)
@@ -303,14 +296,12 @@ def _plan_of(name: str, recipe: Recipe) -> Plan:
 
     method = algorithm_of(recipe)
     require(method.private, name, method.name, "a method with privacy: this one neither clips nor adds noise")
-    if method.kind == "ddgauss":
-        raise wrong(name, method.name, "a method with Gaussian noise", hint="Its own account is in a run's statement.")
-    if recipe.privacy.protocol != "sound":
-        hint = "Its claimed and proven ε are in a run's statement."
-        raise wrong(name, "privacy.protocol: published", "sound", hint=hint)
-    if recipe.privacy.selection is not None:
-        hint = "fedflat plan has the ε of a recipe whose settings were chosen in private."
-        raise wrong(name, "privacy.selection", "a recipe without it", hint=hint)
+    hint = "Its own account is in a run's statement."
+    require(method.kind != "ddgauss", name, method.name, "a method with Gaussian noise", hint=hint)
+    hint = "Its claimed and proven ε are in a run's statement."
+    require(recipe.privacy.protocol == "sound", name, "privacy.protocol: published", "sound", hint=hint)
+    hint = "fedflat plan has the ε of a recipe whose settings were chosen in private."
+    require(recipe.privacy.selection is None, name, "privacy.selection", "a recipe without it", hint=hint)
     if recipe.data.clients is None:
         raise wrong("--clients", "nothing", f"the number of clients: {name} takes it from its data")
     if (larger := recipe.privacy.noise_cohort) is not None:
