@@ -314,7 +314,8 @@ def metrics_of(
 ) -> dict[str, Metric]:
     """Return the recipe's measures by name, then the user's own.
 
-    Raises InputError for a name that cannot be a key, is not of the task, or metrics without test data.
+    Raises InputError for a name that cannot be a key or is not of the task, for what is no metric, and for metrics
+    without test data.
     """
     found: dict[str, Metric] = dict(named("evaluation.metrics", recipe.evaluation.metrics, recipe.task))
     if given is not None and not isinstance(given, Mapping):
@@ -323,27 +324,21 @@ def metrics_of(
     if recipe.task == "regression":
         found = {name: functools.partial(_in_own_units, metric, data.preparation) for name, metric in found.items()}
     found |= given or {}
-    check_metrics(found, data)
+    for name, metric in found.items():
+        if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
+            raise wrong("metrics", repr(name), f"names as variables have, other than {' and '.join(RESERVED)}")
+        if not callable(metric) and not hasattr(metric, "compute"):
+            allowed = "a function (outputs, targets) -> number, or an object with update and compute"
+            raise wrong(f"metrics.{name}", type(metric).__name__, allowed)
+    if found and data.test_inputs is None:
+        shown = f"{', '.join(found)} without test data"
+        raise wrong("metrics", shown, "test=(inputs, targets), which must be public")
     return found
 
 
 def _in_own_units(metric: Metric, preparation: Preparation | None, outputs: Tensor, targets: Tensor) -> float:
     """Return a metric by name of numbers in the target's own units, however its column was scaled for training."""
     return measured(metric, in_own_units(outputs, preparation), in_own_units(targets, preparation))
-
-
-def check_metrics(metrics: Mapping[str, Metric], data: FederatedData) -> None:
-    """Raise InputError for a metric's name that cannot be a key, or metrics without test data."""
-    for name, metric in metrics.items():
-        if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
-            raise wrong("metrics", repr(name), f"names as variables have, other than {' and '.join(RESERVED)}")
-        if not callable(metric) and not hasattr(metric, "compute"):
-            allowed = "a function (outputs, targets) -> number, or an object with update and compute"
-            raise wrong(f"metrics.{name}", type(metric).__name__, allowed)
-    found = f"{', '.join(metrics)} without test data"
-    require(
-        not metrics or data.test_inputs is not None, "metrics", found, "test=(inputs, targets), which must be public"
-    )
 
 
 def try_metrics(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> None:
