@@ -84,18 +84,13 @@ def tune(
         _private(parsed, vary or [], trials, folder, processes, as_json)
 
 
-def _clients(recipe: Any) -> int:
-    """Return M: the recipe's, or that of its data."""
-    from fedflat.assembly.inputs import data_of
-
-    return int(recipe.data.clients or data_of(recipe, None, None).clients)
-
-
 def _private(recipe: Any, varied: list[str], mean: float, folder: Path, processes: int | None, as_json: bool) -> None:
+    from fedflat.assembly.inputs import data_of
     from fedflat.privacy.tuning import Selection, alone
     from fedflat.simulation.tuning import ask, tune
 
-    asked = ask(recipe, varied, Selection(mean), _clients(recipe))
+    clients = recipe.data.clients or data_of(recipe, None, None).clients
+    asked = ask(recipe, varied, Selection(mean), clients)
     if not as_json:
         print("\n".join(filled("selection.txt", asked=asked, alone=alone(asked.plan).epsilon(), found=None)))
     with report.ExperimentProgress(quiet=as_json) as progress:
