@@ -109,7 +109,7 @@ def run_of(entries: Iterable[Mapping[str, Any]]) -> Entry | None:
     found = None
     for entry in entries:
         found = entry.get(RUN, found)
-    return found
+    return found if found is None or isinstance(found, dict) else {}
 
 
 def _attempt(entry: Mapping[str, Any]) -> int:

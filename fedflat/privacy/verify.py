@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedflat.core.checks import InputError, require, wrong
+from fedflat.core.checks import InputError, one_line, require, wrong
 from fedflat.privacy import tuning
 from fedflat.privacy.accounting.gaussian import LITTLE
 from fedflat.privacy.ledger import LedgerError, read
@@ -307,11 +307,15 @@ def verify(
     released: the rounds whose results were released; each must have its line.
     """
     stated = math.inf if epsilon is None else float(epsilon)
-    notes = [*_line_notes(entries), *contradictions(entries)]
+    notes: list[str] = []
     try:
+        notes += [*_line_notes(entries), *contradictions(entries)]
         found = recompute(entries, delta=delta)
     except InputError as error:
         return Verification(stated, math.inf, "none", len(entries), stated == math.inf, (*notes, str(error)))
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:  # whoever edits can redo the checksums
+        said = f"the ledger's lines are none that fedflat writes ({one_line(error, 120)})"
+        return Verification(stated, math.inf, "none", len(entries), False, (*notes, said))
     # A released round without a line is the one thing that a ledger must never show.
     missing = sorted(set(released) - {e["round"] for e in entries})
     if missing and stated < math.inf:
@@ -385,6 +389,7 @@ def _released(path: Path) -> list[dict[str, Any]]:
         return []
     try:
         lines = [json.loads(text) for text in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-        return [{"epsilon": line.get("epsilon"), "round": int(line["round"])} for line in lines]
+        epsilons = [None if (value := line.get("epsilon")) is None else float(value) for line in lines]
+        return [{"epsilon": value, "round": int(line["round"])} for value, line in zip(epsilons, lines)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise wrong(str(path), type(error).__name__, "one JSON record per line, each with its round") from error

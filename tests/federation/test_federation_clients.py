@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -277,18 +278,14 @@ def test_a_folder_that_holds_something_is_not_overwritten(project: tuple[Path, T
 def test_a_full_disk_leaves_no_half_project_and_the_former_token(
     project: tuple[Path, Task, list[Client]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     secrets = project[0] / "server" / lock.LOCK, project[0] / "flower" / "credentials.yaml"
     before = [path.read_bytes() for path in secrets]
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     with pytest.raises(OSError, match="No space"):
         lock.write_lock(*secrets, "127.0.0.1:1")
-    assert [path.read_bytes() for path in secrets] == before
     with pytest.raises(InputError, match="No space left"):
         write_project(small(), tmp_path / "fed")
-    assert not (tmp_path / "fed").exists()
+    assert [path.read_bytes() for path in secrets] == before and not (tmp_path / "fed").exists()
 
 
 def test_another_task_does_not_go_on_in_a_runs_folder(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from fedflat.core.checks import InputError
 from fedflat.methods.published import Published, published_plan, with_tensors
 from fedflat.privacy import verify as module
-from fedflat.privacy.ledger import Ledger
+from fedflat.privacy.ledger import Ledger, run_of
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.verify import multiplier, participation, poisson, recompute, verify, verify_run
 
@@ -190,6 +191,13 @@ def test_two_laws_in_one_ledger_are_not_guessed_at() -> None:
     fixed = lines(plan_of(sampling="fixed"), 2)
     with pytest.raises(InputError, match="cohorts or clients that differ between lines"):
         recompute([fixed[0], fixed[1] | {"q": 1.0}])
+
+
+def test_a_redone_ledger_with_other_things_than_numbers_is_wrong() -> None:
+    for name, value in itertools.product(("std", "q", "selection", "separation"), ("x", [])):
+        found = verify([{**line, name: value} for line in lines(plan_of(), 2)], 5.0)
+        assert not found.ok and found.epsilon_recomputed == math.inf and found.notes
+    assert run_of([{"run": "x"}]) == {}
 
 
 def test_a_second_attempt_counts() -> None:
