@@ -138,7 +138,7 @@ def landscape(
         draws: Draws of weight noise.
         seed: Seed of directions, noise and examples.
         threads: Threads. Default: one for each core.
-        out: cli.Folder for landscape.html and landscape.json. Default: the (first) run's.
+        out: Folder for landscape.html and landscape.json. Default: the (first) run's.
     """
     from fedflat.landscape import flatness
     from fedflat.report.flatness import figures, write_page

@@ -91,8 +91,11 @@ def card(run: Run, others: Sequence[Run] = ()) -> Card:
 
 def _with_ledgers(runs: Sequence[Run]) -> list[Published]:
     """Return the runs with their ledgers' lines; refuse one whose statement counts fewer rounds than its ledger."""
-    names = [run.name for run in runs]
-    shown = {str(run.path): run.name if names.count(run.name) == 1 else str(run.path) for run in runs}
+    paths = {str(run.path): run.name for run in runs}
+    names = [*paths.values()]
+    # Of one name, they are told apart by their place among the arguments: a card is public, a path of this machine not.
+    marks = ("" if names.count(name) == 1 else f" ({place})" for place, name in enumerate(names, 1))
+    shown = {path: f"{name}{mark}" for (path, name), mark in zip(paths.items(), marks)}
     every = [published(run, shown) for run in runs]
     for run, its in zip(runs, every):
         if uncounted(run, its.entries):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -76,14 +77,12 @@ def test_a_bound_is_never_rounded_down(value: float | None, shown: str) -> None:
 def test_runs_published_together(folder: Path) -> None:
     one, two = (read_run(folder / name) for name in ("one", "two"))
     found = card(one, [two])
-    whole = total(
-        [
-            Published(r.name, r.privacy["proven_epsilon"], 0.005, read(r.path / "ledger.jsonl"), r.path)
-            for r in (one, two)
-        ]
-    )
+    known = [(r, r.privacy["proven_epsilon"], read(r.path / "ledger.jsonl")) for r in (one, two)]
+    whole = total([Published(r.name, epsilon, 0.005, entries, r.path) for r, epsilon, entries in known])
     assert f"ε = {math.ceil(100 * whole.epsilon) / 100:.2f} at δ = 0.01" in found.text("Composition", "All together")
     assert found.text("Composition", "Counted") == "one two"
+    alike = card(one, [dataclasses.replace(two, name="one")])
+    assert alike.text("Composition", "Counted") == "one (1) one (2)"  # and no path of this machine
     assert "counts once" in card(one, [one]).text("Composition", "How")
     mixed = card(one, [read_run(folder / "plain")])
     assert mixed.text("Composition", "All together") == "no finite ε"
