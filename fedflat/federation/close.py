@@ -126,24 +126,20 @@ def _drop_open_records(folder: RunFolder, finished: int) -> None:
     keep_tips(folder.path, released)
 
 
-def main(arguments: Sequence[str]) -> int:
+@program("close APP RUN")
+def main(app: str, run: str) -> None:
     """Close a run; exit status 2 for bad input, 1 if a server is still running it or its key is not here."""
-
-    def work() -> int:
-        app, out = map(Path, arguments)
-        facts, key = close(Task.read(app), out)
-        epsilon = facts.get("epsilon")
-        cost = "no finite ε" if epsilon is None else f"ε = {epsilon:.4g} at δ = {facts['delta']:g}"
-        about = {"deleted": "key deleted", "gone": "key deleted before", "missing": "KEY NOT DELETED"}[key]
-        rounds = f"{counted(facts['rounds'], 'round')}, {facts['rounds_charged']} charged"
-        print(f"{out}: ended after {rounds}, {cost}; {about}")
-        if key == "missing":  # it may still lie somewhere
-            hint = "close the run again as the account, and with the XDG_STATE_HOME, that the server ran under"
-            place = f"no noise key {run_id(out)} in {keys.folder()}"
-            raise RunError(f"{place}; {hint}, or delete the file there by hand")
-        return 0
-
-    return program("close APP RUN", arguments, work)
+    out = Path(run)
+    facts, key = close(Task.read(Path(app)), out)
+    epsilon = facts.get("epsilon")
+    cost = "no finite ε" if epsilon is None else f"ε = {epsilon:.4g} at δ = {facts['delta']:g}"
+    about = {"deleted": "key deleted", "gone": "key deleted before", "missing": "KEY NOT DELETED"}[key]
+    rounds = f"{counted(facts['rounds'], 'round')}, {facts['rounds_charged']} charged"
+    print(f"{out}: ended after {rounds}, {cost}; {about}")
+    if key == "missing":  # it may still lie somewhere
+        hint = "close the run again as the account, and with the XDG_STATE_HOME, that the server ran under"
+        place = f"no noise key {run_id(out)} in {keys.folder()}"
+        raise RunError(f"{place}; {hint}, or delete the file there by hand")
 
 
 if __name__ == "__main__":

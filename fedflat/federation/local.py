@@ -15,10 +15,11 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.durable import lock_file
@@ -125,10 +126,8 @@ class Federation:
         raise RunError(f"flwr run failed: {' '.join(said.split()).replace('run `flwr login`', TOKEN)}")
 
     def _flwr(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [_program(command[0]), *command[1:]],
-            env=self._environment(), capture_output=True, text=True, timeout=self.patience, check=False,
-        )  # fmt: skip
+        env = self._environment()
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=self.patience, check=False)
 
     def status(self, run: int, what: str = "") -> str:
         """Return Flower's status of a run, like ``finished:completed``, as the SuperLink noted it last; or REASON."""
@@ -172,12 +171,13 @@ class Federation:
             **os.environ,
             **environment(self.project),
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            # Where the programs are looked for: beside this Python first.
             "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", ""),
             "OMP_NUM_THREADS": "1",
         }
 
     def _spawn(self, name: str, command: list[str]) -> None:
-        own = os.getpid()
+        own, env = os.getpid(), self._environment()
 
         def born() -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.END_SIGNALS)
@@ -188,36 +188,28 @@ class Federation:
             self.begun[name] = log.tell()
             with waiting(processes.END_SIGNALS):
                 self.processes[name] = subprocess.Popen(
-                    [_program(command[0]), *command[1:]], preexec_fn=born,
-                    stdout=log, stderr=subprocess.STDOUT, env=self._environment(), start_new_session=True,
-                )  # fmt: skip
+                    command, preexec_fn=born, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
+                )
 
 
-def _program(name: str) -> str:
-    """Return a Flower program beside this Python, or on the path."""
-    beside = Path(sys.executable).parent / name
-    return str(beside) if beside.exists() else name
+def _only_one(federation: Federation) -> IO[bytes]:
+    """Return the lock that a run on this machine holds; InputError if another one holds it."""
+    try:
+        return lock_file(federation.logs / "local.lock", wait=False)
+    except BlockingIOError as error:
+        raise wrong("PROJECT", f"{federation.project}, which runs already", "one run of it at a time") from error
 
 
-def main(arguments: Sequence[str]) -> int:
+@processes.program("local PROJECT")
+def main(folder: str) -> None:
     """Run a project on this machine; exit status 0 if the run completed."""
     processes.private()
     processes.raise_descriptor_limit()
     processes.end_with_an_exit()
-    return processes.program("local PROJECT", arguments, lambda: _whole_run(Path(arguments[0])))
+    _whole_run(Path(folder))
 
 
-@contextmanager
-def _only_one(federation: Federation) -> Iterator[None]:
-    try:
-        lock = lock_file(federation.logs / "local.lock", wait=False)
-    except BlockingIOError as error:
-        raise wrong("PROJECT", f"{federation.project}, which runs already", "one run of it at a time") from error
-    with lock:
-        yield
-
-
-def _whole_run(project: Path) -> int:
+def _whole_run(project: Path) -> None:
     with Federation(project) as federation, _only_one(federation):
         records = _folder_of_run(project) / METRICS
         federation.start()
@@ -238,7 +230,6 @@ def _whole_run(project: Path) -> int:
         if status != "finished:completed":
             log = federation.logs / "superlink.log"
             raise RunError(f"the run has no result: {federation.status(run, REASON)} (see {log})")
-    return 0
 
 
 def _folder_of_run(project: Path) -> Path:

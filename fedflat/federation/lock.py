@@ -210,17 +210,12 @@ def _host(host: str) -> Any:
         raise wrong("--host", host, "a host name or an IP address") from None
 
 
-def main(arguments: Sequence[str]) -> int:
+@program("lock PROJECT")
+def main(project: str) -> None:
     """Write a new token for a project; the old one is good until the SuperLink is started again."""
-
-    def work() -> int:
-        project = Path(arguments[0])
-        credentials = project / "flower" / "credentials.yaml"
-        write_lock(project / "server" / LOCK, credentials, address_text(Addresses.read(project).control))
-        print(f"{credentials}: a new operator's token; start the SuperLink again")
-        return 0
-
-    return program("lock PROJECT", arguments, work)
+    folder, credentials = Path(project), Path(project) / "flower" / "credentials.yaml"
+    write_lock(folder / "server" / LOCK, credentials, address_text(Addresses.read(folder).control))
+    print(f"{credentials}: a new operator's token; start the SuperLink again")
 
 
 if __name__ == "__main__":

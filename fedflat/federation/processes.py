@@ -38,26 +38,35 @@ _LIBC = ctypes.CDLL(None)
 """Loaded here and not between fork and exec."""
 
 
-def status_of(work: Callable[[], int]) -> int:
+def status_of(work: Callable[[], object]) -> int:
     """Return the exit status of ``work()``: with one line, 2 for bad input and 1 for a fault of the surroundings."""
     try:
-        return work()
+        work()
+        return 0
     except (InputError, RunError, OSError) as error:  # the last: a record that nobody may read, a full disk
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
 
 
-def program(usage: str, arguments: Sequence[str], work: Callable[[], int]) -> int:
-    """Return the exit status of a program of the federation; 2 with its usage for another number of words.
+def program(usage: str) -> Callable[[Callable[..., object]], Callable[[Sequence[str]], int]]:
+    """Make a program of the federation from what works on its words.
 
-    usage: its name and what it takes; what stands in brackets may be left out together.
+    The program takes a list of words and returns the exit status: 2 with its usage for another number of words. usage:
+    its name and what it takes; what stands in brackets may be left out together.
     """
     needed, _, optional = usage.partition(" [")
     counts = {len(needed.split()) - 1, len(f"{needed} {optional}".split()) - 1}
-    if "--help" in arguments or len(arguments) not in counts:
-        print(f"usage: python -m fedflat.federation.{usage}", file=sys.stderr)
-        return 2
-    return status_of(work)
+
+    def made(work: Callable[..., object]) -> Callable[[Sequence[str]], int]:
+        def main(arguments: Sequence[str]) -> int:
+            if "--help" in arguments or len(arguments) not in counts:
+                print(f"usage: python -m fedflat.federation.{usage}", file=sys.stderr)
+                return 2
+            return status_of(lambda: work(*arguments))
+
+        return main
+
+    return made
 
 
 def private() -> None:

@@ -24,7 +24,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -59,7 +59,7 @@ LOOK = 0.05
 """Seconds between looks whether the control door is open, before the network's is."""
 
 
-def serve(project: Path) -> int:
+def serve(project: Path) -> None:
     """Run the SuperLink of a project until it is told to end.
 
     Raises:
@@ -100,7 +100,6 @@ def serve(project: Path) -> int:
     _register(state, task.roster)
     outside = doors.fleet_only(app, task.roster.numbers, task.limits.reply, network, keeper.blame)
     _run((doors.this_machine_only(app, allowed, control), control, own), (outside, network, project / "certificates"))
-    return 0
 
 
 class _Plain(logging.Formatter):
@@ -287,9 +286,10 @@ def _in_a_line(record: logging.LogRecord) -> bool:
     return True
 
 
-def main(arguments: Sequence[str]) -> int:
+@processes.program("superlink PROJECT")
+def main(project: str) -> None:
     """Run a SuperLink; exit status 2 with one line for one that would be open."""
-    return processes.program("superlink PROJECT", arguments, lambda: serve(Path(arguments[0])))
+    serve(Path(project))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ CUT = ("EOF occurred", "timed out", "reset by peer")
 """Words of Python's ssl module for a handshake that another attempt may finish."""
 
 
-def serve(given: argparse.Namespace) -> int:
+def serve(given: argparse.Namespace) -> None:
     """Run the SuperNode until it is told to end.
 
     Raises:

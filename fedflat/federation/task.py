@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -233,15 +233,10 @@ def replace_key(app: Path, client: str, key: Path) -> str:
     return Task.read(app).pin
 
 
-def main(arguments: Sequence[str]) -> int:
+@program("task APP [CLIENT AUTH.PUB]")
+def main(app: str, client: str = "", key: str = "") -> None:
     """Print the pin of an app, for the clients' node config; with a client's number and auth.pub, after a new key."""
-
-    def work() -> int:
-        app, *given = arguments
-        print(replace_key(Path(app), given[0], Path(given[1])) if given else Task.read(Path(app)).pin)
-        return 0
-
-    return program("task APP [CLIENT AUTH.PUB]", arguments, work)
+    print(replace_key(Path(app), client, Path(key)) if client or key else Task.read(Path(app)).pin)
 
 
 if __name__ == "__main__":
