@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
@@ -63,7 +63,9 @@ class Limit:
 
     def names(self, tree: Any) -> list[str]:
         """Return the ids of a message's objects, or raise ``Malformed`` for too many; a repeated one counts again."""
-        names = list(islice(_nodes(tree), self.objects + 1))
+        from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+
+        names = [node.object_id for node in islice(iterate_object_tree(tree), self.objects + 1)]
         if len(names) > self.objects:
             raise Malformed("size")
         return list(dict.fromkeys(names))
@@ -112,12 +114,6 @@ class Limits:
     def dump(self) -> dict[str, list[int]]:
         """Return the limits as values for JSON."""
         return {name: [limit.arrays, limit.facts] for name, limit in (("ask", self.ask), ("reply", self.reply))}
-
-
-def _nodes(tree: Any) -> Iterator[str]:
-    for child in tree.children:
-        yield from _nodes(child)
-    yield tree.object_id
 
 
 def _unpacked(content: bytes, contents: Mapping[str, bytes], limit: Limit) -> int:
@@ -225,10 +221,9 @@ class ReplyKeeper:
 
     def _is_honest(self, message: Any, tree: Any, asked: str) -> bool:
         """Return whether a reply's tree is within the limit, its own, and the one that was declared before."""
-        for gone in [number for number in self._replies if number not in self.state.message_ins_store]:
-            del self._replies[gone]
-        for over in [number for number in self._sessions if number not in self.state._object_push_sessions]:
-            del self._sessions[over]
+        asks, pushes = self.state.message_ins_store, self.state._object_push_sessions
+        self._replies = {number: reply for number, reply in self._replies.items() if number in asks}
+        self._sessions = {session: reply for session, reply in self._sessions.items() if session in pushes}
         try:
             self.limit.names(tree)
         except Malformed:
