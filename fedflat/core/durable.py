@@ -35,9 +35,9 @@ def append(path: Path, content: bytes, mode: int = 0o600) -> None:
     flush(path.parent)
 
 
-def create(path: Path, content: bytes) -> None:
-    """Write a file that is not there yet, readable by its owner only; durable, its name too, before this returns."""
-    _write(path, content, os.O_EXCL, 0o600)
+def create(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write a file that is not there yet; durable, its name too, before this returns."""
+    _write(path, content, os.O_EXCL, mode)
     flush(path.parent)
 
 

@@ -16,7 +16,6 @@ import hashlib
 import hmac
 import ipaddress
 import json
-import os
 import re
 import secrets
 import sys
@@ -53,18 +52,11 @@ def write_lock(lock: Path, credentials: Path, address: str) -> None:
         durable.replace(path, f"{text}\n")
 
 
-def write_new(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write a new file, with its mode from its first byte on."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
-
-
 def read_lock(path: Path) -> bytes:
     """Return the hash of the operator's token; InputError if there is none, or if others could change or read it."""
     with reading(path, "no lock", "the file that fedflat deploy wrote"):
         found, mode = bytes.fromhex(path.read_text(encoding="ascii").strip()), path.stat().st_mode
-    if len(found) != hashlib.sha256().digest_size:
-        raise wrong(str(path), f"{len(found)} bytes", "the hash of the operator's token")
+    require(len(found) == 32, str(path), f"{len(found)} bytes", "the hash of the operator's token")
     require(not mode & 0o077, str(path), f"mode {mode & 0o777:04o}", "0600, for the SuperLink's account alone")
     return found
 
@@ -139,8 +131,12 @@ class Addresses:
 
 def address_text(address: tuple[str, int]) -> str:
     """Return an address as Flower takes it."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{bracketed(address[0])}:{address[1]}"
+
+
+def bracketed(host: str) -> str:
+    """Return a host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 DAYS = 90
@@ -156,10 +152,10 @@ def write_authority_and_server(folder: Path, hosts: list[str], *, keep: bool = T
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     signers = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedflat test authority")])
     for name, key in (("ca", authority), ("server", server)) if keep else (("server", server),):
-        write_new(folder / f"{name}.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), 0o600)
-    write_new(folder / "ca.crt", _certificate(signers, signers, authority.public_key(), authority, []))
+        durable.create(folder / f"{name}.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    durable.create(folder / "ca.crt", _certificate(signers, signers, authority.public_key(), authority, []), 0o644)
     own = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedflat SuperLink")])
-    write_new(folder / "server.crt", _certificate(own, signers, server.public_key(), authority, hosts))
+    durable.create(folder / "server.crt", _certificate(own, signers, server.public_key(), authority, hosts), 0o644)
 
 
 def write_client_keys(folder: Path) -> str:
@@ -168,8 +164,8 @@ def write_client_keys(folder: Path) -> str:
     key = ec.generate_private_key(ec.SECP384R1())
     secret = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     public: bytes = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    write_new(folder / "auth.key", secret, 0o600)
-    write_new(folder / "auth.pub", public + b"\n")
+    durable.create(folder / "auth.key", secret)
+    durable.create(folder / "auth.pub", public + b"\n", 0o644)
     return public.decode()
 
 

@@ -162,7 +162,7 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
     lock.write_lock(out / "server" / lock.LOCK, out / "flower" / "credentials.yaml", control)
     facts = {
         "version": fedflat.__version__, "package": PACKAGE, "out": (out / "run").absolute(), "nodes": data.clients,
-        "test": test, "listen": f"{_named(host)}:{port}", "control": control,
+        "test": test, "listen": lock.address_text((host, port)), "control": control,
         "ca": (out / CONTROL_CERTIFICATE).absolute(),
     }  # fmt: skip
     (app / "__init__.py").write_text('"""Made by fedflat deploy."""\n', encoding="utf-8")
@@ -202,15 +202,12 @@ def supernode_command(out: Path, client: int, host: str, port: int, pin: str) ->
     return _words("supernode.txt", _places(out, client, host, port, pin))
 
 
-def _named(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 def _places(out: Path, client: int, host: str, port: int, pin: str = "", at: str | None = None) -> dict[str, Any]:
     """Return what the commands of one client name. at: the project's folder, where it is not the absolute path."""
     at = f"{out.absolute()}/" if at is None else at
     own = f"{at}{client_folder(Path(), client)}"
-    return {"at": at, "own": own, "client": client, "pin": pin, "package": PACKAGE, "host": _named(host), "port": port}
+    where = {"host": lock.bracketed(host), "port": port}
+    return {"at": at, "own": own, "client": client, "pin": pin, "package": PACKAGE, **where}
 
 
 def _words(template: str, places: Mapping[str, Any]) -> list[str]:
