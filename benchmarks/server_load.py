@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from fedflat.core.params import PersonalState
 from fedflat.core.types import Broadcast
 from fedflat.engine.reduce import Accumulator
 from fedflat.federation import wire
+from fedflat.federation.replies import Culprits
 from fedflat.federation.transport import Flower, return_large_blocks
 from fedflat.pieces.clipping import whole_vector
 
@@ -73,8 +75,15 @@ def measure(dimension: int, clients: int) -> tuple[float, float]:
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
     update = np.linspace(-1, 1, dimension, dtype=np.float32)
     counts: Counter[str] = Counter()
+    culprits = Culprits(Path("none.jsonl"))
     server = Flower(
-        Answering(update), Everybody(clients), "pin", dimension, 1e9, lambda round, found: counts.update(found)
+        Answering(update),
+        Everybody(clients),
+        "pin",
+        dimension,
+        1e9,
+        lambda round, found: counts.update(found),
+        culprits,
     )
     broadcast = Broadcast(0, torch.zeros(dimension), 0.1, 1.0)
     accumulator = Accumulator(whole_vector(0.1), 0.1, (slice(0, dimension),), dimension)

@@ -16,12 +16,17 @@ in, ``secagg`` adds under masks where the server is not trusted. The ClientApp i
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-__all__ = ["Project", "check_flower", "client_app", "server_app", "write_examples", "write_project"]
-
-_PLACES = {"check_flower": "processes", "write_examples": "store", "Project": "project", "write_project": "project"}
+_PLACES = {
+    "Project": "project",
+    "check_flower": "processes",
+    "client_app": "client",
+    "server_app": "server",
+    "write_examples": "store",
+    "write_project": "project",
+}
+__all__ = list(_PLACES)
 
 
 def __getattr__(name: str) -> Any:
@@ -29,44 +34,3 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
-
-
-def server_app(folder: str | Path) -> Any:
-    """Return the ``flwr.serverapp.ServerApp`` for the task (recipe.yaml, task.json, roster.json) in ``folder``."""
-    from flwr.serverapp import ServerApp
-
-    from fedflat.federation.processes import draw_apart
-
-    draw_apart()
-    app = ServerApp()
-
-    def main(grid: Any, context: Any) -> None:
-        from fedflat.federation.events import log_to_stderr
-        from fedflat.federation.server import Settings, serve
-        from fedflat.federation.task import Task
-
-        log_to_stderr(str(context.run_config.get("log", "text")))
-        serve(grid, Task.read(Path(folder)), Settings.of(context.run_config))
-
-    app.main()(main)
-    return app
-
-
-def client_app(folder: str | Path) -> Any:
-    """Return the ``flwr.clientapp.ClientApp`` for the same task; the node config names client, data and state."""
-    from flwr.clientapp import ClientApp
-
-    from fedflat.federation.processes import draw_apart
-
-    draw_apart()
-    app = ClientApp()
-
-    def answer(message: Any, context: Any) -> Any:
-        from fedflat.federation.client import reply_to
-        from fedflat.federation.events import log_to_stderr
-
-        log_to_stderr(str(context.node_config.get("log", "text")))
-        return reply_to(message, context.node_config, Path(folder))
-
-    app.train()(answer)
-    return app

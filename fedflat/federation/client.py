@@ -23,6 +23,8 @@ from fedflat.engine.job import Job
 from fedflat.engine.reduce import Accumulator, RoundSum, Trained, states_of
 from fedflat.engine.round import accumulator_of, noisy_sum
 from fedflat.federation.bounds import REFUSES
+from fedflat.federation.events import log_to_stderr
+from fedflat.federation.processes import draw_apart
 from fedflat.federation.secagg.client import answer_stage
 from fedflat.federation.store import Store, read_examples
 from fedflat.federation.task import Task
@@ -169,6 +171,24 @@ def client_of(task: Task, config: Any) -> Client:
     found = Client(task, config["client"], store=Store(paths.pop("state")), pin=str(config.get("pin", "")), **paths)
     found.store.of_client(found.number)
     return found
+
+
+def client_app(folder: str | Path) -> Any:
+    """Return the ``flwr.clientapp.ClientApp`` for the task (recipe.yaml, task.json, roster.json) in ``folder``.
+
+    The node config names client, data and state.
+    """
+    from flwr.clientapp import ClientApp
+
+    draw_apart()
+    app = ClientApp()
+
+    def answer(message: Any, context: Any) -> Any:
+        log_to_stderr(str(context.node_config.get("log", "text")))
+        return reply_to(message, context.node_config, Path(folder))
+
+    app.train()(answer)
+    return app
 
 
 def reply_to(message: Any, config: Any, app_folder: Path) -> Any:

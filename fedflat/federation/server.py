@@ -30,13 +30,14 @@ from fedflat.core.types import RoundState
 from fedflat.engine.job import Job, Outcome
 from fedflat.engine.train import train
 from fedflat.federation.bounds import Limits
-from fedflat.federation.events import log_fields, serve_metrics
+from fedflat.federation.events import log_fields, log_to_stderr, serve_metrics
+from fedflat.federation.processes import draw_apart
 from fedflat.federation.replies import CheckIns, Culprits
 from fedflat.federation.secagg.rounds import ClientShares, SecureFlower
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Roster, Task, check_deployable
 from fedflat.federation.tips import new_run, operator_file, operator_key, restore_lines, tip_record
-from fedflat.federation.transport import ClientNoise, Flower, Inbox, Refusals, return_large_blocks
+from fedflat.federation.transport import ClientNoise, Flower, Inbox, note_refusals, return_large_blocks
 from fedflat.methods.ddgauss import SharedDiscreteNoise
 from fedflat.pieces.clipping import MethodScale, whole_vector
 from fedflat.privacy.ledger import read as read_ledger
@@ -87,6 +88,21 @@ class Settings:
         return cls(**given | {"beyond": given.get("beyond", False) is True})
 
 
+def server_app(folder: str | Path) -> Any:
+    """Return the ``flwr.serverapp.ServerApp`` for the task (recipe.yaml, task.json, roster.json) in ``folder``."""
+    from flwr.serverapp import ServerApp
+
+    draw_apart()
+    app = ServerApp()
+
+    def main(grid: Any, context: Any) -> None:
+        log_to_stderr(str(context.run_config.get("log", "text")))
+        serve(grid, Task.read(Path(folder)), Settings.of(context.run_config))
+
+    app.main()(main)
+    return app
+
+
 def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
     """Run a deployment to its end, or go on with the one in ``settings.out``; returns the privacy statement.
 
@@ -129,7 +145,7 @@ def _backend(grid: Any, task: Task, job: Job, settings: Settings, culprits: Culp
         "grid": Inbox(grid, task.limits.reply) if hasattr(grid, "_runtime_client") else grid,  # Flower's own grid
         "roster": task.roster, "pin": task.pin, "dimension": job.parts.message_length,
         "answer_seconds": settings.answer_seconds, "poll": settings.poll, "culprits": culprits,
-        "refusals": Refusals(operator_file(folder.run)).note,
+        "refusals": functools.partial(note_refusals, operator_file(folder.run)),
         "tip": functools.partial(tip_record, folder.path, folder.run, job.operator) if job.operator else None,
     }  # fmt: skip
     if not isinstance(job.parts.mechanism, ClientShares):

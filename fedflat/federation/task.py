@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -55,16 +55,13 @@ class DataSpec:
         kind = str(data.inputs.dtype).removeprefix("torch.")
         return cls(data.name, data.input_shape, kind, data.classes, data.clients, data.vocabulary, data.padding)
 
-    def empty(self) -> Tensor:
-        """Return inputs ``(0, …)`` of this form: a client without an example."""
-        return torch.zeros(0, *self.input_shape, dtype=getattr(torch, self.input_dtype))
-
     def federation(
         self, client: int | None = None, own: tuple[Tensor, Tensor] | None = None,
         test: tuple[Tensor, Tensor] | None = None,
     ) -> FederatedData:  # fmt: skip
         """Return what one party sees of the federation: a client's own examples, the public test set if it has one."""
-        inputs, targets = own if own is not None else (self.empty(), torch.zeros(0, dtype=torch.int64))
+        nobody = torch.zeros(0, *self.input_shape, dtype=getattr(torch, self.input_dtype))
+        inputs, targets = own if own is not None else (nobody, torch.zeros(0, dtype=torch.int64))
         nothing = np.empty(0, dtype=np.int64)
         parts = [nothing] * self.clients
         if client is not None:
@@ -137,10 +134,6 @@ class Roster:
         _ = roster.loaded  # checks them all
         return roster
 
-    def dump(self) -> Mapping[str, Any]:
-        """Return the roster as values for JSON."""
-        return {"clients": [{"client": i, "public_key": key} for i, key in enumerate(self.keys)]}
-
 
 def load_key(text: str) -> EllipticCurvePublicKey:
     """Return a public key in OpenSSH form; InputError if it is no elliptic-curve key."""
@@ -188,7 +181,8 @@ class Task:
     def write(self, folder: Path) -> None:
         """Write task.json and roster.json beside the recipe."""
         value = {"protocol": PROTOCOL, "form": asdict(self.form), "bytes": self.limits.dump()}
-        for name, part in ((TASK, value), (ROSTER, self.roster.dump())):  # a full disk leaves the file that was there
+        roster = {"clients": [{"client": i, "public_key": key} for i, key in enumerate(self.roster.keys)]}
+        for name, part in ((TASK, value), (ROSTER, roster)):  # a full disk leaves the file that was there
             durable.replace(folder / name, json.dumps(part, indent=1) + "\n", mode=0o644)
 
 

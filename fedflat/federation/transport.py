@@ -122,9 +122,9 @@ class Flower:
     dimension: int
     answer_seconds: float
     refusals: Callable[[int, Counter[str]], None]
+    culprits: Culprits
     poll: float = 0.3
     name: str = "flower"
-    culprits: Culprits | None = None
     tip: Callable[[int], Any] | None = None
     """Round -> the record with the ledger's signed tip that goes with every message of it."""
     _tip: tuple[int, Any] = (-1, None)
@@ -143,7 +143,7 @@ class Flower:
             return wire.write_request(common, pending.client, pending.nonce, self.pin)
 
         tracker = ReplyTracker(broadcast.round, lambda content: wire.read_answer(content, self.dimension))
-        off = self.culprits.off if self.culprits is not None else set()
+        off = self.culprits.off
         asked = [client for client in cohort.tolist() if client not in off]
         tracker.refused["missing"] += len(cohort) - len(asked)
         answered = False
@@ -159,7 +159,7 @@ class Flower:
 
     def _name(self, round: int, blamed: Mapping[int, str]) -> None:
         """Name those who broke the protocol in the operator's file; the log, which others may read, says how many."""
-        if self.culprits is not None and blamed:
+        if blamed:
             more = "; one or more are asked no more in this run" if self.culprits.note(round, blamed) else ""
             counted = f"{len(blamed)} client{'s' if len(blamed) > 1 else ''}"
             log.warning("round %d: %s broke the protocol, named in %s%s", round, counted, self.culprits.path, more)
@@ -229,21 +229,14 @@ class ClientNoise(Mechanism):
         return torch.zeros_like(aggregate.total)
 
 
-@dataclass(frozen=True)
-class Refusals:
-    """Counts of replies that were not added: per round in the operator's own file, and what may be said in the log.
+def note_refusals(path: Path, round: int, counts: Counter[str]) -> None:
+    """Write a round's counts of replies that were not added to the operator's file; log what no honest client causes.
 
     The file lies beside the noise key, not in the run's folder: who is missing, or whose training diverged, may depend
     on data.
     """
-
-    path: Path
-
-    def note(self, round: int, counts: Counter[str]) -> None:
-        """Write a round's counts to the operator's file; log those that no honest client causes."""
-        line = {"round": round, **{kind: count for kind, count in counts.items() if count}}
-        durable.append(self.path, json.dumps(line).encode() + b"\n")
-        shown = loggable(counts)
-        if shown:
-            words = ", ".join(f"{v} ({k})" for k, v in shown.items())
-            log.warning("round %d: refused %s", round, words, extra=log_fields("refused", round=round, counts=shown))
+    line = {"round": round, **{kind: count for kind, count in counts.items() if count}}
+    durable.append(path, json.dumps(line).encode() + b"\n")
+    if shown := loggable(counts):
+        words = ", ".join(f"{v} ({k})" for k, v in shown.items())
+        log.warning("round %d: refused %s", round, words, extra=log_fields("refused", round=round, counts=shown))

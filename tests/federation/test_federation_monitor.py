@@ -90,13 +90,13 @@ def test_a_run_shows_rounds_and_epsilon_and_nothing_of_its_cohorts(
 
 
 def test_refused_replies_are_those_that_may_be_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from fedflat.federation.transport import Refusals
+    from fedflat.federation.transport import note_refusals
 
     monitor = Monitor()
     logger = logging.getLogger("fedflat.server")
     logger.addHandler(monitor)
     try:
-        Refusals(tmp_path / "operator.jsonl").note(0, Counter(dict.fromkeys([*PROTOCOL_FAULTS, *DATA_FAULTS], 3)))
+        note_refusals(tmp_path / "operator.jsonl", 0, Counter(dict.fromkeys([*PROTOCOL_FAULTS, *DATA_FAULTS], 3)))
     finally:
         logger.removeHandler(monitor)
     text = generate_latest(monitor.registry).decode()

@@ -82,8 +82,8 @@ class Federation:
         refusals: list[Counter[str]] = []
         server = SecureFlower(
             grid, task.roster, task.pin, parts.layout.dimension, 0.2, lambda round, found: refusals.append(found),
-            poll=0.01, plan=parts.plan, mechanism=parts.mechanism.mechanism,  # type: ignore[attr-defined]
-            culprits=Culprits(folder / "run.excluded.jsonl", **limits),
+            Culprits(folder / "run.excluded.jsonl", **limits), poll=0.01, plan=parts.plan,
+            mechanism=parts.mechanism.mechanism,  # type: ignore[attr-defined]
         )  # fmt: skip
         return cls(folder, task, clients, grid, server, refusals)
 
@@ -442,9 +442,9 @@ def test_a_mask_that_is_not_bound_to_its_pair_is_cancelled_by_the_negative_of_an
         return secagg.wrap(secagg.masked(lone, keys, keys, vector, BITS) - secagg.prg(lone.seed, SIZE, BITS), BITS)
 
     assert not np.array_equal(left(), vector)
-    derived = secagg._derived
+    derived = secagg.derived
     unbound = lambda common, purpose: derived(common, purpose[: len(b"mask" + CONTEXT)])  # noqa: E731
-    monkeypatch.setattr(secagg, "_derived", unbound)
+    monkeypatch.setattr(secagg, "derived", unbound)
     assert np.array_equal(left(), vector)  # the twin: its two masks cancel
 
 

@@ -138,10 +138,11 @@ def agreed(own: bytes, other: bytes, purpose: bytes) -> bytes:
         common = X25519PrivateKey.from_private_bytes(own).exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError:
         raise Aborted("a key that gives no common secret") from None
-    return _derived(common, purpose)
+    return derived(common, purpose)
 
 
-def _derived(common: bytes, purpose: bytes) -> bytes:
+def derived(common: bytes, purpose: bytes) -> bytes:
+    """Return 32 bytes for one purpose from a secret: HKDF."""
     return HKDF(hashes.SHA256(), 32, None, b"fedflat secure aggregation " + purpose).derive(common)
 
 
@@ -167,7 +168,7 @@ def _pair_mask(secret: bytes, client: int, key: bytes, other: int, context: byte
     """
     common = ec.derive_private_key(int.from_bytes(secret, "big"), sharing.CURVE).exchange(ec.ECDH(), _mask_point(key))
     pair = b"".join(number.to_bytes(8, "big") for number in sorted((client, other)))
-    mask = prg(_derived(common, b"mask" + context + pair), size, bits)
+    mask = prg(derived(common, b"mask" + context + pair), size, bits)
     return mask if client < other else -mask
 
 

@@ -20,7 +20,7 @@ from fedflat.core.params import PersonalState
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
 from fedflat.engine.reduce import Clipped, Part
 from fedflat.federation import wire
-from fedflat.federation.replies import Culprits, PendingReply, ReplyTracker
+from fedflat.federation.replies import PendingReply, ReplyTracker
 from fedflat.federation.secagg import dealing
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg.client import context_of, threshold_of
@@ -39,7 +39,6 @@ class SecureFlower(Flower):
 
     plan: Plan
     mechanism: Any
-    culprits: Culprits
     left_open: bool = False
     _refused: Counter[str] = field(default_factory=Counter)
     _excluded: dict[int, str] = field(default_factory=dict)
@@ -299,13 +298,5 @@ class ClientShares(Mechanism):
 
     def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the decoded noisy sum, float32 ``(d,)``, with n_max shares in it."""
-        nothing = np.zeros(self.inner.mechanism.padded, dtype=np.int64)
-        total = nothing if aggregate.exact is None else aggregate.exact
-        lacking = (self.inner.shares or aggregate.count) - aggregate.count
-        if lacking > 0:
-            return replace(self.inner, shares=lacking).release(key, broadcast, replace(aggregate, exact=total), bound)
-        return self.inner.mechanism.decode(total, self.inner._signs(broadcast))
-
-    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """Return zeros: the noise is in the sum."""
-        return torch.zeros_like(aggregate.total)
+        lacking = max(0, (self.inner.shares or 0) - aggregate.count)
+        return replace(self.inner, shares=lacking).release(key, broadcast, aggregate, bound)
