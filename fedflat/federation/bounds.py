@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any
 
 from fedflat.engine.job import Job
-from fedflat.federation.wire import Malformed
+from fedflat.federation.wire import Malformed, insist, turning
 from fedflat.methods.ddgauss import SharedDiscreteNoise
 
 log = logging.getLogger("fedflat.bounds")
@@ -66,8 +66,7 @@ class Limit:
         from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
         names = [node.object_id for node in islice(iterate_object_tree(tree), self.objects + 1)]
-        if len(names) > self.objects:
-            raise Malformed("size")
+        insist(len(names) <= self.objects, Malformed("size"))
         return list(dict.fromkeys(names))
 
     def check(self, contents: Mapping[str, bytes]) -> None:
@@ -123,17 +122,14 @@ def _unpacked(content: bytes, contents: Mapping[str, bytes], limit: Limit) -> in
     head, divider, _ = content[:200_000].partition(b"\0")
     if not head.startswith(b"Array "):
         return 0
-    if not divider or len(content) - len(head) > limit.facts:
-        raise Malformed("size")
-    try:
+    insist(bool(divider) and len(content) - len(head) <= limit.facts, Malformed("size"))
+    kinds = (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError)
+    with turning(kinds, Malformed("form")):
         children = head.decode("ascii").split(" ")[1].split(",")
         about = json.loads(content[len(head) + 1 :])
         size = math.prod(max(int(length), 0) for length in about["shape"])
         unpacked = sum(len(contents[children[place]]) for place in about["arraychunk_ids"])
-    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
-        raise Malformed("form") from error
-    if size > limit.arrays:
-        raise Malformed("shape")
+    insist(size <= limit.arrays, Malformed("shape"))
     return unpacked
 
 
@@ -152,10 +148,8 @@ def unpacked(number: str, contents: dict[str, bytes]) -> Any:
     """Return the message of this id, which was held against the limit; ``Malformed`` if it is none."""
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
-    try:
+    with turning(Exception, Malformed("form")):  # whatever a decoder raises on bytes that somebody else chose
         message = inflate_object_from_contents(number, contents)
-    except Exception as error:  # whatever a decoder raises on bytes that somebody else chose
-        raise Malformed("form") from error
     message.metadata.__dict__["_message_id"] = number
     return message
 

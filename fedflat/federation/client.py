@@ -22,6 +22,7 @@ from fedflat.engine.device import exact
 from fedflat.engine.job import Job
 from fedflat.engine.reduce import Accumulator, RoundSum, Trained, states_of
 from fedflat.engine.round import accumulator_of, noisy_sum
+from fedflat.federation import wire
 from fedflat.federation.bounds import REFUSES
 from fedflat.federation.events import log_to_stderr
 from fedflat.federation.processes import draw_apart
@@ -29,7 +30,7 @@ from fedflat.federation.secagg.client import answer_stage
 from fedflat.federation.store import Store, read_examples
 from fedflat.federation.task import Task
 from fedflat.federation.tips import without_tip
-from fedflat.federation.wire import FACTS, Answer, Answered, Malformed, Refused, Request, read_request, write_answer
+from fedflat.federation.wire import Answered, Malformed, Refused, insist
 
 log = logging.getLogger("fedflat.client")
 
@@ -76,30 +77,28 @@ class Client:
             Refused: the ask is malformed, meant for another client or another recipe, or beyond what was agreed.
         """
         content = without_tip(content, self.store.folder, self.operator)
-        if "stage" in (content.get(FACTS) or {}):
-            return answer_stage(self, content)
-        if self.job.parts.plan.trust == "distributed":
-            raise Refused("the server asks for an update without secure aggregation")
         try:
-            ask = read_request(content, self.job.parts.layout.dimension, self.job.parts.broadcast)
+            if "stage" in (content.get(wire.FACTS) or {}):
+                return answer_stage(self, content)
+            if self.job.parts.plan.trust == "distributed":
+                raise Refused("the server asks for an update without secure aggregation")
+            ask = wire.read_request(content, self.job.parts.layout.dimension, self.job.parts.broadcast)
         except Malformed as fault:
             raise Refused(f"the server's message is malformed: {fault.reason}") from fault
         self.check(ask)
         update, examples = self.update(ask.broadcast)
         if self.job.parts.plan.trust == "local":
             self.store.note_participation(ask.broadcast.round)
-        return write_answer(Answer(ask.broadcast.round, ask.nonce, update.numpy(), examples))
+        return wire.write_answer(wire.Answer(ask.broadcast.round, ask.nonce, update.numpy(), examples))
 
     def check_question(self, client: Any, pin: Any, round: int) -> None:
         """Refuse a question to another client, about another recipe, task or roster, or beyond the last round."""
-        if client != self.number:
-            raise Refused(f"the server asks client {client}, this is client {self.number}")
-        if pin != self.task.pin:
-            raise Refused("the server runs another recipe, task or roster")
+        insist(client == self.number, Refused(f"the server asks client {client}, this is client {self.number}"))
+        insist(pin == self.task.pin, Refused("the server runs another recipe, task or roster"))
         if round >= self.job.parts.plan.rounds:
             raise Refused(f"the server asks for round {round} of {self.job.parts.plan.rounds}")
 
-    def check(self, ask: Request) -> None:
+    def check(self, ask: wire.Request) -> None:
         """Check what a client must not take the server's word for."""
         plan, clip = self.job.parts.plan, self.job.parts.clip
         self.check_question(ask.client, ask.pin, ask.broadcast.round)

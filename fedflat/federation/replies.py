@@ -29,7 +29,7 @@ from fedflat.core.checks import RunError
 from fedflat.core.cohorts import NEVER, Ids, MinSeparation
 from fedflat.core.types import RoundState
 from fedflat.federation.bounds import DAMAGED, REFUSES, TOO_LARGE
-from fedflat.federation.wire import NONCE_BYTES, Malformed
+from fedflat.federation.wire import NONCE_BYTES, Malformed, insist
 
 log = logging.getLogger("fedflat.server")
 
@@ -94,8 +94,7 @@ class ReplyTracker:
     def _checked(self, reply: Any) -> tuple[int, Any]:
         # The order matters: what an honest client can cause is told apart before anybody is blamed.
         asked = reply.metadata.reply_to_message_id
-        if asked in self._closed:
-            raise Malformed("duplicate")
+        insist(asked not in self._closed, Malformed("duplicate"))
         pending = self._open.get(asked)
         if pending is None:
             raise Malformed("unasked")
@@ -107,8 +106,7 @@ class ReplyTracker:
         answer = self.read(reply.content)
         if answer.round != self.round:
             raise Malformed("late" if answer.round < self.round else "early")
-        if not hmac.compare_digest(answer.nonce, pending.nonce):
-            raise Malformed("replayed")
+        insist(hmac.compare_digest(answer.nonce, pending.nonce), Malformed("replayed"))
         return pending.client, answer
 
     def close(self) -> tuple[str, ...]:

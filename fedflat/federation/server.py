@@ -141,12 +141,14 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
 def _backend(grid: Any, task: Task, job: Job, settings: Settings, culprits: Culprits) -> Flower:
     """Return what asks the clients: one exchange a round, or the steps of secure aggregation."""
     folder: RunFolder = job.folder  # type: ignore[assignment]
+    # One signature a round: all its messages go out while the ledger stands still.
+    tip = functools.partial(tip_record, folder.path, folder.run, job.operator)  # type: ignore[arg-type]
     common: dict[str, Any] = {
         "grid": Inbox(grid, task.limits.reply) if hasattr(grid, "_runtime_client") else grid,  # Flower's own grid
         "roster": task.roster, "pin": task.pin, "dimension": job.parts.message_length,
         "answer_seconds": settings.answer_seconds, "poll": settings.poll, "culprits": culprits,
         "refusals": functools.partial(note_refusals, operator_file(folder.run)),
-        "tip": functools.partial(tip_record, folder.path, folder.run, job.operator) if job.operator else None,
+        "tip": functools.lru_cache(maxsize=1)(tip),
     }  # fmt: skip
     if not isinstance(job.parts.mechanism, ClientShares):
         return Flower(**common)

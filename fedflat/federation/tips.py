@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError, counted, reading, wrong
 from fedflat.federation.replies import read_journal
-from fedflat.federation.wire import Refused
+from fedflat.federation.wire import Refused, insist
 from fedflat.privacy.ledger import LedgerError, scan
 from fedflat.records import keys, signing
 from fedflat.records.folder import LEDGER
@@ -128,8 +128,7 @@ def without_tip(content: Any, folder: Path, operator: Path | None = None) -> Any
     pinned = folder / PINNED if operator is None else operator
     record = content.get(RECORD)
     if record is None:
-        if pinned.exists():
-            raise Refused("the server's message has no signed tip of its ledger")
+        insist(not pinned.exists(), Refused("the server's message has no signed tip of its ledger"))
         return content
     known = signing.read_public(pinned) if pinned.exists() else None
     try:
@@ -140,8 +139,7 @@ def without_tip(content: Any, folder: Path, operator: Path | None = None) -> Any
         fits = run.isalnum() and len(history) == 32 * events and (not events or history[-32:].hex() == said["tip"])
     except (InputError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refused("the server's signed tip is malformed, or not signed by the operator's key") from error
-    if not fits:
-        raise Refused("the server's signed tip contradicts itself")
+    insist(fits, Refused("the server's signed tip contradicts itself"))
     _refuse_fork(folder / f"{run}.tip", events, history)
     if not pinned.exists():  # trust on first use, after all checks: a refused tip must pin nobody
         durable.replace(pinned, shown)
@@ -156,7 +154,6 @@ def _refuse_fork(kept: Path, events: int, history: bytes) -> None:
     with reading(kept, "no signed tip", "the file as this client kept it"):
         before = signing.payload_of(signing.read(kept))["predicate"]
         seen, tip = int(before["events"]), str(before["tip"])
-    if events < seen:
-        raise Refused(f"the server's ledger has {events} events, and had {seen} before")
+    insist(events >= seen, Refused(f"the server's ledger has {events} events, and had {seen} before"))
     if seen and history[32 * (seen - 1) : 32 * seen].hex() != tip:
         raise Refused("the server's ledger has other events than it had before")

@@ -127,7 +127,6 @@ class Flower:
     name: str = "flower"
     tip: Callable[[int], Any] | None = None
     """Round -> the record with the ledger's signed tip that goes with every message of it."""
-    _tip: tuple[int, Any] = (-1, None)
     _late: tuple[str, ...] = ()
     _against: int = 0
     """Refusals since anybody answered."""
@@ -171,11 +170,12 @@ class Flower:
         self._ask(tracker, list(clients), content)
         until = time.monotonic() + self.answer_seconds
         while tracker.waiting and time.monotonic() < until:
-            came = False
-            for taken in self._collect(tracker):
-                came = True
-                if taken is not None:
-                    yield taken
+            came, waiting = False, tracker.waiting
+            for start in range(0, len(waiting), AT_ONCE):  # a few at a time, in the order asked
+                for reply in self.grid.pull_messages(list(waiting[start : start + AT_ONCE])):
+                    came = True
+                    if (taken := tracker.take(reply)) is not None:
+                        yield taken
             if not came:
                 time.sleep(self.poll)
         if self._late:
@@ -200,18 +200,8 @@ class Flower:
         from flwr.app import Message, RecordDict
 
         if self.tip is not None:
-            # One signature a round: all its messages go out while the ledger stands still.
-            if self._tip[0] != round:
-                self._tip = (round, self.tip(round))
-            content = RecordDict({**content, RECORD: self._tip[1]})
+            content = RecordDict({**content, RECORD: self.tip(round)})
         return Message(content, node, TRAIN, ttl=TTL, group_id=str(round))
-
-    def _collect(self, tracker: ReplyTracker) -> Iterator[tuple[int, Any] | None]:
-        """Pull what is there, a few at a time, in the order asked; None for a reply that is refused."""
-        waiting = tracker.waiting
-        for start in range(0, len(waiting), AT_ONCE):
-            for reply in self.grid.pull_messages(list(waiting[start : start + AT_ONCE])):
-                yield tracker.take(reply)
 
 
 @dataclass(frozen=True)

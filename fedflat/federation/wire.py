@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -34,6 +35,21 @@ class Malformed(ValueError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+def insist(holds: bool, error: Exception) -> None:
+    """Raise an error unless a condition holds."""
+    if not holds:
+        raise error
+
+
+@contextmanager
+def turning(kinds: type[Exception] | tuple[type[Exception], ...], error: Exception) -> Iterator[None]:
+    """Inside the block, raise ``error`` in the place of what is of these kinds."""
+    try:
+        yield
+    except kinds as cause:
+        raise error from cause
 
 
 class Refused(RunError):
@@ -88,12 +104,10 @@ def pack(array: np.ndarray) -> Any:
 def unpack(array: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return the array in a Flower ``Array``, if it is exactly of this type and shape; otherwise ``Malformed``."""
     header = npy_header(dtype, shape)
-    if array.stype != NPY or array.dtype != dtype:
-        raise Malformed("dtype")
+    insist(array.stype == NPY and array.dtype == dtype, Malformed("dtype"))
     if tuple(array.shape) != shape or len(array.data) != len(header) + np.dtype(dtype).itemsize * math.prod(shape):
         raise Malformed("shape")
-    if bytes(array.data[: len(header)]) != header:
-        raise Malformed("dtype")
+    insist(bytes(array.data[: len(header)]) == header, Malformed("dtype"))
     return np.frombuffer(array.data, dtype=dtype, offset=len(header)).reshape(shape).copy()
 
 
@@ -112,8 +126,7 @@ def parts_of(content: Any) -> tuple[Any, Any]:
     arrays, facts = content.get(ARRAYS), content.get(FACTS)
     if set(content) != {ARRAYS, FACTS} or not isinstance(arrays, ArrayRecord) or not isinstance(facts, ConfigRecord):
         raise Malformed("form")
-    if facts.get("protocol") != PROTOCOL:
-        raise Malformed("protocol")
+    insist(facts.get("protocol") == PROTOCOL, Malformed("protocol"))
     return arrays, facts
 
 
@@ -141,8 +154,7 @@ def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> R
     vectors: the names of the vectors ``(d,)`` that the method broadcasts; all of them must be there, and no other.
     """
     arrays, facts = parts_of(content)
-    if set(arrays) - {"mask"} != {"shared", *(VECTOR + name for name in vectors)}:
-        raise Malformed("form")
+    insist(set(arrays) - {"mask"} == {"shared", *(VECTOR + name for name in vectors)}, Malformed("form"))
     found = {
         name: unpack(value, "uint8" if name == "mask" else "float32", (dimension,)) for name, value in arrays.items()
     }
@@ -152,8 +164,7 @@ def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> R
         rate=_hex(facts, "rate"), vectors={name: torch.from_numpy(found[VECTOR + name]) for name in vectors},
         mask=None if mask is None else torch.from_numpy(mask.astype(bool)), draw=number(facts, "draw"),
     )  # fmt: skip
-    if not all(np.isfinite(value).all() for value in found.values()):
-        raise Malformed("not finite")
+    insist(all(np.isfinite(value).all() for value in found.values()), Malformed("not finite"))
     pin = facts.get("pin")
     if not isinstance(pin, str):
         raise Malformed("form")
@@ -169,12 +180,10 @@ def write_answer(answer: Answer) -> Any:
 def read_answer(content: Any, size: int | None, dtype: str = "float32") -> Answer:
     """Return a checked reply with a finite vector ``(size,)``, or with none if ``size`` is None; else ``Malformed``."""
     arrays, facts = parts_of(content)
-    if set(arrays) != (set() if size is None else {"update"}):
-        raise Malformed("form")
+    insist(set(arrays) == (set() if size is None else {"update"}), Malformed("form"))
     update = None if size is None else unpack(arrays["update"], dtype, (size,))
     answer = Answer(number(facts, "round"), sixteen(facts, "nonce"), update, number(facts, "examples"), facts)
-    if update is not None and not np.isfinite(update).all():
-        raise Malformed("not finite")
+    insist(update is None or bool(np.isfinite(update).all()), Malformed("not finite"))
     return answer
 
 
@@ -217,10 +226,7 @@ def sixteen(facts: Any, name: str) -> bytes:
 
 
 def _hex(facts: Any, name: str) -> float:
-    try:
+    with turning((TypeError, ValueError, OverflowError), Malformed("form")):
         value = float.fromhex(facts.get(name))
-    except (TypeError, ValueError, OverflowError):
-        raise Malformed("form") from None
-    if math.isnan(value) or value <= 0:
-        raise Malformed("form")
+    insist(value > 0, Malformed("form"))  # which is no NaN either
     return value

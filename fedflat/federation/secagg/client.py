@@ -75,13 +75,12 @@ def signing_key(path: Path) -> EllipticCurvePrivateKey:
 
 
 def answer_stage(client: Client, content: Any) -> Any:
-    """Return the reply's content to one step; raises Refused."""
+    """Return the reply's content to one step; raises Malformed or Refused."""
     facts = content[wire.FACTS]
     try:
         stage, round, nonce = str(facts["stage"]), wire.number(facts, "round"), wire.sixteen(facts, "nonce")
         session = wire.sixteen(facts, "session")
-        if stage not in _STEPS and stage != dealing.END:
-            raise wire.Malformed("form")
+        wire.insist(stage in _STEPS or stage == dealing.END, wire.Malformed("form"))
         client.check_question(facts.get("client"), facts.get("pin"), round)
         if client.job.parts.plan.trust != "distributed":
             raise wire.Refused("the recipe's trust model is not distributed")
@@ -95,8 +94,6 @@ def answer_stage(client: Client, content: Any) -> Any:
         except BaseException:  # the session is over for this client, and so are its secrets
             client.store.end_session()
             raise
-    except wire.Malformed as fault:
-        raise wire.Refused(f"the server's message is malformed: {fault.reason}") from fault
     except Aborted as fault:
         raise wire.Refused(f"secure aggregation: {fault}") from fault
     # On disk before the answer leaves: each step is answered once.
@@ -118,8 +115,7 @@ def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str,
     state: dict[str, Any] = client.store.session()
     if state.get("session") != session.hex() or state.get("round") != round:
         raise wire.Refused("a step of a session that is not open")
-    if state.get("stage") not in _BEFORE[stage]:
-        raise wire.Refused(f"step {stage} after step {state.get('stage')}")
+    wire.insist(state.get("stage") in _BEFORE[stage], wire.Refused(f"step {stage} after step {state.get('stage')}"))
     if stage == dealing.VECTOR and client.store.took_part(round):  # killed after it noted that the vector leaves
         raise left
     return state
@@ -177,10 +173,8 @@ def _complain(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     own, keys = _own(client, state), _keys(state)
     boxes = wire.read_map(content[wire.FACTS].get("boxes"), dealing.SIGNED_BOX_BYTES)
     commitments = wire.read_map(content[wire.FACTS].get("commitments"))
-    if set(commitments) != set(boxes) or not set(boxes) <= set(keys) - {client.number}:
-        raise Aborted("boxes that cannot be")
-    if len(boxes) + 1 < state["threshold"]:
-        raise Aborted("too few clients")
+    wire.insist(set(commitments) == set(boxes) <= set(keys) - {client.number}, Aborted("boxes that cannot be"))
+    wire.insist(len(boxes) + 1 >= state["threshold"], Aborted("too few clients"))
     seen = dealing.keys_seen(own.context, keys)
     shares, complaints = _shares(state), {}
     for sender, box in boxes.items():
@@ -200,8 +194,7 @@ def _answer_complaints(client: Client, content: Any, state: dict[str, Any]) -> _
     complaints = wire.read_map(content[wire.FACTS].get("complaints"), dealing.SIGNATURE_BYTES)
     seen = dealing.keys_seen(own.context, keys)
     for receiver, signature in complaints.items():
-        if receiver not in keys or receiver == client.number:
-            raise Aborted("a complaint that cannot be")
+        wire.insist(receiver in set(keys) - {client.number}, Aborted("a complaint that cannot be"))
         if not dealing.is_complaint(keys[receiver], seen, receiver, client.number, signature):
             raise Aborted("a complaint without its client's signature")
     return _Reply(

@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from fedflat.federation.secagg import sharing
 from fedflat.federation.secagg.protocol import Aborted, PublicKeys, Secrets, Shares, agreed, derived
 from fedflat.federation.secagg.sharing import POINT_BYTES, SHARE_BYTES, Point
-from fedflat.federation.wire import Malformed, read_map, write_map
+from fedflat.federation.wire import Malformed, insist, read_map, turning, write_map
 
 KEYS, SHARES, CHECK, ANSWER = "keys", "shares", "check", "answer"
 VECTOR, CONSENT, REVEAL, END = "vector", "consent", "reveal", "end"
@@ -55,8 +55,7 @@ def write_keys(keys: Mapping[int, PublicKeys]) -> bytes:
 def read_keys(data: Any) -> dict[int, PublicKeys]:
     """Return public keys of clients, or ``Malformed``."""
     parts = read_map(data)
-    if any(len(part) <= KEY_BYTES for part in parts.values()):
-        raise Malformed("form")
+    insist(all(len(part) > KEY_BYTES for part in parts.values()), Malformed("form"))
     return {client: PublicKeys.of(part[:KEY_BYTES], part[KEY_BYTES:]) for client, part in parts.items()}
 
 
@@ -85,10 +84,8 @@ def deal(own: Secrets, keys: Mapping[int, PublicKeys], threshold: int) -> tuple[
 
     A threshold of half the clients or less is refused: one half could be asked for b and the other for the mask secret.
     """
-    if len(keys) < threshold or own.client not in keys:
-        raise Aborted("too few clients")
-    if 2 * threshold <= len(keys):
-        raise Aborted("a threshold that is no majority")
+    insist(len(keys) >= threshold and own.client in keys, Aborted("too few clients"))
+    insist(2 * threshold > len(keys), Aborted("a threshold that is no majority"))
     seed, seed_points = sharing.split(int.from_bytes(own.seed, "big"), threshold, keys)
     mask, mask_points = sharing.split(int.from_bytes(own.mask, "big"), threshold, keys)
     commitments, seen = b"".join([*seed_points, *mask_points[1:]]), keys_seen(own.context, keys)
@@ -122,13 +119,10 @@ def points_of(public: PublicKeys, commitments: bytes, threshold: int) -> tuple[l
     """Return the points a dealer is committed to, of its seed and of its mask secret; Aborted if they are not what they
     should be.
     """
-    if len(commitments) != (2 * threshold - 1) * POINT_BYTES:
-        raise Aborted("commitments of another size")
-    try:
+    insist(len(commitments) == (2 * threshold - 1) * POINT_BYTES, Aborted("commitments of another size"))
+    with turning(ValueError, Aborted("commitments that are no points")):
         found = sharing.read_points(commitments[: threshold * POINT_BYTES])
         return found, sharing.read_points(public.mask + commitments[threshold * POINT_BYTES :])
-    except ValueError:
-        raise Aborted("commitments that are no points") from None
 
 
 def is_dealt(
@@ -172,10 +166,8 @@ def is_complaint(public: PublicKeys, seen: bytes, receiver: int, dealer: int, si
 def _true_shares(
     cipher: ChaCha20Poly1305, receiver: int, signed_box: bytes, points: tuple[Sequence[Point], Sequence[Point]]
 ) -> Shares:
-    try:
+    with turning(InvalidTag, Aborted("a box that does not open")):
         text = cipher.decrypt(bytes(12), signed_box[32:BOX_BYTES], signed_box[:32])
-    except InvalidTag:
-        raise Aborted("a box that does not open") from None
     seed, mask = (int.from_bytes(part, "big") for part in (text[:SHARE_BYTES], text[SHARE_BYTES:]))
     if not sharing.is_share(points[0], receiver, seed) or not sharing.is_share(points[1], receiver, mask):
         raise Aborted("shares that are not of the committed secret")

@@ -36,6 +36,7 @@ from fedflat.core.checks import RunError
 from fedflat.core.discrete import SecureBits
 from fedflat.federation.secagg import sharing
 from fedflat.federation.secagg.sharing import Point
+from fedflat.federation.wire import insist, turning
 
 Vector = NDArray[np.int64]
 
@@ -114,30 +115,23 @@ def verify(keys: Mapping[int, PublicKeys], known: Mapping[int, ec.EllipticCurveP
     Two clients in league may show one key: whatever is made with a key is bound to the numbers of its clients too.
     """
     for client, public in keys.items():
-        if client not in known:
-            raise Aborted("a client that is not in the roster")
-        try:
+        insist(client in known, Aborted("a client that is not in the roster"))
+        with turning(InvalidSignature, Aborted("keys without their client's signature")):
             known[client].verify(public.signature, public.signed(context, client), ec.ECDSA(hashes.SHA384()))
-        except InvalidSignature:
-            raise Aborted("keys without their client's signature") from None
         # A point of low order would give every pair the same common secret: found before anything is sealed to it.
         agreed(secrets.token_bytes(32), public.seal, b"trial")
         _mask_point(public.mask)
 
 
 def _mask_point(key: bytes) -> ec.EllipticCurvePublicKey:
-    try:
+    with turning(ValueError, Aborted("a key that gives no common secret")):
         return ec.EllipticCurvePublicKey.from_encoded_point(sharing.CURVE, key)
-    except ValueError:
-        raise Aborted("a key that gives no common secret") from None
 
 
 def agreed(own: bytes, other: bytes, purpose: bytes) -> bytes:
     """Return 32 bytes that only two clients know: X25519, then HKDF. Aborted for a point of low order."""
-    try:
+    with turning(ValueError, Aborted("a key that gives no common secret")):
         common = X25519PrivateKey.from_private_bytes(own).exchange(X25519PublicKey.from_public_bytes(other))
-    except ValueError:
-        raise Aborted("a key that gives no common secret") from None
     return derived(common, purpose)
 
 
@@ -179,8 +173,7 @@ def wrap(values: Vector, bits: int) -> Vector:
 
 def check_survivors(client: int, survivors: set[int], shared: set[int], threshold: int) -> None:
     """Raise Aborted unless the survivors can be: enough, of those who shared, the client that is told so among them."""
-    if len(survivors) < threshold or not survivors <= shared or client not in survivors:
-        raise Aborted("survivors that cannot be")
+    insist(len(survivors) >= threshold and client in survivors <= shared, Aborted("survivors that cannot be"))
 
 
 def reveal(own: Mapping[int, Shares], survivors: set[int], shared: set[int]) -> tuple[dict[int, int], dict[int, int]]:
@@ -219,8 +212,7 @@ class Collector:
 
     def enough(self, clients: set[int]) -> None:
         """Raise Aborted if a step has too few clients."""
-        if len(clients) < self.threshold:
-            raise Aborted("too few clients")
+        insist(len(clients) >= self.threshold, Aborted("too few clients"))
 
     def add(self, client: int, vector: Vector) -> None:
         """Step 2: one masked vector; it is not kept."""

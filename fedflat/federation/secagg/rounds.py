@@ -137,8 +137,7 @@ class SecureFlower(Flower):
 
         def add(client: int, answer: Any) -> None:
             found = dealing.read_keys(answer.facts.get("keys"))
-            if set(found) != {client}:
-                raise wire.Malformed("form")
+            wire.insist(set(found) == {client}, wire.Malformed("form"))
             secagg.verify(found, known, collector.context)
             collector.keys |= found
 
@@ -181,8 +180,7 @@ class SecureFlower(Flower):
         def add(client: int, answer: Any) -> None:
             found = wire.read_map(answer.facts.get("complaints"), dealing.SIGNATURE_BYTES)
             public = collector.keys[client]
-            if not set(found) <= set(deals) - {client}:
-                raise wire.Malformed("form")
+            wire.insist(set(found) <= set(deals) - {client}, wire.Malformed("form"))
             if not all(dealing.is_complaint(public, seen, client, of, by) for of, by in found.items()):
                 raise wire.Malformed("false signature")
             collector.shared.add(client)
@@ -200,8 +198,7 @@ class SecureFlower(Flower):
 
         def add(dealer: int, answer: Any) -> None:
             opened = wire.read_map(answer.facts.get("keys"), 32)
-            if set(opened) != set(accused[dealer]):
-                raise wire.Malformed("form")
+            wire.insist(set(opened) == set(accused[dealer]), wire.Malformed("form"))
             boxes, points, context = self._deals[dealer].boxes, collector.points[dealer], collector.context
             clear = {
                 client for client, once in opened.items()
@@ -209,8 +206,7 @@ class SecureFlower(Flower):
             }  # fmt: skip
             for client in clear:
                 self._excluded.setdefault(client, "false complaint")
-            if clear != set(opened):
-                raise wire.Malformed("false deal")
+            wire.insist(clear == set(opened), wire.Malformed("false deal"))
             answered.add(dealer)
 
         asked = set(accused) & collector.shared
@@ -244,8 +240,7 @@ class SecureFlower(Flower):
 
         def add(client: int, answer: Any) -> None:
             seeds, masks = (dealing.read_numbers(answer.facts.get(name)) for name in ("seeds", "masks"))
-            if not collector.take_shares(client, seeds, masks):
-                raise wire.Malformed("form")
+            wire.insist(collector.take_shares(client, seeds, masks), wire.Malformed("form"))
 
         self._step(dealing.REVEAL, collector.signatures, lambda _: signatures, add)
 
