@@ -17,7 +17,7 @@ from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.records import settled
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, require, wrong
+from fedflat.core.checks import InputError, require
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job
@@ -37,12 +37,6 @@ STATUS, REASON = "status.json", ": why"
 a run's name there for the reason of its end."""
 CONTROL_CERTIFICATE = "flower/control/ca.crt"
 
-WHY = (
-    "No cohort.sampling is named: a deployment's cohorts are seen by who runs the SuperLink or watches the network, "
-    "and ε by secret coins does not hold towards them. So clients take turns by a public schedule (min-separation, "
-    "{apart} rounds apart) with correlated noise ({kind}), whose ε hides nobody. For secret coins: "
-    "-o cohort.sampling=poisson."
-)
 KEPT = "No cohort.sampling is named: secret coins (poisson) are kept, since {why}."
 
 
@@ -72,8 +66,7 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
     require(not set(host) & set("[]") and host.count(":") != 1, "--host", host, "no port, no brackets")
     require(not set(str(out)) & set('"\\\n'), "--out", str(out), "a path without quotes, backslashes and line ends")
     recipe, note = _taking_turns(_for_nodes(recipe, nodes), "sampling" not in recipe.cohort.model_fields_set)
-    method = algorithm_of(recipe)
-    check_deployable(recipe, method, trust_of(recipe, method))
+    check_deployable(recipe)
     if recipe.data.client_test_fraction:
         unused = "a deployment measures no personal accuracy, and what is held back of a client's examples stays unused"
         warnings.warn(f"data.client_test_fraction: {unused}; 0 trains on all", stacklevel=2)
@@ -100,9 +93,8 @@ def _for_nodes(recipe: Recipe, nodes: int | None) -> Recipe:
         dump["engine"]["device"] = "cpu"
     dump["privacy"] |= {"randomness": "secret", "benchmark": False}  # real clients, whatever the simulation was for
     if nodes is not None:
-        if recipe.cohort.size > nodes:
-            hint = f"With M = {nodes}, name the cohort: -o cohort.size=…"
-            raise wrong("--nodes", nodes, f"at least cohort.size = {recipe.cohort.size:g}", hint=hint)
+        size, hint = recipe.cohort.size, f"With M = {nodes}, name the cohort: -o cohort.size=…"
+        require(size <= nodes, "--nodes", nodes, f"at least cohort.size = {size:g}", hint=hint)
         dump["data"]["clients"] = nodes
     return Recipe.of(dump)
 
@@ -124,7 +116,7 @@ def _taking_turns(recipe: Recipe, unnamed: bool) -> tuple[Recipe, str]:
     dump = recipe.dump()
     dump["cohort"] |= {"sampling": "min-separation", "separation": apart}
     dump["privacy"]["noise"] = {"kind": kind}
-    return Recipe.of(dump), WHY.format(apart=apart, kind=kind)
+    return Recipe.of(dump), " ".join(_template("turns.txt").format(apart=apart, kind=kind).split())
 
 
 def _unfit(recipe: Recipe, method: Algorithm, trust: str) -> str:
@@ -199,7 +191,7 @@ def superlink_command(out: Path) -> list[str]:
 
 def supernode_command(out: Path, client: int, host: str, port: int, pin: str) -> list[str]:
     """Return the command of one client's SuperNode: TLS to the SuperLink, its own key, data, state and app."""
-    return _words("supernode.txt", _places(out, client, host, port, pin))
+    return words_of("supernode.txt", _places(out, client, host, port, pin))
 
 
 def _places(out: Path, client: int, host: str, port: int, pin: str = "", at: str | None = None) -> dict[str, Any]:
@@ -210,7 +202,7 @@ def _places(out: Path, client: int, host: str, port: int, pin: str = "", at: str
     return {"at": at, "own": own, "client": client, "pin": pin, "package": PACKAGE, **where}
 
 
-def _words(template: str, places: Mapping[str, Any]) -> list[str]:
+def words_of(template: str, places: Mapping[str, Any]) -> list[str]:
     """Return a command's words; split before the places are filled in, whose names may have blanks."""
     return [" ".join(word.split()).format_map(places) for word in shlex.split(_template(template))]
 

@@ -38,7 +38,7 @@ from fedflat.core.checks import InputError, RunError
 from fedflat.core.process import free_memory, how_it_ended
 from fedflat.federation import doors, lock, processes
 from fedflat.federation.bounds import ReplyKeeper
-from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, REASON, STATUS, environment
+from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, REASON, STATUS, environment, words_of
 from fedflat.federation.task import Roster, Task
 
 log = logging.getLogger("fedflat.superlink")
@@ -95,7 +95,7 @@ def serve(project: Path) -> None:
         return state.get_task_by_token(headers.get("flwr-task-token", "")) is not None
 
     # All clients come at once when the SuperLink was started again; the operator's door keeps its share of descriptors.
-    strangers = min(max(doors.STRANGERS, 2 * task.roster.clients), descriptors // 4)
+    strangers = min(max(doors.STRANGERS, 2 * task.form.clients), descriptors // 4)
     network, control = doors.Gate("listen", *addresses.listen, strangers), doors.Gate("control", *addresses.control)
     _register(state, task.roster)
     outside = doors.fleet_only(app, task.roster.numbers, task.limits.reply, network, keeper.blame)
@@ -130,11 +130,7 @@ def _application(addresses: lock.Addresses, own: Path, plugin: lock.OperatorOnly
 
     host, port = addresses.control
     # Flower reads its settings from the command line alone.
-    sys.argv = [
-        "flower-superlink", "--host", host, "--port", str(port), "--ssl-ca-certfile", f"{own}/ca.crt",
-        "--ssl-certfile", f"{own}/server.crt", "--ssl-keyfile", f"{own}/server.key",
-        "--enable-supernode-auth", "--disable-runtime-dependency-installation", "--isolation", "process",
-    ]  # fmt: skip
+    sys.argv = words_of("superlink.txt", {"host": host, "port": port, "own": own})
     # A secret that nobody is told: tasks go to our worker, through a pipe.
     changes = {"authn_plugin": plugin, "superexec_auth_secret": secrets.token_bytes(32)}
     return create_app(replace(_parse_superlink_lifespan_config(), **changes), SuperLinkLifespan)
