@@ -106,10 +106,10 @@ class Client:
             raise Refused("the server asks for another clip than the recipe's")
         if plan.trust != "local":
             return
-        if self.store.took_part(ask.broadcast.round):  # a second noised answer would be one more than is charged
+        if ask.broadcast.round in self.store.answered():  # a second noised answer would be one more than is charged
             raise Answered(f"this client's answer to round {ask.broadcast.round} has left already")
         allowed = plan.rounds if plan.max_participations is None else plan.max_participations
-        if self.store.participations() >= allowed:
+        if len(self.store.answered()) >= allowed:
             raise Answered(f"this client has taken part {allowed} times, which is all its guarantee allows")
 
     def update(self, broadcast: Broadcast) -> tuple[Tensor, int]:
@@ -155,10 +155,9 @@ KNOWN = ("client", "data", "state", "pin", "key", "operator", "log")
 
 def client_of(task: Task, config: Any) -> Client:
     """Return the client that a ``--node-config`` describes: client, data, state; perhaps pin, key, operator, log."""
+    example = '--node-config \'client=0 data="…" state="…"\''
     for name in ("client", "data", "state"):
-        if name not in config:
-            example = '--node-config \'client=0 data="…" state="…"\''
-            raise wrong("node config", "nothing", f"{name}=…, for example {example}")
+        require(name in config, "node config", "nothing", f"{name}=…, for example {example}")
     for name, value in config.items():
         one_of("node config", name, KNOWN)
         require("\0" not in str(value), f"node config: {name}", repr(value), "no character of code 0")

@@ -60,6 +60,7 @@ class Federation:
         self.host, self.port = self.addresses.listen
         self.task = Task.read(self.project / "app" / PACKAGE)
         self.logs = self.project / "logs"
+        self.log = self.logs / "superlink.log"
 
     def __enter__(self) -> Federation:
         try:
@@ -92,7 +93,7 @@ class Federation:
             with suppress(OSError), socket.create_connection((self.host, self.port), timeout=1):
                 return
             time.sleep(LOOK)
-        raise RunError(f"the SuperLink did not start; see {self.logs / 'superlink.log'}")
+        raise RunError(f"the SuperLink did not start; see {self.log}")
 
     def check_alive(self) -> None:
         """Raise RunError, with the last line of its log, if a process that was started here has ended by itself."""
@@ -114,9 +115,7 @@ class Federation:
         try:
             found = self._flwr([*command, *(["--run-config", config] if config else [])])
         except subprocess.TimeoutExpired:
-            raise RunError(
-                f"flwr run had no answer in {self.patience:g} s; see {self.logs / 'superlink.log'}"
-            ) from None
+            raise RunError(f"flwr run had no answer in {self.patience:g} s; see {self.log}") from None
         said = (found.stdout + found.stderr)[-500:]
         with suppress(ValueError, KeyError):
             answer = json.loads(found.stdout[found.stdout.index("{") :])
@@ -155,7 +154,7 @@ class Federation:
                 last, noted = now, time.monotonic()
             if time.monotonic() - noted > self.patience:
                 said = f"the SuperLink has not written {file} for {self.patience:g} s"
-                raise RunError(f"{said}: is the disk full? see {self.logs / 'superlink.log'}; nothing is lost")
+                raise RunError(f"{said}: is the disk full? see {self.log}; nothing is lost")
             time.sleep(0.5)
         return status
 
@@ -228,8 +227,7 @@ def _whole_run(project: Path) -> None:
             status = federation.wait(run, float("inf"), tell)
         print(status)
         if status != "finished:completed":
-            log = federation.logs / "superlink.log"
-            raise RunError(f"the run has no result: {federation.status(run, REASON)} (see {log})")
+            raise RunError(f"the run has no result: {federation.status(run, REASON)} (see {federation.log})")
 
 
 def _folder_of_run(project: Path) -> Path:

@@ -122,9 +122,8 @@ class Addresses:
         with reading(path, "no addresses", "what fedflat deploy wrote"):
             found = tomllib.loads(path.read_text(encoding="utf-8"))
         listen, control = (address_of(f"{path}: {door}", found.get(door)) for door in ("listen", "control"))
-        if not is_loopback(control[0]):
-            allowed = f"an address of this machine alone, as 127.0.0.1:{control[1]}"
-            raise wrong(f"{path}: control", str(found["control"]), allowed)
+        allowed = f"an address of this machine alone, as 127.0.0.1:{control[1]}"
+        require(is_loopback(control[0]), f"{path}: control", str(found["control"]), allowed)
         require(listen[1] != control[1], f"{path}: control", f"port {control[1]}, as in listen", "another port")
         return cls(listen, control)
 

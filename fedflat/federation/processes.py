@@ -209,7 +209,8 @@ def task(name: str, work: Callable[[], object]) -> int:
             os.setpgid(0, 0)
         # A task has nothing to tidy up, and must not run the end of the process that started it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        named(name)
+        if sys.platform == "linux":  # what ps and top show, 15 characters
+            _LIBC.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
         work()
 
     child = forked(alone)
@@ -237,12 +238,6 @@ def start_companion(work: Callable[[], object]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_after, daemon=True).start()
-
-
-def named(name: str) -> None:
-    """Set the name that ``ps`` and ``top`` show (Linux, 15 characters)."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def end(groups: Iterable[int], seconds: float) -> None:

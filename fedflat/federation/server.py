@@ -43,7 +43,7 @@ from fedflat.pieces.clipping import MethodScale, whole_vector
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, RunFolder
-from fedflat.records.opening import Opening, refuse_older
+from fedflat.records.opening import Opening, refuse_older, versions
 from fedflat.simulation.planning import drowned
 from fedflat.simulation.run import write_ending
 
@@ -186,11 +186,8 @@ def _train(job: Job) -> Outcome:
 def job_of(task: Task, settings: Settings) -> Job:
     """Return the run's parts, built as the simulation builds them, with the public test set and nobody's examples."""
     from fedflat.assembly.jobs import prepare
-    from fedflat.assembly.plans import algorithm_of
-    from fedflat.methods.noise import trust_of
 
-    method = algorithm_of(task.recipe)
-    check_deployable(task.recipe, method, trust_of(task.recipe, method))
+    check_deployable(task.recipe)
     test = None
     if settings.test is not None:
         test = read_examples(settings.test)
@@ -211,16 +208,14 @@ def job_of(task: Task, settings: Settings) -> Job:
 def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     """Return the run's folder: new, or that of the same recipe, data form and model. The job gets what the run is."""
     from fedflat.assembly.records import settled, write_frozen
-    from fedflat.records.opening import versions
 
     keys.check_outside(out)
     # The public test set may come and go; whose data it is says the roster, not the server.
     job.identity = replace(job.identity, recipe=task.identity, data="")
     if not (out / RECIPE).exists():
-        if (out / LEDGER).exists():  # a new run here would take the place of what that one needs to go on
-            raise wrong(
-                "out", f"{out}, a run without its {RECIPE}", "a new folder, or the run's own with all its files"
-            )
+        # A new run here would take the place of what that one needs to go on.
+        allowed = "a new folder, or the run's own with all its files"
+        require(not (out / LEDGER).exists(), "out", f"{out}, a run without its {RECIPE}", allowed)
         dump = settled(task.recipe, job.parts, job.data.clients, job.problem.pristine)
         name = new_run(task.pin, out)
         known = versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting"))
@@ -232,14 +227,12 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
         # The recipe last: a folder with one is a whole folder, and a kill before this line leaves none.
         durable.replace(out / RECIPE, text, mode=0o644)
         return RunFolder(out, deployment=True, run=name)
-    if _versions(out).get("task") != task.identity:
-        allowed = "a new folder, or the one this task was started in"
-        raise wrong("out", f"{out}, the folder of another deployment", allowed)
+    other, allowed = f"{out}, the folder of another deployment", "the one this task was started in"
+    require(_versions(out).get("task") == task.identity, "out", other, f"a new folder, or {allowed}")
     require(not (out / ENDED).exists(), "out", f"{out}, a run that its operator ended for good", "a new folder")
     job.opening = Opening.read(out)
     refuse_older("out", out, job.opening.terms)
-    if job.opening.differing(job.identity):
-        raise wrong("out", f"{out}, the folder of another deployment", "the one this task was started in")
+    require(not job.opening.differing(job.identity), "out", other, allowed)
     return RunFolder(out, deployment=True, run=job.opening.run)
 
 
@@ -264,7 +257,7 @@ def run_id(out: Path) -> str:
 
 def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:
     until = time.monotonic() + settings.start_seconds
-    while len(roster.connected(grid.get_nodes())) < min(settings.nodes, roster.clients):
+    while len(roster.connected(grid.get_nodes())) < min(settings.nodes, len(roster.keys)):
         if time.monotonic() > until:
             seconds = f"{settings.start_seconds:g} s"
             raise RunError(f"fewer than {settings.nodes} clients of the roster connected in {seconds}")

@@ -97,15 +97,8 @@ class Store:
         elif found != {"client": number}:
             raise wrong("state", f"{self.folder}, with {OWNER} of another client", f"a folder of client {number}'s own")
 
-    def participations(self) -> int:
-        """Return how many answers have left this client, or may have. Raises InputError for a damaged file."""
-        return len(self._answered())
-
-    def took_part(self, round: int) -> bool:
-        """Return whether an answer to this round has left, or may have. Raises InputError for a damaged file."""
-        return round in self._answered()
-
-    def _answered(self) -> list[int]:
+    def answered(self) -> list[int]:
+        """Return the rounds whose answers have left this client, or may have. Raises InputError for a damaged file."""
         path = self.folder / ROUNDS
         if not path.exists():
             return []

@@ -82,7 +82,7 @@ def serve(given: argparse.Namespace) -> None:
     limit_answers(task.limits.ask)
     say_why(given.superlink)
     ask_again()
-    pause, answers = ask_seldom(task.form.clients), client.store.participations()
+    pause, answers = ask_seldom(task.form.clients), len(client.store.answered())
     keys, at = (private, private.public_key()), (given.superlink, False, str(authority))
     with taking_over(client.store, at, keys), http_request_response(*at, keys) as connection:
         log.info("connected to %s, %d answers so far", given.superlink, answers)

@@ -25,14 +25,15 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from torch import Tensor
 
+from fedflat.assembly.plans import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core import durable
 from fedflat.core.checks import reading, require, wrong
-from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
 from fedflat.federation.bounds import Limits
 from fedflat.federation.processes import program
 from fedflat.federation.wire import PROTOCOL
+from fedflat.methods.noise import trust_of
 
 RECIPE, TASK, ROSTER = "recipe.yaml", "task.json", "roster.json"
 
@@ -95,11 +96,6 @@ class Roster:
     def __post_init__(self) -> None:
         if len(set(self.keys)) != len(self.keys):
             raise wrong("roster.json", "the same public key for two clients", "one key for each client")
-
-    @property
-    def clients(self) -> int:
-        """M, the number of clients in the roster."""
-        return len(self.keys)
 
     @cached_property
     def loaded(self) -> dict[int, EllipticCurvePublicKey]:
@@ -171,11 +167,10 @@ class Task:
             form = DataSpec(**{**found["form"], "input_shape": tuple(found["form"]["input_shape"])})
             limits = Limits.read(found["bytes"])
             texts = [(folder / name).read_bytes() for name in (RECIPE, TASK, ROSTER)]
-        if found.get("protocol") != PROTOCOL:
-            allowed = f"{PROTOCOL}, as this version of fedflat speaks"
-            raise wrong(f"{folder / TASK}: protocol", found.get("protocol"), allowed)
-        if roster.clients != form.clients:
-            raise wrong(str(folder / ROSTER), f"{roster.clients} clients", f"{form.clients}, as in {TASK}")
+        spoken, allowed = found.get("protocol"), f"{PROTOCOL}, as this version of fedflat speaks"
+        require(spoken == PROTOCOL, f"{folder / TASK}: protocol", spoken, allowed)
+        clients = len(roster.keys)
+        require(clients == form.clients, str(folder / ROSTER), f"{clients} clients", f"{form.clients}, as in {TASK}")
         return cls(Recipe.load(folder / RECIPE), form, roster, limits, pin_of(texts), pin_of(texts[:2]))
 
     def write(self, folder: Path) -> None:
@@ -191,8 +186,10 @@ def pin_of(texts: list[bytes]) -> str:
     return hashlib.sha256(b"".join(len(text).to_bytes(8, "big") + text for text in texts)).hexdigest()
 
 
-def check_deployable(recipe: Recipe, method: Algorithm, trust: str) -> None:
+def check_deployable(recipe: Recipe) -> None:
     """Refuse what has no sound form on real machines, with the reason."""
+    method = algorithm_of(recipe)
+    trust = trust_of(recipe, method)
     privacy, simulate = recipe.privacy, "Simulate it: fedflat run."
     hint = "A published procedure without a proof is for reproducing tables, not for people's data."
     require(privacy.protocol != "published", "privacy.protocol", "published", "sound", hint=hint)
@@ -215,8 +212,8 @@ def replace_key(app: Path, client: str, key: Path) -> str:
         InputError: no such client, no elliptic-curve key, or a key that the roster has already.
     """
     task = Task.read(app)
-    if not re.fullmatch(r"\d{1,9}", client) or int(client) >= task.roster.clients:
-        raise wrong("CLIENT", client[:20], f"0 to {task.roster.clients - 1}")
+    if not re.fullmatch(r"\d{1,9}", client) or int(client) >= task.form.clients:
+        raise wrong("CLIENT", client[:20], f"0 to {task.form.clients - 1}")
     with reading(key, "no key", "the client's auth.pub"):
         words = key.read_text(encoding="ascii").split()
     text = " ".join(words[:2])

@@ -74,13 +74,8 @@ class Inbox:
     grid: Any
     limit: Limit
 
-    def get_nodes(self) -> Any:
-        """Return the connected nodes."""
-        return self.grid.get_nodes()
-
-    def push_messages(self, messages: Any) -> Any:
-        """Send messages; return their ids."""
-        return self.grid.push_messages(messages)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.grid, name)
 
     def pull_messages(self, asked: list[str]) -> list[Any]:
         """Return the replies to some questions, refused ones as errors."""

@@ -149,7 +149,7 @@ def test_what_has_no_account_beside_it_is_refused(changes: dict[str, Any], found
 def test_a_deployment_refuses_it() -> None:
     asked = Recipe.of(recipe())
     with pytest.raises(InputError, match=r"evaluation\.private: found True; allowed: false in a deployment"):
-        check_deployable(asked, fedflat.algorithms.ALGORITHMS["dp-fedavg"](), "central")
+        check_deployable(asked)
 
 
 def digits(**changes: Any) -> dict[str, Any]:

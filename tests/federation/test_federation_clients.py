@@ -98,7 +98,7 @@ def test_a_state_folder_is_one_clients_and_its_answers_are_what_it_wrote(tmp_pat
     for damage in (b"\0\0\0\n", '{"round": 0}\n'.encode("utf-16")):
         (tmp_path / "state/rounds.jsonl").write_bytes(damage)
         with pytest.raises(InputError, match="found what no client wrote"):
-            store.took_part(0)
+            store.answered()
 
 
 def test_local_trust_noise_is_never_drawn_twice(tmp_path: Path) -> None:

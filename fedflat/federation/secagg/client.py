@@ -108,7 +108,7 @@ def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str,
     """Return the session so far, if this step is its next; step 0 opens a new one and forgets any other."""
     left = wire.Refused(f"this client's vector of round {round} has left already")
     if stage == dealing.KEYS:
-        if client.store.took_part(round):
+        if round in client.store.answered():
             raise left
         client.store.end_session()
         return {"session": session.hex(), "round": round}
@@ -116,7 +116,7 @@ def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str,
     if state.get("session") != session.hex() or state.get("round") != round:
         raise wire.Refused("a step of a session that is not open")
     wire.insist(state.get("stage") in _BEFORE[stage], wire.Refused(f"step {stage} after step {state.get('stage')}"))
-    if stage == dealing.VECTOR and client.store.took_part(round):  # killed after it noted that the vector leaves
+    if stage == dealing.VECTOR and round in client.store.answered():  # killed after it noted that the vector leaves
         raise left
     return state
 

@@ -58,7 +58,7 @@ class SecureFlower(Flower):
         """
         self.culprits.stop_if_in_vain()
         if self.left_open:
-            self._end(broadcast.round, range(self.roster.clients))
+            self._end(broadcast.round, range(len(self.roster.keys)))
             self.left_open = False
         self._refused, self._excluded, self._deals, self._broadcast = Counter(), {}, {}, broadcast
         self._session, self._next = self._next, secrets.token_bytes(wire.NONCE_BYTES)

@@ -12,6 +12,7 @@ numbers only; what is secret is multiplied in ``cryptography``.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -82,11 +83,8 @@ def value_at(shares: Mapping[int, int], x: int) -> int:
 def _weights(holders: tuple[int, ...], x: int) -> list[int]:
     found = []
     for holder in holders:
-        top, bottom = 1, 1
-        for other in holders:
-            if other != holder:
-                top = top * (x - other - 1) % ORDER
-                bottom = bottom * (holder - other) % ORDER
+        others = [other for other in holders if other != holder]
+        top, bottom = math.prod(x - other - 1 for other in others), math.prod(holder - other for other in others)
         found.append(top * pow(bottom, -1, ORDER) % ORDER)
     return found
 
