@@ -55,8 +55,6 @@ SIGNALLED = ("Task failed with unknown error.", "the ServerApp was told to end b
 """What Flower says where a ServerApp ended by neither success nor an exception, and what that is."""
 KIND = "flwr-serverapp"
 """Flower's TaskType."""
-LOOK = 0.05
-"""Seconds between looks whether the control door is open, before the network's is."""
 
 
 def serve(project: Path) -> None:
@@ -179,7 +177,7 @@ def _run(control: tuple[Any, doors.Gate, Path], network: tuple[Any, doors.Gate, 
 
     def open_to_the_network() -> None:
         while not (inside.started or inside.should_exit):
-            time.sleep(LOOK)
+            time.sleep(processes.LOOK)
         try:
             outside.run(sockets=[network[1]])
         finally:

@@ -38,7 +38,6 @@ from fedflat.pieces.clipping import whole_vector
 
 log = logging.getLogger("fedflat.server")
 
-TRAIN = "train"
 TTL = 3600.0
 """Seconds that a message may be under way."""
 AT_ONCE = 16
@@ -196,14 +195,12 @@ class Flower:
 
         if self.tip is not None:
             content = RecordDict({**content, RECORD: self.tip(round)})
-        return Message(content, node, TRAIN, ttl=TTL, group_id=str(round))
+        return Message(content, node, "train", ttl=TTL, group_id=str(round))
 
 
 @dataclass(frozen=True)
 class ClientNoise(Mechanism):
     """trust: local. Every message carries its client's own noise, so the server clips and adds nothing."""
-
-    count_std: float = 0.0
 
     def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
         """Return a plain sum: a noised message is longer than the clip, and already private."""

@@ -166,8 +166,7 @@ def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> R
     )  # fmt: skip
     insist(all(np.isfinite(value).all() for value in found.values()), Malformed("not finite"))
     pin = facts.get("pin")
-    if not isinstance(pin, str):
-        raise Malformed("form")
+    insist(isinstance(pin, str), Malformed("form"))
     return Request(number(facts, "client"), sixteen(facts, "nonce"), pin, broadcast)
 
 
@@ -196,32 +195,28 @@ def write_map(values: Mapping[int, bytes]) -> bytes:
 
 def read_map(data: Any, size: int | None = None) -> dict[int, bytes]:
     """Return the map in a byte string, or ``Malformed``. size: the length that every value must have."""
-    if not isinstance(data, bytes):
-        raise Malformed("form")
+    insist(isinstance(data, bytes), Malformed("form"))
     values: dict[int, bytes] = {}
     place, last = 0, -1
     while place < len(data):
         client, length = (int.from_bytes(data[place + a : place + b], "big") for a, b in ((0, 8), (8, 12)))
         value = data[place + 12 : place + 12 + length]
-        if client <= last or len(value) != length or (size is not None and length != size):
-            raise Malformed("form")
+        insist(client > last and len(value) == length and size in (None, length), Malformed("form"))
         values[client], last, place = value, client, place + 12 + length
     return values
 
 
 def number(facts: Any, name: str) -> int:
     """Return a whole number ≥ 0 among the facts, or ``Malformed``."""
-    value = facts.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise Malformed("form")
+    value: int = facts.get(name)
+    insist(type(value) is int and value >= 0, Malformed("form"))  # True is none
     return value
 
 
 def sixteen(facts: Any, name: str) -> bytes:
     """Return 16 bytes among the facts (a nonce, a session), or ``Malformed``."""
-    value = facts.get(name)
-    if not isinstance(value, bytes) or len(value) != NONCE_BYTES:
-        raise Malformed("form")
+    value: bytes = facts.get(name)
+    insist(isinstance(value, bytes) and len(value) == NONCE_BYTES, Malformed("form"))
     return value
 
 

@@ -93,13 +93,9 @@ class SecureFlower(Flower):
         """
         if self._ended:
             self.grid.pull_messages(list(self._ended))
-        connected = self.roster.connected(self.grid.get_nodes())
-        messages = []
-        for client in sorted(set(clients) & set(connected)):
-            pending = PendingReply(client, connected[client])
-            content = self._question(wire.records({}, {"round": round}), dealing.END, self._next, pending)
-            messages.append(self._message(content, pending.node, round))
-        self._ended = tuple(number for number in self.grid.push_messages(messages) if number) if messages else ()
+        told, common = ReplyTracker(round, wire.parts_of), wire.records({}, {"round": round})
+        self._ask(told, sorted(clients), lambda pending: self._question(common, dealing.END, self._next, pending))
+        self._ended = told.waiting
 
     def _question(self, common: Any, stage: str, session: bytes, pending: PendingReply, **facts: bytes) -> Any:
         more = {"stage": stage, "session": session, **facts}
@@ -153,8 +149,8 @@ class SecureFlower(Flower):
         def add(client: int, answer: Any) -> None:
             boxes = wire.read_map(answer.facts.get("boxes"), dealing.SIGNED_BOX_BYTES)
             told = answer.facts.get("commitments")
-            if set(boxes) != set(keys) - {client} or not isinstance(told, bytes):
-                raise wire.Malformed("form")
+            fits = set(boxes) == set(keys) - {client} and isinstance(told, bytes)
+            wire.insist(fits, wire.Malformed("form"))
             if not all(dealing.is_dealt(keys[client], seen, client, to, told, box) for to, box in boxes.items()):
                 raise wire.Malformed("false signature")
             collector.points[client] = dealing.points_of(keys[client], told, collector.threshold)
