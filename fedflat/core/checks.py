@@ -104,6 +104,21 @@ def reading(where: object, found: str, allowed: str) -> Iterator[None]:
         raise wrong(str(where), f"{found} ({why})", allowed) from error
 
 
+def insist(holds: bool, error: Exception) -> None:
+    """Raise an error unless a condition holds."""
+    if not holds:
+        raise error
+
+
+@contextlib.contextmanager
+def turning(kinds: type[Exception] | tuple[type[Exception], ...], error: Exception) -> Iterator[None]:
+    """Inside the block, raise ``error`` in the place of what is of these kinds."""
+    try:
+        yield
+    except kinds as cause:
+        raise error from cause
+
+
 def one_line(error: BaseException, width: int | None = 300) -> str:
     """Return an error's kind and the beginning of what it says, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:width]

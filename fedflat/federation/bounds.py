@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from fedflat.core.checks import insist, turning
 from fedflat.engine.job import Job
-from fedflat.federation.wire import Malformed, insist, turning
+from fedflat.federation.wire import Malformed
 from fedflat.methods.ddgauss import SharedDiscreteNoise
 
 log = logging.getLogger("fedflat.bounds")

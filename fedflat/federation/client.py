@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedflat.backends.in_process import Sequential
-from fedflat.core.checks import InputError, RunError, one_of, require, wrong
+from fedflat.core.checks import InputError, RunError, insist, one_of, require, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
@@ -30,7 +30,7 @@ from fedflat.federation.secagg.client import answer_stage
 from fedflat.federation.store import Store, read_examples
 from fedflat.federation.task import Task
 from fedflat.federation.tips import without_tip
-from fedflat.federation.wire import Answered, Malformed, Refused, insist
+from fedflat.federation.wire import Answered, Malformed, Refused
 
 log = logging.getLogger("fedflat.client")
 

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from fedflat.core.checks import one_of, wrong
+from fedflat.core.checks import one_of, turning, wrong
 from fedflat.core.durable import plain
 from fedflat.core.imports import missing
 from fedflat.federation.lock import address_of, is_loopback
@@ -136,10 +136,8 @@ def serve_metrics(address: str, beyond: bool, name: str = "fedflat.server") -> I
     host, port = address_of("metrics", address)
     if not (beyond or host == "localhost" or is_loopback(host)):
         raise wrong("metrics", address, "127.0.0.1:PORT; or metrics-beyond-this-machine = true, if that is meant")
-    try:
+    with turning(ImportError, missing("metrics", "prometheus-client", "federation")):
         monitor, logger = Monitor(), logging.getLogger(name)
-    except ImportError as error:
-        raise missing("metrics", "prometheus-client", "federation") from error
     try:
         server = ThreadingHTTPServer((host, port), page_of(monitor))
     except OSError as error:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from fedflat.core.checks import RunError, wrong
+from fedflat.core.checks import RunError, turning, wrong
 from fedflat.core.durable import lock_file
 from fedflat.core.process import how_it_ended, waiting
 from fedflat.federation import processes, project
@@ -112,10 +112,9 @@ class Federation:
     def run(self, *, config: str = "") -> int:
         """``flwr run``: submit the app; returns Flower's run id."""
         command = ["flwr", "run", str(self.project / "app"), "fedflat", "--format", "json"]
-        try:
+        late = RunError(f"flwr run had no answer in {self.patience:g} s; see {self.log}")
+        with turning(subprocess.TimeoutExpired, late):
             found = self._flwr([*command, *(["--run-config", config] if config else [])])
-        except subprocess.TimeoutExpired:
-            raise RunError(f"flwr run had no answer in {self.patience:g} s; see {self.log}") from None
         said = (found.stdout + found.stderr)[-500:]
         with suppress(ValueError, KeyError):
             answer = json.loads(found.stdout[found.stdout.index("{") :])
@@ -193,10 +192,9 @@ class Federation:
 
 def _only_one(federation: Federation) -> IO[bytes]:
     """Return the lock that a run on this machine holds; InputError if another one holds it."""
-    try:
+    found = f"{federation.project}, which runs already"
+    with turning(BlockingIOError, wrong("PROJECT", found, "one run of it at a time")):
         return lock_file(federation.logs / "local.lock", wait=False)
-    except BlockingIOError as error:
-        raise wrong("PROJECT", f"{federation.project}, which runs already", "one run of it at a time") from error
 
 
 @processes.program("local PROJECT")

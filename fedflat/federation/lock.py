@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from fedflat.core import durable
-from fedflat.core.checks import reading, require, wrong
+from fedflat.core.checks import reading, require, turning, wrong
 from fedflat.federation.processes import program
 
 LOCK = "operator.sha256"
@@ -199,10 +199,8 @@ def _usage(signs: bool) -> Any:
 def _host(host: str) -> Any:
     with suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
-    try:
+    with turning(ValueError, wrong("--host", host, "a host name or an IP address")):
         return x509.DNSName(host)
-    except ValueError:
-        raise wrong("--host", host, "a host name or an IP address") from None
 
 
 @program("lock PROJECT")

@@ -22,7 +22,7 @@ from contextlib import suppress
 from importlib import metadata, resources
 from pathlib import Path
 
-from fedflat.core.checks import InputError, RunError, require, wrong
+from fedflat.core.checks import InputError, RunError, require, turning, wrong
 from fedflat.core.imports import missing
 from fedflat.core.process import how_it_ended, waiting
 
@@ -281,10 +281,8 @@ def check_flower() -> None:
     """
     lines = resources.files("fedflat").joinpath("tested.txt").read_text(encoding="ascii").splitlines()
     minor = ".".join(dict(line.split("==") for line in lines)["flwr"].split(".")[:2])
-    try:
+    with turning(metadata.PackageNotFoundError, missing("deploy", f"flwr {minor}.*", "federation")):
         found = metadata.version("flwr")
-    except metadata.PackageNotFoundError:
-        raise missing("deploy", f"flwr {minor}.*", "federation") from None
     if ".".join(found.split(".")[:2]) != minor:
         raise wrong("flwr", found, f"{minor}.*, whose inner parts are used: pip install 'flwr=={minor}.*'")
 

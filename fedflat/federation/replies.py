@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from fedflat.core import durable
-from fedflat.core.checks import RunError
+from fedflat.core.checks import RunError, insist
 from fedflat.core.cohorts import NEVER, Ids, MinSeparation
 from fedflat.core.types import RoundState
 from fedflat.federation.bounds import DAMAGED, REFUSES, TOO_LARGE
-from fedflat.federation.wire import NONCE_BYTES, Malformed, insist
+from fedflat.federation.wire import NONCE_BYTES, Malformed
 
 log = logging.getLogger("fedflat.server")
 

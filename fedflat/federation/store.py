@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core import durable
-from fedflat.core.checks import RunError, reading, require, wrong
+from fedflat.core.checks import RunError, reading, require, turning, wrong
 
 HEAD, STATES, ROUNDS = "head.safetensors", "states.safetensors", "rounds.jsonl"
 SESSION, NODE, LOCK, RUNNING, OWNER = "session.json", "node.json", "answer.lock", "supernode.lock", "client.json"
@@ -55,10 +55,9 @@ class Store:
 
     def only_node(self) -> IO[bytes]:
         """Return the lock that this client's SuperNode holds while it runs; InputError if another one holds it."""
-        try:
+        found = f"{self.folder}, of a SuperNode that is running"
+        with turning(BlockingIOError, wrong("state", found, "one SuperNode a client")):
             return durable.lock_file(self.folder / RUNNING, wait=False)
-        except BlockingIOError as error:
-            raise wrong("state", f"{self.folder}, of a SuperNode that is running", "one SuperNode a client") from error
 
     def head(self, first: Tensor, round: int) -> Tensor:
         """Return the personal part ``(D − d,)`` that a round starts from: w^0's, or what the last earlier round left.

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import InputError, RunError, turning, wrong
 from fedflat.core.process import how_it_ended, using_threads
 from fedflat.federation import processes
 from fedflat.federation.bounds import Limit, limit_answers, pulled, unpacked
@@ -65,10 +65,9 @@ def serve(given: argparse.Namespace) -> None:
     processes.begin()
     from flwr.common.config import parse_config_args
 
-    try:
+    fault = wrong("--node-config", given.node_config, 'keys as in client=0 data="FILE"')
+    with turning(Exception, fault):  # Flower's own, of click
         config = parse_config_args([given.node_config])
-    except Exception as error:  # Flower's own, of click
-        raise wrong("--node-config", given.node_config, 'keys as in client=0 data="FILE"') from error
     log_to_stderr(str(config.get("log", "text")))
     client = client_of(task, config)  # said now, and not when a round asks first
     with using_threads(1):  # threads that had worked here would be missing in the processes forked below

@@ -28,7 +28,7 @@ from torch import Tensor
 from fedflat.assembly.plans import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core import durable
-from fedflat.core.checks import reading, require, wrong
+from fedflat.core.checks import reading, require, turning, wrong
 from fedflat.data.clients import FederatedData
 from fedflat.federation.bounds import Limits
 from fedflat.federation.processes import program
@@ -133,12 +133,11 @@ class Roster:
 
 def load_key(text: str) -> EllipticCurvePublicKey:
     """Return a public key in OpenSSH form; InputError if it is no elliptic-curve key."""
-    try:
+    fault = wrong("roster.json: public_key", text[:24], "an elliptic-curve public key in OpenSSH form")
+    with turning((ValueError, UnsupportedAlgorithm), fault):
         key = load_ssh_public_key(text.encode())
-    except (ValueError, UnsupportedAlgorithm):
-        key = None
     if not isinstance(key, EllipticCurvePublicKey):
-        raise wrong("roster.json: public_key", text[:24], "an elliptic-curve public key in OpenSSH form")
+        raise fault
     return key
 
 

@@ -20,9 +20,9 @@ from typing import Any
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, counted, reading, wrong
+from fedflat.core.checks import InputError, RunError, counted, insist, reading, turning, wrong
 from fedflat.federation.replies import read_journal
-from fedflat.federation.wire import Refused, insist
+from fedflat.federation.wire import Refused
 from fedflat.privacy.ledger import LedgerError, scan
 from fedflat.records import keys, signing
 from fedflat.records.folder import LEDGER
@@ -131,14 +131,13 @@ def without_tip(content: Any, folder: Path, operator: Path | None = None) -> Any
         insist(not pinned.exists(), Refused("the server's message has no signed tip of its ledger"))
         return content
     known = signing.read_public(pinned) if pinned.exists() else None
-    try:
+    fault = Refused("the server's signed tip is malformed, or not signed by the operator's key")
+    with turning((InputError, ValueError, KeyError, TypeError, AttributeError), fault):
         envelope, shown = json.loads(record[ENVELOPE]), record[PUBLIC]
         public = known or load_pem_public_key(shown)
         said = signing.opened(envelope, public)["predicate"]  # type: ignore[arg-type]
         run, events, history = str(said["run"]), int(said["events"]), base64.b64decode(said.get("history", ""))
         fits = run.isalnum() and len(history) == 32 * events and (not events or history[-32:].hex() == said["tip"])
-    except (InputError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Refused("the server's signed tip is malformed, or not signed by the operator's key") from error
     insist(fits, Refused("the server's signed tip contradicts itself"))
     _refuse_fork(folder / f"{run}.tip", events, history)
     if not pinned.exists():  # trust on first use, after all checks: a refused tip must pin nobody

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedflat.core.checks import RunError
+from fedflat.core.checks import RunError, insist, turning
 from fedflat.core.types import Broadcast
 
 PROTOCOL = 3
@@ -35,21 +34,6 @@ class Malformed(ValueError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
-
-
-def insist(holds: bool, error: Exception) -> None:
-    """Raise an error unless a condition holds."""
-    if not holds:
-        raise error
-
-
-@contextmanager
-def turning(kinds: type[Exception] | tuple[type[Exception], ...], error: Exception) -> Iterator[None]:
-    """Inside the block, raise ``error`` in the place of what is of these kinds."""
-    try:
-        yield
-    except kinds as cause:
-        raise error from cause
 
 
 class Refused(RunError):

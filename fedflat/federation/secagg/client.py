@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-from fedflat.core.checks import reading, wrong
+from fedflat.core.checks import insist, reading, wrong
 from fedflat.core.discrete import SecureBits
 from fedflat.core.rng import fresh_key, stream
 from fedflat.federation import wire
@@ -80,7 +80,7 @@ def answer_stage(client: Client, content: Any) -> Any:
     try:
         stage, round, nonce = str(facts["stage"]), wire.number(facts, "round"), wire.sixteen(facts, "nonce")
         session = wire.sixteen(facts, "session")
-        wire.insist(stage in _STEPS or stage == dealing.END, wire.Malformed("form"))
+        insist(stage in _STEPS or stage == dealing.END, wire.Malformed("form"))
         client.check_question(facts.get("client"), facts.get("pin"), round)
         if client.job.parts.plan.trust != "distributed":
             raise wire.Refused("the recipe's trust model is not distributed")
@@ -115,7 +115,7 @@ def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str,
     state: dict[str, Any] = client.store.session()
     if state.get("session") != session.hex() or state.get("round") != round:
         raise wire.Refused("a step of a session that is not open")
-    wire.insist(state.get("stage") in _BEFORE[stage], wire.Refused(f"step {stage} after step {state.get('stage')}"))
+    insist(state.get("stage") in _BEFORE[stage], wire.Refused(f"step {stage} after step {state.get('stage')}"))
     if stage == dealing.VECTOR and round in client.store.answered():  # killed after it noted that the vector leaves
         raise left
     return state
@@ -173,8 +173,8 @@ def _complain(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     own, keys = _own(client, state), _keys(state)
     boxes = wire.read_map(content[wire.FACTS].get("boxes"), dealing.SIGNED_BOX_BYTES)
     commitments = wire.read_map(content[wire.FACTS].get("commitments"))
-    wire.insist(set(commitments) == set(boxes) <= set(keys) - {client.number}, Aborted("boxes that cannot be"))
-    wire.insist(len(boxes) + 1 >= state["threshold"], Aborted("too few clients"))
+    insist(set(commitments) == set(boxes) <= set(keys) - {client.number}, Aborted("boxes that cannot be"))
+    insist(len(boxes) + 1 >= state["threshold"], Aborted("too few clients"))
     seen = dealing.keys_seen(own.context, keys)
     shares, complaints = _shares(state), {}
     for sender, box in boxes.items():
@@ -194,7 +194,7 @@ def _answer_complaints(client: Client, content: Any, state: dict[str, Any]) -> _
     complaints = wire.read_map(content[wire.FACTS].get("complaints"), dealing.SIGNATURE_BYTES)
     seen = dealing.keys_seen(own.context, keys)
     for receiver, signature in complaints.items():
-        wire.insist(receiver in set(keys) - {client.number}, Aborted("a complaint that cannot be"))
+        insist(receiver in set(keys) - {client.number}, Aborted("a complaint that cannot be"))
         if not dealing.is_complaint(keys[receiver], seen, receiver, client.number, signature):
             raise Aborted("a complaint without its client's signature")
     return _Reply(

@@ -29,10 +29,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
+from fedflat.core.checks import insist, turning
 from fedflat.federation.secagg import sharing
 from fedflat.federation.secagg.protocol import Aborted, PublicKeys, Secrets, Shares, agreed, derived
 from fedflat.federation.secagg.sharing import POINT_BYTES, SHARE_BYTES, Point
-from fedflat.federation.wire import Malformed, insist, read_map, turning, write_map
+from fedflat.federation.wire import Malformed, read_map, write_map
 
 KEYS, SHARES, CHECK, ANSWER = "keys", "shares", "check", "answer"
 VECTOR, CONSENT, REVEAL, END = "vector", "consent", "reveal", "end"

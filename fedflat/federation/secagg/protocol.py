@@ -32,11 +32,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
-from fedflat.core.checks import RunError
+from fedflat.core.checks import RunError, insist, turning
 from fedflat.core.discrete import SecureBits
 from fedflat.federation.secagg import sharing
 from fedflat.federation.secagg.sharing import Point
-from fedflat.federation.wire import insist, turning
 
 Vector = NDArray[np.int64]
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedflat.core.checks import insist
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
 from fedflat.engine.reduce import Clipped, Part
@@ -133,7 +134,7 @@ class SecureFlower(Flower):
 
         def add(client: int, answer: Any) -> None:
             found = dealing.read_keys(answer.facts.get("keys"))
-            wire.insist(set(found) == {client}, wire.Malformed("form"))
+            insist(set(found) == {client}, wire.Malformed("form"))
             secagg.verify(found, known, collector.context)
             collector.keys |= found
 
@@ -150,7 +151,7 @@ class SecureFlower(Flower):
             boxes = wire.read_map(answer.facts.get("boxes"), dealing.SIGNED_BOX_BYTES)
             told = answer.facts.get("commitments")
             fits = set(boxes) == set(keys) - {client} and isinstance(told, bytes)
-            wire.insist(fits, wire.Malformed("form"))
+            insist(fits, wire.Malformed("form"))
             if not all(dealing.is_dealt(keys[client], seen, client, to, told, box) for to, box in boxes.items()):
                 raise wire.Malformed("false signature")
             collector.points[client] = dealing.points_of(keys[client], told, collector.threshold)
@@ -176,7 +177,7 @@ class SecureFlower(Flower):
         def add(client: int, answer: Any) -> None:
             found = wire.read_map(answer.facts.get("complaints"), dealing.SIGNATURE_BYTES)
             public = collector.keys[client]
-            wire.insist(set(found) <= set(deals) - {client}, wire.Malformed("form"))
+            insist(set(found) <= set(deals) - {client}, wire.Malformed("form"))
             if not all(dealing.is_complaint(public, seen, client, of, by) for of, by in found.items()):
                 raise wire.Malformed("false signature")
             collector.shared.add(client)
@@ -194,7 +195,7 @@ class SecureFlower(Flower):
 
         def add(dealer: int, answer: Any) -> None:
             opened = wire.read_map(answer.facts.get("keys"), 32)
-            wire.insist(set(opened) == set(accused[dealer]), wire.Malformed("form"))
+            insist(set(opened) == set(accused[dealer]), wire.Malformed("form"))
             boxes, points, context = self._deals[dealer].boxes, collector.points[dealer], collector.context
             clear = {
                 client for client, once in opened.items()
@@ -202,7 +203,7 @@ class SecureFlower(Flower):
             }  # fmt: skip
             for client in clear:
                 self._excluded.setdefault(client, "false complaint")
-            wire.insist(clear == set(opened), wire.Malformed("false deal"))
+            insist(clear == set(opened), wire.Malformed("false deal"))
             answered.add(dealer)
 
         asked = set(accused) & collector.shared
@@ -236,7 +237,7 @@ class SecureFlower(Flower):
 
         def add(client: int, answer: Any) -> None:
             seeds, masks = (dealing.read_numbers(answer.facts.get(name)) for name in ("seeds", "masks"))
-            wire.insist(collector.take_shares(client, seeds, masks), wire.Malformed("form"))
+            insist(collector.take_shares(client, seeds, masks), wire.Malformed("form"))
 
         self._step(dealing.REVEAL, collector.signatures, lambda _: signatures, add)
 
