@@ -104,8 +104,7 @@ class ReplyTracker:
         if reply.has_error() or not reply.has_content():
             raise Malformed(CODES.get(reply.error.code if reply.has_error() else 0, "failed"))
         answer = self.read(reply.content)
-        if answer.round != self.round:
-            raise Malformed("late" if answer.round < self.round else "early")
+        insist(answer.round == self.round, Malformed("late" if answer.round < self.round else "early"))
         insist(hmac.compare_digest(answer.nonce, pending.nonce), Malformed("replayed"))
         return pending.client, answer
 
@@ -221,7 +220,13 @@ class CheckIns:
 
     def __post_init__(self) -> None:
         self._last = np.full(self.sampler.clients, NEVER, dtype=np.int64)
-        asked = self._asked()
+
+        def parse(line: Any) -> tuple[int, list[int]]:
+            if any(not 0 <= client < self.sampler.clients for client in map(int, line["clients"])):
+                raise ValueError
+            return int(line["round"]), [*map(int, line["clients"])]
+
+        asked = read_journal(self.path, parse, "nobody's last turn is known")
         if lost := self.charged.difference(round for round, _ in asked):
             about = "which was charged; somebody may come back early (ε counts each start on its own, and holds)"
             log.warning("%s: no line for round %s, %s", self.path, min(lost), about)
@@ -239,13 +244,3 @@ class CheckIns:
             raise RunError(f"{self.path}: cannot be written ({error.strerror}); nobody was asked") from error
         self._last[chosen] = state.round
         return chosen
-
-    def _asked(self) -> list[tuple[int, list[int]]]:
-        """Return the asks on disk."""
-
-        def parse(line: Any) -> tuple[int, list[int]]:
-            if any(not 0 <= client < self.sampler.clients for client in map(int, line["clients"])):
-                raise ValueError
-            return int(line["round"]), [*map(int, line["clients"])]
-
-        return read_journal(self.path, parse, "nobody's last turn is known")

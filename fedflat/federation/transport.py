@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core import durable
-from fedflat.core.checks import RunError
+from fedflat.core.checks import RunError, insist
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
 from fedflat.engine.reduce import Accumulator, Clipped, Part, Trained
@@ -147,8 +147,8 @@ class Flower:
         # Of two answers the first one counts.
         self._name(broadcast.round, {client: why for client, why in tracker.blamed.items() if why != "duplicate"})
         self._against = 0 if answered else self._against + tracker.refused["refuses"]
-        if self._against > 1:  # one may be a client that has not heard of a new roster
-            raise RunError(REFUSED)  # before this round is charged, or another one
+        # One may be a client that has not heard of a new roster. Before this round is charged, or another one.
+        insist(self._against <= 1, RunError(REFUSED))
 
     def _name(self, round: int, blamed: Mapping[int, str]) -> None:
         """Name those who broke the protocol in the operator's file; the log, which others may read, says how many."""

@@ -27,7 +27,7 @@ from fedflat.federation.client import Client
 from fedflat.federation.project import PACKAGE
 from fedflat.federation.server import run_id, serve
 from fedflat.federation.task import Task
-from fedflat.federation.transport import Flower
+from fedflat.federation.transport import Flower, ReplyTracker
 from fedflat.privacy import ledger as ledger_module
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.ledger import read as read_ledger
@@ -138,7 +138,7 @@ def torn_line() -> None:
 STAGES: dict[str, Callable[[], None]] = {
     "before the broadcast": lambda: around(Flower, "_ask", before=True),
     "after the broadcast": lambda: around(Flower, "_ask", after=True),
-    "while answers come": lambda: around(Flower, "_collect", after=True),
+    "while answers come": lambda: around(ReplyTracker, "take", after=True, when=5),
     "before the ledger line": lambda: around(Ledger, "append", before=True),
     "in the ledger line": torn_line,
     "after the ledger line": lambda: around(Ledger, "append", after=True),
@@ -344,8 +344,8 @@ def test_two_servers_on_one_run(federation: tuple[Path, Task]) -> None:
     folder, task = federation
 
     def slow() -> None:
-        original = Flower._collect
-        Flower._collect = lambda self, *given: (time.sleep(0.5), original(self, *given))[1]  # type: ignore[method-assign]
+        take = ReplyTracker.take
+        ReplyTracker.take = lambda self, reply: (time.sleep(0.1), take(self, reply))[1]  # type: ignore[method-assign]
 
     first = FORK.Process(
         target=lambda: (slow(), serve(watching(folder, task), task, settings(folder, answer_seconds=5)))

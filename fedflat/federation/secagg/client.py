@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-from fedflat.core.checks import insist, reading, wrong
+from fedflat.core.checks import insist, reading, require, wrong
 from fedflat.core.discrete import SecureBits
 from fedflat.core.rng import fresh_key, stream
 from fedflat.federation import wire
@@ -147,8 +147,7 @@ def _written(shares: Mapping[int, Shares]) -> dict[str, list[str]]:
 
 
 def _give_keys(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
-    if client.key is None:
-        raise wrong("node config", "no key", 'key="…/auth.key" under trust: distributed')
+    require(client.key is not None, "node config", "no key", 'key="…/auth.key" under trust: distributed')
     own = Secrets.fresh(client.number, _context(client, state))
     keys = dealing.write_keys({client.number: own.public(signing_key(client.key))})
     return _Reply({"keys": keys}, {name: getattr(own, name).hex() for name in _SECRETS})
