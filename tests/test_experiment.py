@@ -27,15 +27,11 @@ from fedflat.simulation.experiment import Comparison, compare
 from fedflat.simulation.settings import axis, check_folders, claim, expand, split_top, tasks
 
 TINY: dict[str, Any] = {
-    "name": "tiny",
-    "rounds": 3,
+    "name": "tiny", "rounds": 3,
     "data": {"dataset": "digits", "clients": 20, "max_examples": 400, "partition": {"kind": "dirichlet", "alpha": 0.6}},
-    "model": {"name": "mlp", "hidden": 8},
-    "algorithm": {"name": "dp-fedavg"},
-    "local": {"steps": 3, "batch_size": 16},
-    "cohort": {"size": 8},
-    "privacy": {"noise_multiplier": 1.0, "accountant": "rdp", "randomness": "seeded"},
-}
+    "model": {"name": "mlp", "hidden": 8}, "algorithm": {"name": "dp-fedavg"}, "local": {"steps": 3, "batch_size": 16},
+    "cohort": {"size": 8}, "privacy": {"noise_multiplier": 1.0, "accountant": "rdp", "randomness": "seeded"},
+}  # fmt: skip
 METHODS = ["algorithm.name=dp-fedavg,dp-fedsam"]
 
 

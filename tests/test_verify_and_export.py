@@ -80,15 +80,11 @@ def without_last_line(path: Path) -> None:
 
 
 DAMAGES = {
-    "first byte": flip(0.0),
-    "a byte": flip(0.37),
-    "last bytes": flip(0.999),
+    "first byte": flip(0.0), "a byte": flip(0.37), "last bytes": flip(0.999),
     "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "empty": lambda path: path.write_bytes(b""),
-    "zeros": lambda path: path.write_bytes(b"\0" * path.stat().st_size),
-    "gone": Path.unlink,
-    "more": lambda path: path.write_bytes(path.read_bytes() + b"{}\n"),
-}
+    "empty": lambda path: path.write_bytes(b""), "zeros": lambda path: path.write_bytes(b"\0" * path.stat().st_size),
+    "gone": Path.unlink, "more": lambda path: path.write_bytes(path.read_bytes() + b"{}\n"),
+}  # fmt: skip
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[str]:
@@ -386,13 +382,8 @@ def restate(folder: Path, **changed: Any) -> None:
 
 def test_every_difference_is_named_and_words_are_told_from_figures() -> None:
     stated = {
-        "epsilon": 1.0,
-        "same": [1, {"a": 2.0}],
-        "reasons": ["x"],
-        "noise_source": "y" * 80,
-        "extra": True,
-        "run": 1,
-    }
+        "epsilon": 1.0, "same": [1, {"a": 2.0}], "reasons": ["x"], "noise_source": "y" * 80, "extra": True, "run": 1,
+    }  # fmt: skip
     found = {"epsilon": 2.0, "same": [1, {"a": 2.0 + 1e-9}], "reasons": [], "noise_source": "z", "lost": "w"}
     said = {each.field: each for each in differences(stated, found)}
     assert set(said) == {"epsilon", "reasons", "noise_source", "extra", "lost"}
