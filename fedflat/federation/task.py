@@ -224,9 +224,9 @@ def replace_key(app: Path, client: str, key: Path) -> str:
 
 
 @program("task APP [CLIENT AUTH.PUB]")
-def main(app: str, client: str = "", key: str = "") -> None:
+def main(app: str, client: str | None = None, key: str = "") -> None:
     """Print the pin of an app, for the clients' node config; with a client's number and auth.pub, after a new key."""
-    print(replace_key(Path(app), client, Path(key)) if client or key else Task.read(Path(app)).pin)
+    print(Task.read(Path(app)).pin if client is None else replace_key(Path(app), client, Path(key)))
 
 
 if __name__ == "__main__":

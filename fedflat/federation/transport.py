@@ -73,8 +73,13 @@ class Inbox:
     grid: Any
     limit: Limit
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.grid, name)
+    def get_nodes(self) -> Any:
+        """Return the connected nodes."""
+        return self.grid.get_nodes()
+
+    def push_messages(self, messages: Any) -> Any:
+        """Send messages; return their ids."""
+        return self.grid.push_messages(messages)
 
     def pull_messages(self, asked: list[str]) -> list[Any]:
         """Return the replies to some questions, refused ones as errors."""

@@ -102,13 +102,13 @@ def test_a_client_s_new_key_in_mid_run(
         patch.setattr(server, "_announce", announce)
         server.serve(grid_of(task, clients), task, settings(tmp_path))
     app, own = tmp_path / "app" / PACKAGE, client_folder(tmp_path, 1)
-    for half in ("auth.key", "auth.pub"):
+    for half in ("auth.key", pub := str(own / "auth.pub")):
         (own / half).unlink()
     write_client_keys(own)
-    assert tasks.main([str(app), "1", str(own / "auth.pub")]) == 0
+    assert tasks.main([str(app), "1", pub]) == 0
     renewed = Task.read(app)
     assert capsys.readouterr().out.strip() == renewed.pin
-    for words in (["7", f"{own}/auth.pub"], ["2", f"{own}/auth.pub"], ["1", f"{own}/auth.key"], ["x", "y"]):
+    for words in (["7", pub], ["2", pub], ["1", f"{own}/auth.key"], ["x", "y"], ["", ""]):
         assert tasks.main([str(app), *words]) == 2 and Task.read(app).pin == renewed.pin  # no such client, key, number
     assert renewed.pin != task.pin and renewed.identity == task.identity
     with pytest.raises(InputError, match="pin"):

@@ -25,13 +25,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedflat.core.checks import insist, turning
 from fedflat.federation.secagg import sharing
-from fedflat.federation.secagg.protocol import Aborted, PublicKeys, Secrets, Shares, agreed, derived
+from fedflat.federation.secagg.protocol import Aborted, PublicKeys, Secrets, Shares, agreed
 from fedflat.federation.secagg.sharing import POINT_BYTES, SHARE_BYTES, Point
 from fedflat.federation.wire import Malformed, read_map, write_map
 
@@ -113,7 +115,8 @@ def keys_seen(context: bytes, keys: Mapping[int, PublicKeys]) -> bytes:
 
 def key_of_box(own: Secrets, receiver: int) -> bytes:
     """Return the X25519 secret of one box: shown, it opens this box and tells nothing of another."""
-    return derived(own.seal, b"box key" + own.context + receiver.to_bytes(8, "big"))
+    purpose = _LABEL + b"box key" + own.context + receiver.to_bytes(8, "big")
+    return HKDF(hashes.SHA256(), 32, None, purpose).derive(own.seal)
 
 
 def points_of(public: PublicKeys, commitments: bytes, threshold: int) -> tuple[list[Point], list[Point]]:
