@@ -93,6 +93,12 @@ class BlockBatches:
         flat = np.concatenate([*self.rows, np.zeros(1, np.int64)])
         return flat, np.where(sizes > 0, np.cumsum(sizes) - sizes, len(flat) - 1), sizes
 
+    @cached_property
+    def _empty(self) -> Tensor | None:
+        """Places ``(k,)`` of clients without data; None where everybody has some."""
+        places = np.flatnonzero(self._flat[2] == 0)
+        return torch.from_numpy(places).to(self.data.inputs.device) if len(places) else None
+
     def batches(self, phase: int, steps: int) -> Iterator[Batch]:
         """K padded minibatches ``(n, b, …)``; one and the same where every client's batch is all it may have."""
         # Where it is public that every minibatch is all that a client has, it is one tensor for all steps: a low-rank
@@ -148,15 +154,14 @@ class BlockBatches:
         without any the federation's.
         """
         device = self.data.inputs.device
-        flat, starts, sizes = self._flat
+        flat, starts, _ = self._flat
         starts = starts.reshape(-1, *(1 for _ in positions.shape[1:]))
         rows = torch.from_numpy(flat[starts + np.maximum(positions, 0)]).to(device)
         weights = torch.from_numpy((positions >= 0).astype(np.float32)).to(device)
         inputs, targets = chosen(self.data.inputs, rows), chosen(self.data.targets, rows)
-        if not sizes.all():
+        if self._empty is not None:
             # They were filled with somebody's example, since an index must point somewhere.
-            empty = torch.from_numpy(sizes == 0).to(device)
-            inputs[empty], targets[empty] = 0, 0
+            inputs[self._empty], targets[self._empty] = 0, 0
         return Batch(inputs, targets, weights)
 
 

@@ -208,12 +208,14 @@ class ModuleProblem:
 class BlockProblem(ModuleProblem):
     """A block of n clients at once by torch.func.vmap: weights ``(n, D)``, inputs ``(n, b, …)``, weights ``(n, b)``."""
 
-    @cached_property
-    def _fixed(self) -> dict[str, Tensor]:
-        """The module's tensors that are not trained, by name."""
-        trained = set(self.layout.names)
-        fixed = {n: p.detach() for n, p in self.module.named_parameters() if n not in trained}
-        return fixed | dict(self.module.named_buffers())
+    def __init__(
+        self, module: nn.Module, layout: Layout, precision: str = "fp32", *, objective: Objective = CROSS_ENTROPY
+    ) -> None:
+        super().__init__(module, layout, precision, objective=objective)
+        # Made here, for inside vmap they would be wrapped in it, and stay so.
+        trained = set(layout.names)
+        self._fixed = {n: p.detach() for n, p in module.named_parameters() if n not in trained}
+        self._fixed |= dict(module.named_buffers())
 
     def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
         """Return the gradients ``(n, …)`` of each client's mean minibatch loss with respect to one part."""

@@ -313,7 +313,8 @@ def verify(
         found = recompute(entries, delta=delta)
     except InputError as error:
         return Verification(stated, math.inf, "none", len(entries), stated == math.inf, (*notes, str(error)))
-    except (TypeError, ValueError, LookupError, ArithmeticError) as error:  # whoever edits can redo the checksums
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError) as error:
+        # Whoever edits can redo the checksums; dp-accounting asserts.
         said = f"the ledger's lines are none that fedflat writes ({one_line(error, 120)})"
         return Verification(stated, math.inf, "none", len(entries), False, (*notes, said))
     # A released round without a line is the one thing that a ledger must never show.
@@ -378,7 +379,8 @@ def _figures(path: Path) -> tuple[float | None, float | None]:
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise wrong(str(path), type(error).__name__, "a run's privacy statement") from error
     for name, value in (("proven_epsilon", stated), ("delta", delta)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        number = isinstance(value, float) or (type(value) is int and abs(value) < 1e300)
+        if value is not None and not number:
             raise wrong(f"{path}: {name}", value, "a number, or null")
     return stated, delta
 
@@ -391,5 +393,5 @@ def _released(path: Path) -> list[dict[str, Any]]:
         lines = [json.loads(text) for text in path.read_text(encoding="utf-8", errors="replace").splitlines()]
         epsilons = [None if (value := line.get("epsilon")) is None else float(value) for line in lines]
         return [{"epsilon": value, "round": int(line["round"])} for value, line in zip(epsilons, lines)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise wrong(str(path), type(error).__name__, "one JSON record per line, each with its round") from error

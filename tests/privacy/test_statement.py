@@ -80,12 +80,8 @@ def test_the_allowance_for_rounding_is_in_the_mechanism() -> None:
 
 def make(plan: FakePlan | None = None, **more: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {
-        "rounds_run": 10,
-        "algorithm": "dp-fedsam",
-        "facts": {},
-        "key_source": "os-entropy",
-        **more,
-    }
+        "rounds_run": 10, "algorithm": "dp-fedsam", "facts": {}, "key_source": "os-entropy", **more,
+    }  # fmt: skip
     return statement(plan or FakePlan(), **arguments)
 
 

@@ -197,7 +197,8 @@ def test_a_redone_ledger_with_other_things_than_numbers_is_wrong() -> None:
     for name, value in itertools.product(("std", "q", "selection", "separation"), ("x", [])):
         found = verify([{**line, name: value} for line in lines(plan_of(), 2)], 5.0)
         assert not found.ok and found.epsilon_recomputed == math.inf and found.notes
-    assert run_of([{"run": "x"}]) == {}
+    alone = [{**line, "clients": 1, "sampling": "fixed"} for line in lines(plan_of(), 2)]  # dp-accounting asserts
+    assert not verify(alone, 5.0).ok and run_of([{"run": "x"}]) == {}
 
 
 def test_a_second_attempt_counts() -> None:
@@ -281,6 +282,8 @@ def test_a_run_that_promises_nothing_needs_no_ledger(run: Path) -> None:
     [
         ("privacy.json", "{", "privacy.json: found JSONDecodeError; allowed: a run's privacy statement"),
         ("privacy.json", "[]", "privacy.json: found AttributeError"),
+        ("privacy.json", f'{{"proven_epsilon": {10**400}}}', "privacy.json: proven_epsilon: found 1000"),
+        ("metrics.jsonl", '{"round": Infinity}', "metrics.jsonl: found OverflowError"),
         ("metrics.jsonl", "{}", "metrics.jsonl: found KeyError; allowed: one JSON record per line"),
         ("metrics.jsonl", "[1]", "metrics.jsonl: found AttributeError"),
         ("metrics.jsonl", '{"round": null}', "metrics.jsonl: found"),
