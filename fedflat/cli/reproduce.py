@@ -122,7 +122,7 @@ def _fill(table: tables.Table, request: Request) -> None:
 
     found = dry(table, request.size, request.protocol, request.override or ())
     if not request.dry_run:
-        folder = request.out or Path("runs") / table.folder
+        folder = request.out or Path("runs") / table.folder_name
         with report.ExperimentProgress(quiet=request.as_json) as progress:
             found = fill(found, folder, request.seeds, request.processes, progress.update)
     if request.as_json:

@@ -227,7 +227,7 @@ def draw(
             missing |= dict.fromkeys(absent.values())
             continue
         count = seeds or SCALES[scale].seeds or panel.table.seeds
-        found, failed = trained(recipes, count, folder / panel.table.folder, processes, update)
+        found, failed = trained(recipes, count, folder / panel.table.folder_name, processes, update)
         missing |= dict.fromkeys(failed)
         ran = [(line, list(runs.values())) for line, runs in zip(panel.lines, found) if runs]
         every += [run for _, runs in ran for run in runs]

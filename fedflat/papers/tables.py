@@ -114,7 +114,7 @@ class Table:
     first: str = ""
 
     @property
-    def folder(self) -> str:
+    def folder_name(self) -> str:
         """What the folder of its runs is called."""
         return f"reproduce-{self.paper}-{self.table.lower().replace(' ', '-')}"
 
