@@ -24,13 +24,9 @@ from fedflat.simulation import run as simulation
 pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
 RECIPE = {
-    "name": "own",
-    "rounds": 3,
-    "algorithm": "dp-fedavg",
-    "cohort": {"size": 3},
-    "local": {"steps": 1, "batch_size": 4},
+    "name": "own", "rounds": 3, "algorithm": "dp-fedavg", "cohort": {"size": 3}, "local": {"steps": 1, "batch_size": 4},
     "privacy": {"clip": 0.5, "noise_multiplier": 1.0},
-}
+}  # fmt: skip
 
 
 class Mine(nn.Module):

@@ -48,8 +48,16 @@ def write_lock(lock: Path, credentials: Path, address: str) -> None:
     kept = {"authn-type": "oidc", "oidc-access-token": token, "oidc-refresh-token": "none"}
     found = {entry + name: base64.b64encode(value.encode()).decode() for name, value in kept.items()}
     texts = {credentials: json.dumps(found, indent=1), lock: hashlib.sha256(token.encode()).hexdigest()}
-    for path, text in texts.items():  # JSON is YAML, which Flower reads its credentials as
-        durable.replace(path, f"{text}\n")
+    fresh = {path.with_name(f"{path.name}.new"): path for path in texts}
+    try:
+        for place, path in fresh.items():  # JSON is YAML, which Flower reads its credentials as
+            place.unlink(missing_ok=True)
+            durable.create(place, f"{texts[path]}\n".encode())
+        for place, path in fresh.items():  # both are whole on the disk, so that the two always fit
+            place.replace(path)
+    finally:
+        for place in fresh:
+            place.unlink(missing_ok=True)
 
 
 def read_lock(path: Path) -> bytes:

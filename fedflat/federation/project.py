@@ -71,12 +71,16 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
         unused = "a deployment measures no personal accuracy, and what is held back of a client's examples stays unused"
         warnings.warn(f"data.client_test_fraction: {unused}; 0 trains on all", stacklevel=2)
     job = prepare(recipe, features=False)  # each client computes its own
+    allowed, begun = "a folder you may write to", False
     try:
+        (out / "app" / PACKAGE).mkdir(parents=True)  # refused where another project has come here meanwhile
+        begun = True
         _write(recipe, job, out, port, host)
     except BaseException as error:
-        shutil.rmtree(out, ignore_errors=True)  # half a project would look like one
+        if begun:  # half a project would look like one
+            shutil.rmtree(out, ignore_errors=True)
         if isinstance(error, OSError):
-            raise InputError(f"--out: found {out} ({error.strerror}); allowed: a folder you may write to.") from error
+            raise InputError(f"--out: found {out} ({error.strerror}); allowed: {allowed}.") from error
         raise
     plan = job.parts.plan
     epsilon = plan.epsilon() if plan.private else float("inf")
@@ -137,7 +141,6 @@ def _unfit(recipe: Recipe, method: Algorithm, trust: str) -> str:
 
 def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
     data, app = job.data, out / "app" / PACKAGE
-    app.mkdir(parents=True)
     out.chmod(0o700)
     lock.write_authority_and_server(out / "certificates", list(dict.fromkeys([host, HERE, "localhost"])))
     keys = [_write_client(client_folder(out, client), data, client) for client in range(data.clients)]

@@ -23,13 +23,9 @@ from fedflat.report.metrics import read_run
 pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
 RECIPE: dict[str, Any] = {
-    "rounds": 2,
-    "algorithm": "dp-fedavg",
-    "local": {"steps": 3, "batch_size": 4, "lr": 0.1},
-    "cohort": {"size": 6},
-    "privacy": {"clip": 0.5, "noise_multiplier": 1.0},
-    "engine": {"backend": "sequential", "device": "cpu"},
-}
+    "rounds": 2, "algorithm": "dp-fedavg", "local": {"steps": 3, "batch_size": 4, "lr": 0.1}, "cohort": {"size": 6},
+    "privacy": {"clip": 0.5, "noise_multiplier": 1.0}, "engine": {"backend": "sequential", "device": "cpu"},
+}  # fmt: skip
 SIZES = (5, 4, 0, 7, 3, 1, 6, 2)
 
 

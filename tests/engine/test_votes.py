@@ -38,14 +38,10 @@ def recipe(**changes: Any) -> Recipe:
     """A small digits recipe; dotted keys change it."""
     texts = [f"{key}={value}" for key, value in changes.pop("o", {}).items()]
     base = {
-        "rounds": 2,
-        "data": {"dataset": "digits", "clients": 20},
-        "model": {"name": "mlp", "hidden": 8},
-        "algorithm": {"name": "ae-dpfl", "queries": 12, "student_epochs": 2},
-        "local": {"steps": 5, "batch_size": 16},
-        "cohort": {"size": 8},
-        "privacy": {"noise_multiplier": 4.0},
-    }
+        "rounds": 2, "data": {"dataset": "digits", "clients": 20}, "model": {"name": "mlp", "hidden": 8},
+        "algorithm": {"name": "ae-dpfl", "queries": 12, "student_epochs": 2}, "local": {"steps": 5, "batch_size": 16},
+        "cohort": {"size": 8}, "privacy": {"noise_multiplier": 4.0},
+    }  # fmt: skip
     return Recipe.of({**base, **changes}, texts)
 
 

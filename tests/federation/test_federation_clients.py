@@ -18,6 +18,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
 from fedflat.federation import client as client_module
 from fedflat.federation import lock, wire
+from fedflat.federation import project as project_module
 from fedflat.federation.client import Client, Refused, client_of, reply_to
 from fedflat.federation.lock import write_client_keys
 from fedflat.federation.project import PACKAGE, client_folder, write_project
@@ -280,12 +281,27 @@ def test_a_full_disk_leaves_no_half_project_and_the_former_token(
 ) -> None:
     secrets = project[0] / "server" / lock.LOCK, project[0] / "flower" / "credentials.yaml"
     before = [path.read_bytes() for path in secrets]
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
-    with pytest.raises(OSError, match="No space"):
-        lock.write_lock(*secrets, "127.0.0.1:1")
-    with pytest.raises(InputError, match="No space left"):
-        write_project(small(), tmp_path / "fed")
+    full, prepare = OSError(errno.ENOSPC, "No space left"), project_module.prepare
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Mock(side_effect=[None, None, full]))  # the first file is whole, the second is not
+        with pytest.raises(OSError, match="No space"):
+            lock.write_lock(*secrets, "127.0.0.1:1")
+        patch.setattr(os, "fsync", Mock(side_effect=full))
+        with pytest.raises(InputError, match="No space left"):
+            write_project(small(), tmp_path / "fed")
     assert [path.read_bytes() for path in secrets] == before and not (tmp_path / "fed").exists()
+    assert not [*project[0].glob("*/*.new")]
+    theirs = tmp_path / "fed" / "app" / PACKAGE / "theirs"
+
+    def meanwhile(*given: Any, **named: Any) -> Any:
+        theirs.parent.mkdir(parents=True)
+        theirs.touch()
+        return prepare(*given, **named)
+
+    monkeypatch.setattr(project_module, "prepare", meanwhile)
+    with pytest.raises(InputError, match="File exists"):
+        write_project(small(), tmp_path / "fed")
+    assert theirs.exists()  # another project that came in the seconds between
 
 
 def test_another_task_does_not_go_on_in_a_runs_folder(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:

@@ -206,13 +206,9 @@ def run(module: nn.Module, **engine: Any) -> fedflat.Result:
         (torch.randn(4, 6, generator=generator) * 100, torch.randint(3, (4,), generator=generator)) for _ in range(3)
     ]
     recipe = {
-        "rounds": 2,
-        "algorithm": "dp-fedavg",
-        "local": {"steps": 2, "batch_size": 4, "lr": 0.1},
-        "cohort": {"size": 3},
-        "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "delta": 1e-5},
-        "engine": engine,
-    }
+        "rounds": 2, "algorithm": "dp-fedavg", "local": {"steps": 2, "batch_size": 4, "lr": 0.1}, "cohort": {"size": 3},
+        "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "delta": 1e-5}, "engine": engine,
+    }  # fmt: skip
     return fedflat.run(recipe, model=module, clients=clients)
 
 

@@ -12,7 +12,6 @@ numbers only; what is secret is multiplied in ``cryptography``.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -83,8 +82,11 @@ def value_at(shares: Mapping[int, int], x: int) -> int:
 def _weights(holders: tuple[int, ...], x: int) -> list[int]:
     found = []
     for holder in holders:
-        others = [other for other in holders if other != holder]
-        top, bottom = math.prod(x - other - 1 for other in others), math.prod(holder - other for other in others)
+        top, bottom = 1, 1
+        for other in holders:
+            if other != holder:  # reduced at each step: whole products would grow with the cohort
+                top = top * (x - other - 1) % ORDER
+                bottom = bottom * (holder - other) % ORDER
         found.append(top * pow(bottom, -1, ORDER) % ORDER)
     return found
 
