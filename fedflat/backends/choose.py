@@ -40,10 +40,10 @@ BLOCK_ENTRIES = 32_000_000
 """Weights of a block of clients held at once, in float32 entries (128 MB), when the recipe names no block size."""
 CACHED_ENTRIES = 1_000_000
 """The same for a block that stays in a core's caches."""
-AT_MOST, FACTORS_AT_MOST = 64, 256
+AT_MOST, FACTORS_AT_MOST = 128, 256
 """Clients of a block with weights written out and as factors, at most: several times what fills the cores' vector
 units, and a block is still a small part of a cohort."""
-PER_BLOCK = 16
+PER_BLOCK = 32
 """What a block costs beside its clients, in clients."""
 PER_WORKER = 1.1
 """Time of a client in a worker process over that in this one: messages go through shared memory."""
@@ -166,7 +166,9 @@ class _Makers:
         per_client = self.held_as_factors() if factors else per_client
         most = min(FACTORS_AT_MOST if factors else AT_MOST, BLOCK_ENTRIES // max(per_client, 1), self.clients)
         most = min(most, CACHED_ENTRIES // self.parts.layout.size) if cached else most
-        sizes = {max(1, most >> half) for half in range(9)}
+        # A small federation goes into a few blocks without empty places.
+        even = {size for turns in range(1, 9) if (size := -(-self.clients // turns)) <= most}
+        sizes = even | {max(1, most >> half) for half in range(9)}
         return min(sorted(sizes, reverse=True), key=lambda size: self.places(size) * (1 + PER_BLOCK / size))
 
     def places(self, block: int) -> float:
