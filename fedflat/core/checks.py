@@ -119,6 +119,11 @@ def turning(kinds: type[Exception] | tuple[type[Exception], ...], error: Excepti
         raise error from cause
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, without its full stop; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def one_line(error: BaseException, width: int | None = 300) -> str:
     """Return an error's kind and the beginning of what it says, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:width]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedflat.core.checks import InputError, RunError, counted, nearest, require, wrong
+from fedflat.core.checks import InputError, RunError, counted, first_line, nearest, require, wrong
 from fedflat.core.imports import hub
 from fedflat.data.encoding import clean
 from fedflat.data.preparation import DATASETS, Source
@@ -147,7 +147,7 @@ def _saved(path: Path, key: str) -> dict[str, Split]:
     try:
         found = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
-        raise wrong(key, f"{path} ({_reason(error)})", "a folder that save_to_disk wrote") from None
+        raise wrong(key, f"{path} ({first_line(error)})", "a folder that save_to_disk wrote") from None
     splits = dict(found) if isinstance(found, datasets.DatasetDict) else {"train": found}
     return {name: _hub_split(f"{path}/{name}", split) for name, split in splits.items() if name in SPLITS}
 
@@ -227,7 +227,7 @@ def _unreadable(error: Exception, file: Path, key: str, encoding: str | None) ->
     """Return what is said of a file that cannot be read; of a CSV file's rows, which are private, never a word."""
     said, hint = str(error), ""
     if ending_of(file) not in COMMAS or isinstance(error, OSError):
-        reason = _reason(error)
+        reason = first_line(error)
     elif isinstance(error, UnicodeError) or file.read_bytes()[:2] in (codecs.BOM_LE, codecs.BOM_BE):
         reason, hint = "text in another encoding", ENCODINGS
     elif row := re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", said):
@@ -323,10 +323,6 @@ def _clean_names(found: list[str], where: Path | str, key: str) -> dict[str, str
     return names
 
 
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
 def _from_hub(dataset: str, owner: str, config: str | None, folder: Path | None) -> dict[str, Split]:
     """Return the splits from the hub (or from the hub client's own cache when offline)."""
     try:
@@ -339,9 +335,9 @@ def _from_hub(dataset: str, owner: str, config: str | None, folder: Path | None)
         place = f"{owner} ({config})" if config else owner
         looked = f"{folder} (no such folder)" if folder else "FEDFLAT_DATA (not set)"
         message = (
-            f"data.dataset: {dataset} not found: looked in {looked} and on the hub for {place}: {_reason(error)}. Set "
-            "FEDFLAT_DATA to a folder that holds one folder per data set, or give data.dataset=PATH of parquet or CSV "
-            "files."
+            f"data.dataset: {dataset} not found: looked in {looked} and on the hub for {place}: {first_line(error)}. "
+            "Set FEDFLAT_DATA to a folder that holds one folder per data set, or give data.dataset=PATH of parquet or "
+            "CSV files."
         )
         offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
         unknown = type(error).__name__ == "DatasetNotFoundError" and not offline

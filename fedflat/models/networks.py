@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import nearest, one_of, require, wrong
+from fedflat.core.checks import first_line, nearest, one_of, require, wrong
 from fedflat.core.durable import digest_of
 from fedflat.core.imports import calling, hub, imported, missing
 from fedflat.models.patches import pooling
@@ -305,9 +305,8 @@ class NetworkMaps(nn.Module):
             with torch.no_grad():
                 return self._answers(images)
         except Exception as error:  # a network refuses a size in its own way
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             found = f"a network that fails on images of {images.shape[2]} × {images.shape[3]}"
-            raise wrong("model.body", found, "a model.size that it takes", hint=f"({reason})") from error
+            raise wrong("model.body", found, "a model.size that it takes", hint=f"({first_line(error)})") from error
 
     def _answers(self, images: Tensor) -> list[Tensor]:
         """Return what each layer answers."""

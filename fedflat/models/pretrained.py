@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import InputError, one_of, require, whole, wrong
+from fedflat.core.checks import InputError, first_line, one_of, require, whole, wrong
 from fedflat.core.imports import hub, missing
 from fedflat.models.representation import Headed
 from fedflat.models.text import text_length
@@ -148,12 +148,12 @@ def readable(name: str, source: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # transformers, the hub's client and safetensors raise unrelated types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         allowed = (
             "weights that the hub's client can download or has in its cache (HF_HOME), "
             "or a folder that save_pretrained wrote, of the model and its processor or tokenizer (model.path)"
         )
-        raise wrong(f"model {name}", f"no readable weights at {source}", allowed, hint=f"({reason})") from error
+        found, hint = f"no readable weights at {source}", f"({first_line(error)})"
+        raise wrong(f"model {name}", found, allowed, hint=hint) from error
 
 
 @contextmanager
