@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,7 +71,8 @@ def _partitioner(kind: str, spec: dict[str, Any], classes: int, clients: int, se
 
 def _run(partitioner: Any, labels: npt.NDArray[Any], count: int) -> list[Indices]:
     """Return the row numbers of every part."""
-    with _quiet():
+    # No progress bars, no advice to change the partition: an empty client is allowed here.
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
         try:
             partitioner.dataset = _label_table(labels)
             return [partitioner.load_partition(i) for i in range(count)]
@@ -110,11 +110,3 @@ def _natural(ids: npt.NDArray[Any] | None, by: str, clients: int | None, seed: i
         raise wrong("data.clients", wanted, f"at most {len(counts)}, the number of different values of {by}")
     rows = np.split(np.argsort(codes.reshape(-1), kind="stable"), np.cumsum(counts)[:-1])
     return tuple(rows[i].astype(np.int64) for i in stream(seed, "natural clients").permutation(len(counts))[:wanted])
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars, no advice to change the partition: an empty client is allowed here."""
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
