@@ -98,8 +98,7 @@ class Encoding:
 
         Raises InputError naming row, client and column of a value that is missing, not finite, or of another kind.
         """
-        if frame.empty:
-            raise wrong(place(0), "a table of 0 rows", "at least one row")
+        require(not frame.empty, place(0), "a table of 0 rows", "at least one row")
         if self.words is not None:
             return self.words.ids(_sentences(frame, self.inputs, place))[0]
         found: list[Array] = []

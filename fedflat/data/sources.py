@@ -110,7 +110,7 @@ def _at_most(train: Table, options: DataSection, seed: int, own: bool) -> Table:
         hint = "data.max_per_client bounds each client by itself."
         raise wrong("data.max_examples", options.max_examples, "nothing where every row is some client's", hint=hint)
     chosen = stream(seed, "max_examples").permutation(len(train.targets))[: options.max_examples]
-    return train.take(np.sort(chosen).astype(np.int64)) if len(chosen) < len(train.targets) else train
+    return train.take(chosen) if len(chosen) < len(train.targets) else train
 
 
 def _without_test_clients(
@@ -145,8 +145,7 @@ def _options(spec: DataSection | Mapping[str, Any]) -> DataSection:
     require(section.dataset != "", "data.dataset", section.dataset, "a name, a hub id or a path")
     for old, new in (("input", "inputs"), ("label", "target")):
         if (given := getattr(section, old)) is not None:
-            if getattr(section, new) is not None:
-                raise wrong(f"data.{old}", given, f"nothing beside data.{new}, its new name")
+            require(getattr(section, new) is None, f"data.{old}", given, f"nothing beside data.{new}, its new name")
             _log.warning("data.%s is now called data.%s", old, new)
             section = section.model_copy(update={new: given, old: None})
     return section
@@ -212,11 +211,9 @@ def _public_test(
     """Split off a public test set if there is none, unless the rows are somebody's own; keep the first ``max_test``."""
     if test is None:
         fraction = (0.0 if own else 0.2) if options.test_fraction is None else options.test_fraction
-        total = len(train.targets)
-        order = stream(seed, "public test split").permutation(total)
-        count = int(fraction * total)
-        test = train.take(np.sort(order[:count]).astype(np.int64)) if count else None
-        train = train.take(np.sort(order[count:]).astype(np.int64)) if count else train
+        order = stream(seed, "public test split").permutation(len(train.targets))
+        if count := int(fraction * len(order)):
+            test, train = train.take(order[:count]), train.take(order[count:])
     if test is not None and options.max_test is not None:
         test = Table(test.inputs[: options.max_test], test.targets[: options.max_test])
     return train, test
@@ -292,8 +289,8 @@ def _held_out(
     data: FederatedData, count: int, seed: int, dataset: str | None, others: str
 ) -> tuple[FederatedData, npt.NDArray[np.int64]]:
     """Return the federation without ``count`` training rows, and those rows in a seeded random order."""
-    if dataset is None:
-        raise wrong("algorithm.public", HELD_OUT, f"{others}: the clients' own examples are not public")
+    allowed = f"{others}: the clients' own examples are not public"
+    require(dataset is not None, "algorithm.public", HELD_OUT, allowed)
     rows = np.sort(np.concatenate(data.parts))
     taken = rows[_chosen(len(rows), count, seed, "the training set")]
     # A mask: looking each row up in a list would be quadratic.

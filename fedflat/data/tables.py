@@ -38,6 +38,8 @@ class Table:
     natural: npt.NDArray[Any] | None = None
 
     def take(self, rows: npt.NDArray[np.int64]) -> Table:
+        """Return some of the rows, in stored order."""
+        rows = np.sort(rows).astype(np.int64)
         index = torch.from_numpy(rows)
         return Table(self.inputs[index], self.targets[index], None if self.natural is None else self.natural[rows])
 
@@ -64,8 +66,8 @@ def read(
     kind = _kind_of(train, source, options)
     if kind == "chars":
         return _characters(name, source, options, train, test)
-    encoding = _encoding(kind, train, source, options)
     owner = _natural_column(train, source, options)
+    encoding = _encoding(kind, train, source, options, owner)
     frame = _frame(kind, train, encoding, owner)
     vocabulary = padding = 0
     if kind != "image":
@@ -97,20 +99,18 @@ def read(
     return Meaning(name, classes, preparation, vocabulary, padding), tables[0], tables[1] if test else None
 
 
-def _encoding(kind: Kind, split: Split, source: Source | None, options: DataSection) -> Encoding:
+def _encoding(kind: Kind, split: Split, source: Source | None, options: DataSection, owner: str | None) -> Encoding:
     """Return which columns are read, and how."""
     inputs: str | Sequence[str] | None = options.inputs
     target = options.target
     if kind != "table":
         target = target or _label_column(split, source)
-        inputs = inputs or _input_columns(kind, split, source, options, str(target))
-    owner = _natural_column(split, source, options)
+        inputs = inputs or _input_columns(kind, split, source, (owner, str(target)))
     there = [column for column in split.features if column != owner]
     found = encoding_of("data.", there, inputs, target, options.categories, options.scale, options.fill)
-    if kind == "image" and (len(found.inputs) != 1 or found.inputs[0] in found.categories):
-        raise wrong(
-            "data.inputs", ", ".join(found.inputs), "one column without categories, where the input is an image"
-        )
+    plain = len(found.inputs) == 1 and found.inputs[0] not in found.categories
+    allowed = "one column without categories, where the input is an image"
+    require(kind != "image" or plain, "data.inputs", ", ".join(found.inputs), allowed)
     return found
 
 
@@ -157,11 +157,12 @@ def _classes(kind: Kind, encoding: Encoding, label: Any, source: Source | None, 
 def _characters(
     name: str, source: Source | None, options: DataSection, train: Split, test: Split | None
 ) -> tuple[Meaning, Table, Table | None]:
-    owner = _natural_column(train, source, options) or (source.natural if source else None)
+    natural = _natural_column(train, source, options)
+    owner = natural or (source.natural if source else None)
     size = len(decoding.CHARACTERS) + 1
     length = options.max_length or decoding.WINDOW
     ready = {"x", "y"} <= set(train.features)
-    column = "x" if ready else (_named(options) or _input_columns("chars", train, source, options, ""))[0]
+    column = "x" if ready else (_named(options) or _input_columns("chars", train, source, (natural,)))[0]
     one_of("data.inputs", column, train.features)
 
     def table(split: Split) -> Table:
@@ -212,14 +213,11 @@ def is_text_feature(feature: Any) -> bool:
     return getattr(feature, "dtype", "") in ("string", "large_string")
 
 
-def _input_columns(
-    kind: Kind, split: Split, source: Source | None, options: DataSection, label: str
-) -> tuple[str, ...]:
+def _input_columns(kind: Kind, split: Split, source: Source | None, others: Sequence[str | None]) -> tuple[str, ...]:
     """Return the column of images, or those of texts, where the recipe names none."""
     if source and set(source.inputs) <= set(split.features):
         return source.inputs
     fits, what = (is_image_feature, "an image column") if kind == "image" else (is_text_feature, "a text column")
-    others = (label, _natural_column(split, source, options))
     return (_only(split, "data.inputs", what, [c for c, f in split.features.items() if fits(f) and c not in others]),)
 
 
@@ -239,8 +237,7 @@ def _natural_column(split: Split, source: Source | None, options: DataSection) -
     if not options.natural:
         return None
     by = options.partition.by or (source.natural if source else None)
-    if by is None:
-        raise wrong("data.partition.by", "nothing", f"one of the columns {', '.join(split.features)}")
+    require(by is not None, "data.partition.by", "nothing", f"one of the columns {', '.join(split.features)}")
     return str(one_of("data.by" if options.by else "data.partition.by", clean(by), split.features))
 
 
