@@ -11,14 +11,14 @@ Example::
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 from torch import nn
 
-from fedflat.core.checks import nearest, whole, wrong
+from fedflat.core.checks import nearest, one_of, whole, wrong
 from fedflat.core.imports import calling, imported
 from fedflat.core.rng import PortableDraws, seeded_torch
 from fedflat.models import image_encoder, pretrained, representation, text, vision
@@ -57,12 +57,21 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, seed: int, **op
     """
     whole("model: classes", classes, 1)
     shape = tuple(int(n) for n in input_shape)
-    factory = imported(f"model {name}", name) if ":" in name else _named(name)
+    if ":" not in name:
+        one_of("model.name", name, [*BUILDERS, "package.module:callable", "path/to/file.py:callable"])
+    factory = imported(f"model {name}", name) if ":" in name else BUILDERS[name]
+    accepted, anything = _taken(factory)
     given = {"input_shape": shape, "classes": classes}
-    if ":" in name:
-        accepted, anything = _taken(factory)
-        given = {key: value for key, value in given.items() if anything or key in accepted}
-    _check_options(name, factory, options, given)
+    given = {key: value for key, value in given.items() if anything or key in accepted}
+    allowed = [key for key in accepted if key not in SIZES]
+    for key in options:
+        if key in SIZES or (key not in allowed and not anything):
+            raise wrong(f"model {name}: option", key, ", ".join(allowed) or "none", hint=nearest(key, allowed))
+    try:
+        inspect.signature(factory).bind(**dict.fromkeys((*given, *options)))
+    except TypeError as error:
+        found = f"a callable {str(error).replace('missing', 'that misses')}"
+        raise wrong(f"model {name}", found, "input_shape, classes and the options given") from None
     with calling(f"model {name}"), seeded_torch(seed, "initial weights"), PortableDraws(seed, "initial weights"):
         module = factory(**given, **options)
     if not isinstance(module, nn.Module):
@@ -90,27 +99,6 @@ def _taken(factory: Callable[..., nn.Module]) -> tuple[list[str], bool]:
     """Return the names that a callable takes, and whether it takes any other as well."""
     found = inspect.signature(factory).parameters.items()
     return [key for key, p in found if p.kind in NAMED], any(p.kind is p.VAR_KEYWORD for _, p in found)
-
-
-def _named(name: str) -> Callable[..., nn.Module]:
-    if name not in BUILDERS:
-        allowed = ", ".join([*BUILDERS, "package.module:callable", "path/to/file.py:callable"])
-        raise wrong("model.name", name, allowed, hint=nearest(name, BUILDERS))
-    return BUILDERS[name]
-
-
-def _check_options(name: str, factory: Callable[..., nn.Module], options: dict[str, Any], given: Iterable[str]) -> None:
-    """Raise InputError for an option that a model has not, and for one that it needs and that nobody gave."""
-    accepted, anything = _taken(factory)
-    allowed = [key for key in accepted if key not in SIZES]
-    for key in options:
-        if key in SIZES or (key not in allowed and not anything):
-            raise wrong(f"model {name}: option", key, ", ".join(allowed) or "none", hint=nearest(key, allowed))
-    try:
-        inspect.signature(factory).bind(**dict.fromkeys((*given, *options)))
-    except TypeError as error:
-        found = f"a callable {str(error).replace('missing', 'that misses')}"
-        raise wrong(f"model {name}", found, "input_shape, classes and the options given") from None
 
 
 __all__ = [
