@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import whole, wrong
+from fedflat.core.checks import turning, whole, wrong
 from fedflat.core.durable import digest_of, read_about, read_tensors
 
 LAYERS = ((32, 5, 2), (64, 3, 1), (128, 3, 2), (256, 3, 1))
@@ -88,8 +88,7 @@ class Network(nn.Module):
     def fit(self, images: Tensor, seed: int) -> None:
         """Fill it from its file; it was trained before, on images of its own."""
         tensors = self.options.tensors()
-        try:
+        found = ", ".join(sorted(tensors)[:3])
+        fault = wrong("model.body.network", found, "a file that examples/pretrain_body.py wrote")
+        with turning(RuntimeError, fault):  # names or shapes of another network
             self.load_state_dict(tensors)
-        except RuntimeError:  # names or shapes of another network
-            found = ", ".join(sorted(tensors)[:3])
-            raise wrong("model.body.network", found, "a file that examples/pretrain_body.py wrote") from None

@@ -156,7 +156,7 @@ class SideBySide(representation.PublicBody):
 
     def __init__(self, bodies: Sequence[representation.PublicBody]) -> None:
         nn.Module.__init__(self)
-        self.bodies = nn.ModuleList(bodies)
+        self.bodies = cast(Sequence[representation.PublicBody], nn.ModuleList(bodies))
         what = [str(getattr(body, "what", body.prior)) for body in bodies]
         priors = {body.prior for body in bodies}
         known = priors <= {NATURAL, "random process"}
@@ -166,22 +166,19 @@ class SideBySide(representation.PublicBody):
     @property
     def width(self) -> int:
         """Features."""
-        return sum(body.width for body in self._each())
+        return sum(body.width for body in self.bodies)
 
     def forward(self, images: Tensor) -> Tensor:
         return cast(Tensor, torch.cat([body(images) for body in self.bodies], dim=1) / len(self.bodies) ** 0.5)
 
     def kept(self) -> dict[str, Tensor]:
-        return {f"{at}.{name}": value for at, body in enumerate(self._each()) for name, value in body.kept().items()}
+        return {f"{at}.{name}": value for at, body in enumerate(self.bodies) for name, value in body.kept().items()}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Take what a run kept of each body. Raises InputError where it was made of others."""
-        for at, body in enumerate(self._each()):
+        for at, body in enumerate(self.bodies):
             parts = ((name.partition("."), value) for name, value in tensors.items())
             body.fill({name: value for (place, _, name), value in parts if place == str(at)})
-
-    def _each(self) -> list[representation.PublicBody]:
-        return [body for body in self.bodies if isinstance(body, representation.PublicBody)]
 
 
 SHARED = ("size", "interpolation", "layers", "cells", "mirror", "projection", "dimension", "whitening")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import first_line, nearest, one_of, require, wrong
+from fedflat.core.checks import first_line, nearest, one_of, require, turning, wrong
 from fedflat.core.durable import digest_of
 from fedflat.core.imports import calling, hub, imported, missing
 from fedflat.models.patches import pooling
@@ -116,11 +116,9 @@ def _lite(name: str, side: int | None) -> Loaded:
 
 
 def _timm(name: str) -> Loaded:
-    try:
+    allowed = "an installation with it: python -m pip install timm"
+    with turning(ImportError, wrong(f"model.body: timm:{name}", "timm, which is not installed", allowed)):
         timm = importlib.import_module("timm")
-    except ImportError as error:
-        allowed = "an installation with it: python -m pip install timm"
-        raise wrong(f"model.body: timm:{name}", "timm, which is not installed", allowed) from error
     with readable("image-encoder", f"timm:{name}"), hub():
         network = timm.create_model(name, pretrained=True)
     known = timm.data.resolve_model_data_config(network)
@@ -166,9 +164,8 @@ def _folder(name: str) -> Loaded:
 def _processed(found: Mapping[str, Any]) -> Preprocessing:
     """Return the preprocessing that the dictionary of an image processor describes. Raises InputError."""
     resample = int(found.get("resample") or 0)
-    if resample not in RESAMPLE:
-        known = ", ".join(f"{number} ({name})" for number, name in RESAMPLE.items())
-        raise wrong("model.body: preprocessor_config.json: resample", resample, known)
+    known = ", ".join(f"{number} ({name})" for number, name in RESAMPLE.items())
+    require(resample in RESAMPLE, "model.body: preprocessor_config.json: resample", resample, known)
     given, crop = found.get("size") or {}, found.get("crop_size") if found.get("do_center_crop") else None
     edge, share = given.get("shortest_edge"), found.get("crop_pct")
     size = int(edge) if edge else (int(given["height"]), int(given["width"]))

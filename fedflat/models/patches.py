@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import in_range, whole, wrong
+from fedflat.core.checks import in_range, require, whole, wrong
 from fedflat.core.rng import stream
 
 LEAVES = 60
@@ -69,9 +69,8 @@ def _leaf(draw: np.random.Generator, rows: Tensor, columns: Tensor, side: int) -
     radius = SMALLEST * side / np.sqrt(ratio + (1 - ratio) * draw.random(CHUNK))  # density ∝ r⁻³
     flat, angle = draw.uniform(0.2, 1.0, CHUNK), draw.uniform(0, math.pi, CHUNK)
     y, x = draw.uniform(-0.2 * side, 1.2 * side, (2, CHUNK))
-    cos, sin, up, right, long, thin = (
-        _of(v)[:, None, None] for v in (np.cos(angle), np.sin(angle), y, x, radius, flat)
-    )
+    numbers = (np.cos(angle), np.sin(angle), y, x, radius, flat)
+    cos, sin, up, right, long, thin = (_of(values)[:, None, None] for values in numbers)
     across = (columns - right) * cos + (rows - up) * sin
     along = (rows - up) * cos - (columns - right) * sin
     u, v = across.abs() / long, along.abs() / (long * thin)
@@ -153,9 +152,8 @@ class Patches(nn.Module):
     def fit(self, images: Tensor, seed: int) -> None:
         """Fill the filters with whitened patches of ``images`` (n, c, h, w)."""
         draw = stream(seed, "dictionary")
-        patches = (
-            F.unfold(images, self.size, stride=max(self.size - 1, 1)).transpose(1, 2).reshape(-1, self.filters.shape[1])
-        )
+        patches = F.unfold(images, self.size, stride=max(self.size - 1, 1))
+        patches = patches.transpose(1, 2).reshape(-1, self.filters.shape[1])
         patches = patches[patches.std(1) > FLATTEST]
         patches = patches[torch.from_numpy(draw.permutation(len(patches))[:100_000])]
         known = normalised(patches[..., None])[..., 0].double()
@@ -218,11 +216,9 @@ class Scattering(nn.Module):
         super().__init__()
         self.scales, self.order = options.scales, options.order
         step, sides = 2**options.scales, shape[1:]
-        if min(sides) < max(step + 1, step * (options.cells or 1)):
-            least = max(step + 1, step * (options.cells or 1))
-            raise wrong(
-                "model.body", f"images of {sides[0]} × {sides[1]}", f"at least {least} × {least}, or fewer scales"
-            )
+        least = max(step + 1, step * (options.cells or 1))
+        allowed = f"at least {least} × {least}, or fewer scales"
+        require(min(sides) >= least, "model.body", f"images of {sides[0]} × {sides[1]}", allowed)
         padded = [(side // step + 2) * step for side in sides]
         self.around = [more for side, to in zip(sides, padded) for more in ((to - side) // 2, (to - side + 1) // 2)]
         self.around = self.around[2:] + self.around[:2]

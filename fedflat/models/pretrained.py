@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import InputError, first_line, one_of, require, whole, wrong
+from fedflat.core.checks import InputError, first_line, one_of, require, turning, whole, wrong
 from fedflat.core.imports import hub, missing
+from fedflat.core.process import set_meanwhile
 from fedflat.models.representation import Headed
 from fedflat.models.text import text_length
 from fedflat.models.vision import image_shape
@@ -94,10 +95,8 @@ class TextTransformer(Headed):
 
 
 def extra(package: str, name: str) -> Any:
-    try:
+    with turning(ImportError, missing(f"model {name}", package, "language")):
         return importlib.import_module(package)
-    except ImportError as error:
-        raise missing(f"model {name}", package, "language") from error
 
 
 def _configuration(kind: Any, source: str, pretrained: bool, config: Any, defaults: Mapping[str, Any]) -> Any:
@@ -160,15 +159,10 @@ def readable(name: str, source: str) -> Iterator[None]:
 def quiet(transformers: Any) -> Iterator[None]:
     """No progress bars and no table of the classifier's missing weights: it is meant to be new."""
     log = transformers.utils.logging
-    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
+    set_bars = {True: log.enable_progress_bar, False: log.disable_progress_bar}
+    no_bars = set_meanwhile(log.is_progress_bar_enabled, lambda shown: set_bars[shown](), False)
+    with set_meanwhile(log.get_verbosity, log.set_verbosity, log.ERROR), no_bars:
         yield
-    finally:
-        log.set_verbosity(level)
-        if bars:
-            log.enable_progress_bar()
 
 
 def _folder(path: str) -> str:
@@ -183,12 +177,9 @@ def trainable(name: str, module: Headed, train: str, rank: int) -> Headed:
     if train == "lora":
         peft = extra("peft", name)
         ends = {key.rsplit(".", 1)[-1] for key, _ in body.named_modules()}
-        config = peft.LoraConfig(
-            r=whole("model.rank", rank, 1),
-            lora_alpha=2 * rank,
-            lora_dropout=0.0,
-            target_modules=[target for target in LORA_TARGETS if target in ends] or _dense(body),
-        )
+        targets = [target for target in LORA_TARGETS if target in ends] or _dense(body)
+        own = {"r": whole("model.rank", rank, 1), "lora_alpha": 2 * rank, "lora_dropout": 0.0}
+        config = peft.LoraConfig(target_modules=targets, **own)
         module.body = peft.inject_adapter_in_model(config, body)
     norms = {id(p) for part in module.modules() if type(part).__name__.endswith("Norm") for p in part.parameters()}
     for key, parameter in module.named_parameters():

@@ -136,12 +136,11 @@ class Projection(nn.Module):
 
 def fitted_maps(body: nn.Module, images: Tensor) -> Tensor:
     """Return the maps of synthetic images (n, channels, positions), in blocks."""
-    with torch.no_grad():
-        few = body(images[:1])
-        found: Tensor = few.new_empty(len(images), *few.shape[1:])
-        for start in range(0, len(images), BLOCK):
-            report_progress("making the dictionary, random image", start, len(images))
-            found[start : start + BLOCK] = body(images[start : start + BLOCK])
+    few = body(images[:1])
+    found: Tensor = few.new_empty(len(images), *few.shape[1:])
+    for start in range(0, len(images), BLOCK):
+        report_progress("making the dictionary, random image", start, len(images))
+        found[start : start + BLOCK] = body(images[start : start + BLOCK])
     report_progress("making the dictionary, random image", len(images), len(images))
     return found
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import whole, wrong
+from fedflat.core.checks import require, whole, wrong
 from fedflat.models.representation import Headed
 
 
@@ -215,9 +215,8 @@ def bow(
 def _ids(name: str, input_shape: Sequence[int], vocabulary: int | None, padding: int) -> tuple[int, int]:
     """Return the number of ids and the one for padding. Raises InputError where they are not known."""
     text_length(name, input_shape)
-    if vocabulary is None:
-        hint = f"{name} is for texts."
-        raise wrong("model.vocabulary", "nothing", "the number of different ids, padding included", hint=hint)
+    allowed, hint = "the number of different ids, padding included", f"{name} is for texts."
+    require(vocabulary is not None, "model.vocabulary", "nothing", allowed, hint=hint)
     return whole("model.vocabulary", vocabulary, 2), whole("model.padding", padding, 0)
 
 
