@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import InputError, gather, nearest, one_of, require, whole, wrong
+from fedflat.core.checks import InputError, gather, nearest, one_of, require, turning, whole, wrong
 from fedflat.data import decoding
 
 if TYPE_CHECKING:
@@ -180,9 +180,8 @@ def encoding_of(
     with gather(faults):
         wanted = _columns(f"{where}target", target, there)
     gather.raised(faults)
-    for column in wanted:
-        if column in read:
-            faults.append(wrong(f"{where}inputs", f"{column}, which is the target", "columns other than the target"))
+    twice = (f"{column}, which is the target" for column in wanted if column in read)
+    faults += [wrong(f"{where}inputs", found, "columns other than the target") for found in twice]
 
     def checked(key: str, given: Any, allowed: Sequence[str], check: Callable[[str, Any], Any]) -> dict[str, Any]:
         found = {}
@@ -196,11 +195,15 @@ def encoding_of(
     listed = checked("categories", categories, both, _category_values)
     scaled = checked("scale", scale, both, _constants)
     filled = checked("fill", fill, read, lambda _, value: value)
-    for column in scaled.keys() & listed.keys():
-        faults.append(wrong(f"{where}scale.{column}", "a column with categories", "columns of numbers"))
+    both_ways = scaled.keys() & listed.keys()
+    faults += [wrong(f"{where}scale.{name}", "a column with categories", "columns of numbers") for name in both_ways]
     for column, value in filled.items():
         with gather(faults):
-            _check_fill(f"{where}fill.{column}", value, listed.get(column))
+            if column in listed:
+                one_of(f"{where}fill.{column}", value, listed[column])
+            elif not _is_number(value, boolean=True) or not math.isfinite(value):
+                allowed = "a public number (or, of a column with categories, one of them)"
+                raise wrong(f"{where}fill.{column}", value, allowed)
     gather.raised(faults)
     return Encoding(read, wanted, listed, scaled, filled)
 
@@ -274,13 +277,6 @@ def _constants(where: str, pair: Any) -> tuple[float, float]:
     return float(listed[0]), float(listed[1])
 
 
-def _check_fill(where: str, value: Any, listed: tuple[Any, ...] | None) -> None:
-    if listed is not None:
-        one_of(where, value, listed)
-    elif not _is_number(value, boolean=True) or not math.isfinite(value):
-        raise wrong(where, value, "a public number (or, of a column with categories, one of them)")
-
-
 def _side_by_side(arrays: list[Array], dtype: Any) -> torch.Tensor:
     flat = [array.reshape(len(array), -1).astype(dtype, copy=False) for array in arrays]
     return torch.from_numpy(np.concatenate(flat, axis=1))
@@ -341,10 +337,8 @@ def _numbers(column: pd.Series, name: str, place: Place, scaled: bool) -> Array:
         row = next((row for row in odd if not is_numeral(values[row])), odd[0])
         raise _bad(place, row, name, values[row], NUMBERS, number_hint(values[row], name, values))
     whole = all(isinstance(value, numbers.Integral) for value in values)
-    try:
+    with turning(OverflowError, wrong(f"column {name}", "a whole number beyond 64 bits", NUMBERS)):
         return np.array(values, dtype=np.int64 if whole and values else np.float64)
-    except OverflowError:
-        raise wrong(f"column {name}", "a whole number beyond 64 bits", NUMBERS) from None
 
 
 DATES = "A date is no number: put in its place the days since a day that does not follow from the rows."

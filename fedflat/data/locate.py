@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedflat.core.checks import InputError, RunError, counted, first_line, nearest, require, wrong
+from fedflat.core.checks import InputError, RunError, counted, first_line, nearest, require, turning, wrong
 from fedflat.core.imports import hub
 from fedflat.data.encoding import clean
 from fedflat.data.preparation import DATASETS, Source
@@ -214,29 +214,26 @@ def _open(files: tuple[Path, ...], written: Written, key: str) -> Split:
 
 @contextlib.contextmanager
 def _readable(file: Path, key: str, encoding: str | None) -> Iterator[None]:
-    """Turn what readers of files raise into one sentence with the way out."""
+    """Turn what readers of files raise into one sentence with the way out; of a CSV file's rows, which are private,
+    it says never a word.
+    """
     try:
         yield
     except (InputError, MemoryError):
         raise
     except Exception as error:  # on a damaged file readers raise many unrelated types
-        raise _unreadable(error, file, key, encoding) from None
-
-
-def _unreadable(error: Exception, file: Path, key: str, encoding: str | None) -> InputError:
-    """Return what is said of a file that cannot be read; of a CSV file's rows, which are private, never a word."""
-    said, hint = str(error), ""
-    if ending_of(file) not in COMMAS or isinstance(error, OSError):
-        reason = first_line(error)
-    elif isinstance(error, UnicodeError) or file.read_bytes()[:2] in (codecs.BOM_LE, codecs.BOM_BE):
-        reason, hint = "text in another encoding", ENCODINGS
-    elif row := re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", said):
-        reason = f"line {row[1]} has {row[3]} values, the lines before it {row[2]}"
-        hint = "Another separator is data.separator, or --separator."
-    else:
-        reason = "a file without rows" if "Empty CSV" in said else "no CSV"
-        hint = "" if encoding is None else f"It was read as {encoding}; is that its encoding?"
-    return wrong(key, f"{file} ({reason})", f"a readable file: {TABLES}", hint=hint)
+        hint = ""
+        if ending_of(file) not in COMMAS or isinstance(error, OSError):
+            reason = first_line(error)
+        elif isinstance(error, UnicodeError) or file.read_bytes()[:2] in (codecs.BOM_LE, codecs.BOM_BE):
+            reason, hint = "text in another encoding", ENCODINGS
+        elif row := re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", str(error)):
+            reason = f"line {row[1]} has {row[3]} values, the lines before it {row[2]}"
+            hint = "Another separator is data.separator, or --separator."
+        else:
+            reason = "a file without rows" if "Empty CSV" in str(error) else "no CSV"
+            hint = "" if encoding is None else f"It was read as {encoding}; is that its encoding?"
+        raise wrong(key, f"{file} ({reason})", f"a readable file: {TABLES}", hint=hint) from None
 
 
 ENCODINGS = "Another encoding, such as latin-1, cp1252 or utf-16, is data.encoding, or --encoding."
@@ -280,11 +277,10 @@ def _in_utf8(file: Path, encoding: str) -> Any:
     """Return a CSV file's text in UTF-8. pyarrow's own conversion leaves threads that abort the process at its end."""
     import pyarrow as pa
 
-    try:
+    hint = nearest(encoding, ("utf-8", "latin-1", "cp1252", "utf-16"))
+    unknown = wrong("data.encoding", encoding, "latin-1, cp1252 or another that Python knows", hint=hint)
+    with turning(LookupError, unknown):
         codecs.lookup(encoding)
-    except LookupError:
-        hint = nearest(encoding, ("utf-8", "latin-1", "cp1252", "utf-16"))
-        raise wrong("data.encoding", encoding, "latin-1, cp1252 or another that Python knows", hint=hint) from None
     with pa.input_stream(str(file)) as stream:  # it unpacks .gz too
         return pa.BufferReader(stream.read().decode(encoding).encode())
 
