@@ -25,7 +25,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from fedflat.core.checks import counted, in_range, require, wrong
+from fedflat.core.checks import counted, in_range, require, turning, wrong
 from fedflat.data.encoding import owners_of
 from fedflat.simulation.run import run
 
@@ -105,11 +105,9 @@ class _Private(BaseEstimator):  # type: ignore[misc]
             "algorithm": self.algorithm, "model": model,
             "local": {"steps": self.steps, "batch_size": self.batch_size, "lr": self.lr},
             "cohort": {"size": clients if whole else max(1, round(self.cohort * clients))},
-            "privacy": {"clip": self.clip, "epsilon": self.epsilon},
+            "privacy": {"clip": self.clip, "epsilon": self.epsilon, "delta": self.delta},
         }  # fmt: skip
         found["cohort"]["sampling"] = "full" if whole else "poisson"
-        if self.delta is not None:
-            found["privacy"]["delta"] = self.delta
         if task == "classification":
             found["data"] = {"classes": len(self.classes_)}
         for key, value in (self.recipe or {}).items():
@@ -261,12 +259,10 @@ def _images(found: Tensor, eight_bits: bool) -> Tensor:
 def _bounds(ranges: Any, columns: int) -> tuple[Any, Any]:
     """Return the lowest and the highest value of all columns, or of each."""
     allowed = f"(low, high) with low < high, or one such pair for each of the {columns} columns"
-    try:
+    with turning((TypeError, ValueError), wrong("ranges", ranges, allowed)):
         bounds = np.asarray(ranges, dtype=np.float32)
-    except (TypeError, ValueError):
-        raise wrong("ranges", ranges, allowed) from None
-    if bounds.shape not in ((2,), (columns, 2)) or not (bounds[..., 1] > bounds[..., 0]).all():
-        raise wrong("ranges", ranges, allowed)
+    ordered = bounds.shape in ((2,), (columns, 2)) and bool((bounds[..., 1] > bounds[..., 0]).all())
+    require(ordered, "ranges", ranges, allowed)
     return bounds[..., 0], bounds[..., 1]
 
 

@@ -58,12 +58,6 @@ class NetworkOptions:
         one_of("model.interpolation", self.interpolation or INTERPOLATIONS[0], INTERPOLATIONS)
         require(isinstance(self.mirror, bool), "model.mirror", self.mirror, "true or false")
 
-    @property
-    def named_layers(self) -> tuple[str, ...]:
-        """The layers by name; empty for the last features."""
-        listed = (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
-        return () if listed == ("last",) else listed
-
 
 class NetworkBody(representation.PublicBody):
     """Images (b, c, h, w) -> features (b, k) of length 1, of a public network.
@@ -76,7 +70,9 @@ class NetworkBody(representation.PublicBody):
         if options.size is not None:
             seen = dataclasses.replace(seen, size=(options.size,) * 2, crop=None)
         seen = dataclasses.replace(seen, interpolation=options.interpolation or seen.interpolation)
-        super().__init__(NetworkMaps(Prepare(shape, pixels, seen), found, options.named_layers, options.cells))
+        layers = (options.layers,) if isinstance(options.layers, str) else tuple(options.layers)
+        layers = () if layers == ("last",) else layers
+        super().__init__(NetworkMaps(Prepare(shape, pixels, seen), found, layers, options.cells))
         if options.projection != "synthetic":
             self.projection = Directions(*cast(NetworkMaps, self.maps).form)
         self.flip, self.options, self.shape, self.digest = options.mirror, options, shape, found.digest
