@@ -15,6 +15,7 @@ of the ledger's last line, which chains all lines before it.
 import base64
 import hashlib
 import json
+import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ class Operator:
         require(public != path, "--key", str(path), "a name that does not end in .pub, as its public half's does")
         for file in (path, public):  # a public half may be all that tells which key others have pinned
             hint = "a key is never overwritten, nor a public half without its private one"
-            require(not file.exists(), "keys", f"{file}, which exists", f"another --key; {hint}")
+            require(not os.path.lexists(file), "keys", f"{file}, which exists", f"another --key; {hint}")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             durable.create(
@@ -86,7 +87,7 @@ class Operator:
             )
             durable.replace(public, pem(made.public), mode=0o644)
         except OSError as error:
-            raise wrong("keys", f"{path} ({error.strerror})", "a folder you may write to") from error
+            raise wrong("keys", f"{path} ({error.strerror})", "a new file in a folder you may write to") from error
         return made
 
     @classmethod
@@ -142,7 +143,7 @@ def read_public(path: Path) -> Ed25519PublicKey:
     Raises:
         InputError: the file holds none. A private half is refused too: it has no place where a public one is asked for.
     """
-    found: Ed25519PublicKey = _loaded(path, "public", Ed25519PublicKey, "the operator's public key, operator.pub")
+    found: Ed25519PublicKey = _loaded(path, "public", Ed25519PublicKey, "the operator's Ed25519 key, operator.pub")
     return found
 
 

@@ -143,7 +143,10 @@ def _result(recipe: Recipe, job: Job, outcome: Outcome) -> Result:
 
 
 def write_ending(job: Job, facts: Mapping[str, Any], outcome: Outcome) -> None:
-    """Write a run's statement, and sign it with ledger and released weights where the job has an operator's key."""
+    """Write a run's statement into its folder; sign it with ledger and released weights if there is an operator's key.
+
+    job: of a run that has a folder.
+    """
     folder: RunFolder = job.folder  # type: ignore[assignment]
     weights = weights_digest(job, outcome.state)
     write_statement(folder.path / STATEMENT, facts, folder.run, weights)

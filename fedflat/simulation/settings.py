@@ -171,8 +171,7 @@ def read_noted(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        allowed = "the file as it was written, or a new folder"
-        raise wrong(str(path), "a file that cannot be read", allowed) from error
+        raise wrong(str(path), "a file that cannot be read", "the file as it was written") from error
     return dict(found) if isinstance(found, dict) else {}
 
 

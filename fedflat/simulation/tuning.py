@@ -163,9 +163,9 @@ def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
     path, public = place / DRAW, space.public_digest(asked.public())
     if path.is_file():
         with reading(path, "a damaged draw, or another selection's", "the file that was written at the start"):
-            found: dict[str, Any] = json.loads(path.read_bytes())
-            if found["of"] != public or not isinstance(found["trials"], list):
-                raise ValueError("of other recipe, settings or trials")
+            found = json.loads(path.read_bytes())
+            if not (isinstance(found, dict) and found.get("of") == public and isinstance(found.get("trials"), list)):
+                raise ValueError("not of this recipe and these settings")
             return found
     if charged:
         hint = "Drawing again is another selection with a charge of its own: choose a new folder."
