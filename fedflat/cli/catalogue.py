@@ -141,12 +141,12 @@ def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, p
 
 def _verified(run: Path) -> bool:
     """Return whether a second accountant agrees with the run's ledger and statement, and print what it found."""
-    from fedflat.privacy.verify import verify_run
     from fedflat.simulation.inspection import figures
-    from fedflat.simulation.recomputed import Records
+    from fedflat.simulation.recomputed import Records, second_account
 
-    Records(run).refuse_older()
-    found = verify_run(run)
+    records = Records(run)
+    records.refuse_older()
+    found = second_account(records)
     cli.say(f"{run}: {'verified' if found.ok else 'NOT VERIFIED'}: {figures(found)}")
     print("".join(f"  {note}\n" for note in found.notes), end="")
     return found.ok

@@ -6,7 +6,7 @@ header for line 0) and ``checksum`` (SHA-256 of the canonical JSON of the other 
 from which something changed that may change bits, also says whose events these are, under ``run``: format, run id,
 attempt, the recipe's digest, keyed digests of data, model and method, and the software (``records.opening``). The chain
 finds accidents and careless edits; it is no signature: whoever rewrites the whole file, or cuts whole lines off its
-end, goes unseen here (``engine.resume`` and ``verify.verify_run`` compare with what else a run left).
+end, goes unseen here (``engine.resume`` and ``fedflat verify`` compare with what else a run left).
 """
 
 import contextlib
