@@ -252,7 +252,6 @@ class Difference(NamedTuple):
         return self.field.partition(".")[0].partition("[")[0] in WORDS and not numbers
 
 
-_NOTHING = "nothing"
 APART = ("run", "weights", "checksum")
 """Fields that say whose statement it is; each has a check of its own."""
 CLOSE = 1e-6
@@ -271,22 +270,27 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def differences(stated: Any, found: Any, place: str = "") -> Iterator[Difference]:
-    """Yield every place where a stated figure or sentence is not the one that was found."""
+def differences(
+    stated: Any, found: Any, place: str = "", close: float = CLOSE, missing: Any = "nothing"
+) -> Iterator[Difference]:
+    """Yield every place where a stated figure or sentence is not the one that was found.
+
+    close: by how much of itself a number may differ (0: not at all). missing: what a key that is not there counts as.
+    """
     if isinstance(stated, Mapping) and isinstance(found, Mapping):
         for key in [key for key in dict.fromkeys((*stated, *found)) if place or key not in APART]:
             where = f"{place}.{key}" if place else str(key)
-            yield from differences(stated.get(key, _NOTHING), found.get(key, _NOTHING), where)
+            yield from differences(stated.get(key, missing), found.get(key, missing), where, close, missing)
     elif isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
         for number, (one, other) in enumerate(zip(stated, found)):
-            yield from differences(one, other, f"{place}[{number}]")
-    elif not _same(stated, found):
+            yield from differences(one, other, f"{place}[{number}]", close, missing)
+    elif not _same(stated, found, close):
         yield Difference(place, stated, found)
 
 
-def _same(stated: Any, found: Any) -> bool:
-    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (stated, found)):
-        return math.isclose(stated, found, rel_tol=CLOSE, abs_tol=1e-12)
+def _same(stated: Any, found: Any, close: float) -> bool:
+    if close and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (stated, found)):
+        return math.isclose(stated, found, rel_tol=close, abs_tol=1e-12)
     return type(stated) is type(found) and bool(stated == found)
 
 
@@ -412,9 +416,8 @@ def ledger_faults(run: Records) -> Iterator[str]:
 
 
 def _contrary(where: str, record: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in expected.items():
-        if not _same(record.get(name), value):
-            yield f"{where}: {Difference(name, record.get(name), value)}"
+    shown = {name: record.get(name) for name in expected}
+    yield from (f"{where}: {each}" for each in differences(shown, expected))
 
 
 def _finite(value: float) -> float | None:
