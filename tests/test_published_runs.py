@@ -24,7 +24,7 @@ from fedflat.methods.published import Published
 from fedflat.methods.shares import NoiseShares, SharesAccumulator
 from fedflat.pieces.clipping import PublishedMedian, PublishedPerTensor
 from fedflat.pieces.transforms import TopK, top_k
-from fedflat.privacy.verify import verify_run
+from fedflat.simulation.recomputed import Records, second_account
 
 pytestmark = pytest.mark.usefixtures("noise_of_any_engine")
 
@@ -261,7 +261,7 @@ def test_a_resumed_folder_is_the_same_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize("algorithm", ["dp-fedsam", "dp-fedavg-blurs", "dp-fedpgn"])
 def test_the_proven_epsilon_is_recomputed_from_the_ledger(tmp_path: Path, algorithm: str) -> None:
     result = fedflat.run(recipe(algorithm), out=tmp_path / "run")
-    found = verify_run(tmp_path / "run")
+    found = second_account(Records(tmp_path / "run"))
     assert found.ok, found.notes
     proven = result.privacy["proven_epsilon"]
     assert found.epsilon_recomputed == (math.inf if proven is None else pytest.approx(proven, rel=1e-6))

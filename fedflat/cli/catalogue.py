@@ -15,7 +15,6 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from typer import Argument, Option
 
 from fedflat import cli
@@ -95,27 +94,23 @@ def _first_comment(path: Path) -> str:
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
-def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, plates: cli.Plates = None) -> None:
+def report(runs: list[Path], *, out: Path | None = None, plates: cli.Plates = None) -> None:
     """(Re)build the report page of one run, or one page over several.
 
-    Example: fedflat report runs/quick-start --verify
+    Example: fedflat report runs/quick-start
 
     Example: fedflat report runs/a runs/b --out both.html --plates figures
 
     Args:
         runs: Run folders.
         out: The page to write. Default: report.html in the run's folder; of several runs, in the working folder.
-        verify: Recompute ε from the ledger with a second accountant.
     """
-    from fedflat.records.folder import LOCKED, RECIPE, SEALED, check_unsealed, locked
+    from fedflat.records.folder import LOCKED, RECIPE, check_unsealed, locked
     from fedflat.report.html import figures_of, write_report
     from fedflat.simulation.inspection import refuse_damage
 
     for run in runs:
         require(run.is_dir(), "report", placed(run), "the folder of a run")
-    verdicts = [_verified(run) for run in runs] if verify else []
-    if not all(verdicts):
-        raise typer.Exit(1)
     page = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     if (page.parent / RECIPE).is_file() and [page.parent.resolve()] != [run.resolve() for run in runs]:
         raise wrong("--out", str(page), "a file outside the folders of runs, whose own pages are among their records")
@@ -124,32 +119,16 @@ def report(runs: list[Path], *, out: Path | None = None, verify: bool = False, p
     for run in runs if len(runs) > 1 else []:  # their ε are added
         if (run / "privacy.json").is_file():
             refuse_damage(run)
-    if verify and out is None and (runs[0] / SEALED).is_file():
-        print(f"{page}: left as it was exported")
-    else:
-        check_unsealed(page.parent)
-        print(write_report(runs, page))
-        if (page.parent / "private" / page.name).is_file():
-            print(f"{page.parent / 'private' / page.name}: with what is private to the simulation, for its owner only")
-        for run in filter(locked, runs):
-            print(f"Left out of {run}: what is private to the simulation ({LOCKED})")
+    check_unsealed(page.parent)
+    print(write_report(runs, page))
+    if (page.parent / "private" / page.name).is_file():
+        print(f"{page.parent / 'private' / page.name}: with what is private to the simulation, for its owner only")
+    for run in filter(locked, runs):
+        print(f"Left out of {run}: what is private to the simulation ({LOCKED})")
     if plates is not None:
         from fedflat.report import read_runs
 
         cli.print_plates(figures_of(read_runs(runs)), plates)
-
-
-def _verified(run: Path) -> bool:
-    """Return whether a second accountant agrees with the run's ledger and statement, and print what it found."""
-    from fedflat.privacy.verify import verify_run
-    from fedflat.simulation.inspection import figures
-    from fedflat.simulation.recomputed import Records
-
-    Records(run).refuse_older()
-    found = verify_run(run)
-    cli.say(f"{run}: {'verified' if found.ok else 'NOT VERIFIED'}: {figures(found)}")
-    print("".join(f"  {note}\n" for note in found.notes), end="")
-    return found.ok
 
 
 def explain(key: str = "", *, as_json: cli.Json = False) -> None:

@@ -75,11 +75,11 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def lock_file(path: Path, *, wait: bool) -> IO[bytes]:
+def lock_file(path: Path, *, wait: bool, mode: int = 0o600) -> IO[bytes]:
     """Return the lock file, locked for this process until it is closed; BlockingIOError if it is locked elsewhere."""
     import fcntl
 
-    file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+")  # noqa: SIM115  # its holder closes it
+    file = open(os.open(path, os.O_RDWR | os.O_CREAT, mode), "rb+")  # noqa: SIM115  # its holder closes it
     try:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -6,7 +6,7 @@ header for line 0) and ``checksum`` (SHA-256 of the canonical JSON of the other 
 from which something changed that may change bits, also says whose events these are, under ``run``: format, run id,
 attempt, the recipe's digest, keyed digests of data, model and method, and the software (``records.opening``). The chain
 finds accidents and careless edits; it is no signature: whoever rewrites the whole file, or cuts whole lines off its
-end, goes unseen here (``engine.resume`` and ``verify.verify_run`` compare with what else a run left).
+end, goes unseen here (``engine.resume`` and ``fedflat verify`` compare with what else a run left).
 """
 
 import contextlib
@@ -17,12 +17,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from fedflat.core.checks import InputError, RunError, whole, wrong
-from fedflat.core.durable import append, flush
+from fedflat.core.durable import append, flush, lock_file
 
 HEADER = b"fedflat privacy ledger, version 1"
 CHAIN = ("line", "previous", "checksum")
@@ -179,24 +179,14 @@ def _write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _lock(path: Path) -> int:
+def _lock(path: Path) -> IO[bytes]:
     """Take the one-writer lock on a side file that names the holder; released by the system if the holder dies."""
-    import fcntl  # POSIX only; imported here so that reading a ledger works anywhere
-
-    descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    side = path.with_suffix(".lock")
     try:
-        # The system frees such a lock when its holder dies, which a lock file would not.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        _write_all(descriptor, f"{os.getpid()}\n".encode())
+        return lock_file(side, wait=False, mode=0o644)
     except BlockingIOError as error:
-        holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
+        holder = side.read_bytes()[:32].decode(errors="replace").strip() or "unknown"
         raise RunError(f"{path.parent}: another process (pid {holder}) is writing this run's ledger") from error
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 class Ledger(contextlib.AbstractContextManager["Ledger"]):
@@ -205,7 +195,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
     ``entries`` are the verified lines, ``notes`` what was found and set aside on opening.
     """
 
-    def __init__(self, path: Path, file: int | None, lock: int | None, found: Scan, key_id: str | None) -> None:
+    def __init__(self, path: Path, file: int | None, lock: IO[bytes], found: Scan, key_id: str | None) -> None:
         self.path = path
         self.entries = found.entries
         self.notes: list[str] = []
@@ -255,7 +245,9 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 # The lock comes before the first look: two writers must not read the same end.
                 lock = _lock(path)
-                undo.callback(os.close, lock)
+                undo.callback(lock.close)
+                os.ftruncate(lock.fileno(), 0)
+                _write_all(lock.fileno(), f"{os.getpid()}\n".encode())
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
                 undo.callback(os.close, file)
                 flush(path.parent)
@@ -383,11 +375,11 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
 
     def close(self) -> None:
         """Close the file and give the lock back; closing twice is harmless."""
-        for descriptor in (self._file, self._lock_file):
-            if descriptor is not None:
-                with contextlib.suppress(OSError):  # a failing disk may complain again; the event is refused already
-                    os.close(descriptor)
-        self._file = self._lock_file = None
+        # A failing disk may complain again; the event is refused already.
+        with contextlib.suppress(OSError), contextlib.closing(self._lock_file):
+            if self._file is not None:
+                os.close(self._file)
+        self._file = None
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -6,17 +6,14 @@ one noise multiplier; of an edited ledger the least counts. Poisson-subsampled G
 their functions say.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fedflat.core.checks import InputError, one_line, require, wrong
 from fedflat.privacy import tuning
 from fedflat.privacy.accounting.gaussian import LITTLE
-from fedflat.privacy.ledger import LedgerError, read
 from fedflat.privacy.schedules import contradictions
 
 Entries = Sequence[Mapping[str, Any]]
@@ -345,53 +342,3 @@ def _line_notes(entries: Entries) -> list[str]:
                 f"round {e['round']} accounts a sensitivity of {stated:.6g}; its clip, with rounding, is {least:.6g}"
             )
     return notes[:5]
-
-
-def verify_run(folder: str | Path) -> Verification:
-    """Check a run's folder: ledger.jsonl against privacy.json and metrics.jsonl.
-
-    Finds an edited ledger, a statement lower than the ledger gives, and released rounds without a line. Raises
-    ``InputError`` if there is no statement to check.
-    """
-    folder = Path(folder)
-    stated, delta = _figures(folder / "privacy.json")
-    metrics = _released(folder / "metrics.jsonl")
-    path = folder / "ledger.jsonl"
-    try:
-        entries = read(path) if path.exists() or stated is not None else []
-    except LedgerError as error:
-        return Verification(math.inf if stated is None else stated, math.inf, "none", 0, False, (str(error),))
-    result = verify(entries, stated, delta=delta, released=[line["round"] for line in metrics])
-    # The statement may count more than the metrics (rounds charged again), never less.
-    last = metrics[-1]["epsilon"] if metrics else None
-    if last is None or stated is None or stated >= last * (1 - ROUNDING):
-        return result
-    return replace(
-        result, ok=False, notes=(*result.notes, f"stated ε = {stated:.6g}, but metrics.jsonl ends at {last:.6g}")
-    )
-
-
-def _figures(path: Path) -> tuple[float | None, float | None]:
-    """Return the stated ε and δ."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        stated, delta = found.get("proven_epsilon"), found.get("delta")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise wrong(str(path), type(error).__name__, "a run's privacy statement") from error
-    for name, value in (("proven_epsilon", stated), ("delta", delta)):
-        number = isinstance(value, float) or (type(value) is int and abs(value) < 1e300)
-        if value is not None and not number:
-            raise wrong(f"{path}: {name}", value, "a number, or null")
-    return stated, delta
-
-
-def _released(path: Path) -> list[dict[str, Any]]:
-    """Return round and ε of each line of metrics.jsonl."""
-    if not path.exists():
-        return []
-    try:
-        lines = [json.loads(text) for text in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-        epsilons = [None if (value := line.get("epsilon")) is None else float(value) for line in lines]
-        return [{"epsilon": value, "round": int(line["round"])} for value, line in zip(epsilons, lines)]
-    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise wrong(str(path), type(error).__name__, "one JSON record per line, each with its round") from error

@@ -25,7 +25,7 @@ from fedflat.core.durable import digest_of, read_tensors
 from fedflat.models.representation import FILE, KEPT
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import checksum
-from fedflat.privacy.verify import Verification, verify_run
+from fedflat.privacy.verify import Verification
 from fedflat.records import checkpoint, keys, signing
 from fedflat.records import folder as files
 from fedflat.records.folder import LEDGER, METRICS, OPENING, PRIVATE, RECIPE, SEALED, STATEMENT, RunFolder, seals_of
@@ -181,7 +181,7 @@ def check_privacy(run: Records) -> Iterator[Check]:
             yield Check(LEDGER, "wrong", f"no line for round {min(missing)}, which was released")
         return
     try:
-        found = verify_run(run.folder)
+        found = recomputed.second_account(run)
     except InputError as error:
         yield Check(STATEMENT, "wrong", str(error))
         return

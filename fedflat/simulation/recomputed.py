@@ -20,7 +20,7 @@ import yaml
 from fedflat.assembly.stating import Terms, plan_again, restated, tested
 from fedflat.config.reading import GIVEN, dumped
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, RunError, require
+from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.core.durable import contents_of, digest_of, read_about
 from fedflat.data.encoding import clean
 from fedflat.engine.job import SEEN
@@ -28,7 +28,9 @@ from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import CHAIN, REASONS, RUN, Entry, Scan, run_of, scan
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import headline
+from fedflat.privacy.verify import ROUNDING, Verification, verify
 from fedflat.records import checkpoint
+from fedflat.records import folder as files
 from fedflat.records.folder import LEDGER, METRICS, OPENING, RECIPE, SEALED, STATEMENT, locked, read_lines, single_keys
 from fedflat.records.opening import Opening, refuse_older, versions
 from fedflat.records.signing import tips_of
@@ -250,7 +252,6 @@ class Difference(NamedTuple):
         return self.field.partition(".")[0].partition("[")[0] in WORDS and not numbers
 
 
-_NOTHING = "nothing"
 APART = ("run", "weights", "checksum")
 """Fields that say whose statement it is; each has a check of its own."""
 CLOSE = 1e-6
@@ -269,22 +270,27 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def differences(stated: Any, found: Any, place: str = "") -> Iterator[Difference]:
-    """Yield every place where a stated figure or sentence is not the one that was found."""
+def differences(
+    stated: Any, found: Any, place: str = "", close: float = CLOSE, missing: Any = "nothing"
+) -> Iterator[Difference]:
+    """Yield every place where a stated figure or sentence is not the one that was found.
+
+    close: by how much of itself a number may differ (0: not at all). missing: what a key that is not there counts as.
+    """
     if isinstance(stated, Mapping) and isinstance(found, Mapping):
         for key in [key for key in dict.fromkeys((*stated, *found)) if place or key not in APART]:
             where = f"{place}.{key}" if place else str(key)
-            yield from differences(stated.get(key, _NOTHING), found.get(key, _NOTHING), where)
+            yield from differences(stated.get(key, missing), found.get(key, missing), where, close, missing)
     elif isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
         for number, (one, other) in enumerate(zip(stated, found)):
-            yield from differences(one, other, f"{place}[{number}]")
-    elif not _same(stated, found):
+            yield from differences(one, other, f"{place}[{number}]", close, missing)
+    elif not _same(stated, found, close):
         yield Difference(place, stated, found)
 
 
-def _same(stated: Any, found: Any) -> bool:
-    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (stated, found)):
-        return math.isclose(stated, found, rel_tol=CLOSE, abs_tol=1e-12)
+def _same(stated: Any, found: Any, close: float) -> bool:
+    if close and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (stated, found)):
+        return math.isclose(stated, found, rel_tol=close, abs_tol=1e-12)
     return type(stated) is type(found) and bool(stated == found)
 
 
@@ -311,6 +317,33 @@ def remade(run: Records) -> tuple[list[Difference], list[str]]:
         named = ", ".join(dict.fromkeys(each.field.partition("[")[0] for each in words))
         unchecked.append(f"the wording of {named}: {made} wrote it, and this is {HERE}; that version compares it")
     return [each for each in different if each not in words], unchecked
+
+
+def second_account(run: Records) -> Verification:
+    """Compare the statement's ε with what a second accountant finds in the ledger, and with what the metrics show.
+
+    Raises:
+        InputError: statement or metrics are damaged, or name an ε or a δ that is no number.
+    """
+    path, metrics = run.folder / STATEMENT, run.folder / METRICS
+    body, rows = run.statement, files.whole_lines(metrics)
+    if body is None:
+        raise wrong(str(path), "a damaged record", "a run's privacy statement")
+    if rows is None:
+        raise wrong(str(metrics), "a damaged line", "one JSON record per line, each with its round")
+    stated, shown = body.get("proven_epsilon"), [row.get("epsilon") for row in rows]
+    named = [(f"{path}: proven_epsilon", stated), (f"{path}: delta", body.get("delta"))]
+    for where, value in (*named, *((f"{metrics}: epsilon", each) for each in shown)):
+        number = isinstance(value, float | int) and type(value) is not bool and abs(value) < 1e300
+        require(value is None or number, where, value, "a number, or null")
+    if run.ledger_fault and (stated is not None or (run.folder / LEDGER).exists()):
+        return Verification(math.inf if stated is None else stated, math.inf, "none", 0, False, (run.ledger_fault,))
+    found = verify(run.entries, stated, delta=body.get("delta"), released=[row["round"] for row in rows])
+    # The statement may count more than the metrics (rounds charged again), never less.
+    if stated is None or not shown or shown[-1] is None or stated >= shown[-1] * (1 - ROUNDING):
+        return found
+    less = f"stated ε = {stated:.6g}, but {METRICS} ends at {shown[-1]:.6g}"
+    return dataclasses.replace(found, ok=False, notes=(*found.notes, less))
 
 
 SLOWLY = 8
@@ -383,9 +416,8 @@ def ledger_faults(run: Records) -> Iterator[str]:
 
 
 def _contrary(where: str, record: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in expected.items():
-        if not _same(record.get(name), value):
-            yield f"{where}: {Difference(name, record.get(name), value)}"
+    shown = {name: record.get(name) for name in expected}
+    yield from (f"{where}: {each}" for each in differences(shown, expected))
 
 
 def _finite(value: float) -> float | None:

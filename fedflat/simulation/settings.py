@@ -28,6 +28,7 @@ from fedflat.core.checks import InputError, nearest, require, wrong
 from fedflat.privacy.ledger import read
 from fedflat.privacy.plan import Plan
 from fedflat.records.folder import RECIPE, check_name
+from fedflat.simulation.recomputed import differences
 
 REQUESTED = "setting.yaml"
 """The recipe as asked for, before defaults that depend on data are resolved."""
@@ -155,8 +156,9 @@ def check_folders(folder: Path, settings: Sequence[Setting]) -> None:
     for setting in settings:
         place = folder / setting.slug
         if (place / REQUESTED).is_file():
-            if differs := _difference(read_noted(place / REQUESTED), json.loads(json.dumps(_asked(setting)))):
-                allowed = "the same recipe, or a new folder"
+            here = json.loads(json.dumps(_asked(setting)))
+            for key, old, new in differences(read_noted(place / REQUESTED), here, close=0.0, missing=None):
+                differs, allowed = f"{key} = {old} where this one has {new}", "the same recipe, or a new folder"
                 raise InputError(f"--out: found {place}, whose runs have {differs}; allowed: {allowed}.")
         elif any(place.glob(f"seed-*/{RECIPE}")):
             raise wrong("--out", f"{place}, which holds runs of something else", "a new folder")
@@ -190,18 +192,6 @@ def note(path: Path, values: Mapping[str, Any]) -> None:
     except OSError as error:
         found = f"{path.parent}, which cannot be written ({error.strerror})"
         raise wrong("--out", found, "a folder to write") from error
-
-
-def _difference(there: Mapping[str, Any], here: Mapping[str, Any], path: str = "") -> str:
-    """Return the first key in which two recipes differ, in words; empty if there is none."""
-    for key in dict.fromkeys([*there, *here]):
-        old, new = there.get(key), here.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            if inner := _difference(old, new, f"{path}{key}."):
-                return inner
-        elif old != new:
-            return f"{path}{key} = {old} where this one has {new}"
-    return ""
 
 
 def tasks(folder: Path, settings: Sequence[Setting]) -> list[Task]:

@@ -21,7 +21,7 @@ from fedflat.engine.job import Job
 from fedflat.engine.round import mean_view
 from fedflat.engine.train import train
 from fedflat.privacy.correlated import ScheduledPlan
-from fedflat.privacy.verify import verify_run
+from fedflat.simulation.recomputed import Records, second_account
 
 ROUNDS, SEPARATION, SIGMA = 9, 3, 1.0
 SIZES = (7, 3, 12, 1, 5, 4)
@@ -61,7 +61,7 @@ def test_stopped_and_resumed_is_bit_for_bit(kind: str, sampling: str, tmp_path: 
     lines = [[{k: v for k, v in json.loads(text).items() if k not in drop} for text in ledger] for ledger in ledgers]
     assert lines[0] == lines[1]
     assert len(lines[0]) == ROUNDS
-    assert verify_run(tmp_path / "cut").ok
+    assert second_account(Records(tmp_path / "cut")).ok
     assert found.privacy["epsilon"] == whole.privacy["epsilon"]
 
 
@@ -84,7 +84,7 @@ def test_entropy_is_kept_and_a_lost_key_is_a_span_more(tmp_path: Path, monkeypat
     found = run(tmp_path / "cut", randomness="secret", secure_rng=True, resume=True)
     assert found.privacy["epsilon"] > whole.privacy["epsilon"]
     assert any("2 noise keys" in reason for reason in found.privacy["reasons"])
-    assert verify_run(tmp_path / "cut").ok
+    assert second_account(Records(tmp_path / "cut")).ok
     assert "grid" in found.privacy["mechanism"]
 
 

@@ -13,8 +13,8 @@ from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Algorithm, Phase
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round
 from fedflat.privacy.ledger import read
-from fedflat.privacy.verify import verify_run
 from fedflat.simulation import run as simulation
+from fedflat.simulation.recomputed import Records, second_account
 
 KEY = b"\3" * 32
 CLIENTS = 400
@@ -102,7 +102,7 @@ def test_a_run_reaches_the_median_of_its_own_norms(initial, tmp_path):
         both = (entry["std"] / entry["sensitivity"]) ** -2 + (2 * entry["count_std"]) ** -2
         assert both**-0.5 == pytest.approx(0.4)
     assert entries[0]["count_std"] == 25 / 20
-    assert verify_run(tmp_path / "run").ok
+    assert second_account(Records(tmp_path / "run")).ok
     assert simulation.run(Recipe.load(tmp_path / "run"), out=tmp_path / "run", resume=True).history == result.history
 
 

@@ -11,7 +11,7 @@ from fedflat.core import process
 from fedflat.engine.job import NOT_RUN
 from fedflat.privacy.accounting.epsilon import epsilon
 from fedflat.privacy.ledger import read
-from fedflat.privacy.verify import verify_run
+from fedflat.simulation.recomputed import Records, second_account
 
 pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
@@ -69,7 +69,7 @@ def test_an_early_end_costs_the_whole_plan(tmp_path: Path) -> None:
     assert result.stopped == "ended early after 2 rounds by what was released" and len(result.history) == 2
     assert result.privacy["proven_epsilon"] == pytest.approx(whole_plan(), rel=1e-6)
     assert any(NOT_RUN in reason for reason in result.privacy["reasons"])
-    assert verify_run(tmp_path / "run").ok
+    assert second_account(Records(tmp_path / "run")).ok
     in_memory = fedflat.run(recipe(), **given(), on_round=end_after(2))
     assert in_memory.privacy["proven_epsilon"] == result.privacy["proven_epsilon"]
 

@@ -13,10 +13,10 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.engine import train
 from fedflat.privacy.ledger import read
-from fedflat.privacy.verify import verify_run
 from fedflat.records import keys
 from fedflat.records.folder import read_lines
 from fedflat.simulation import run as simulation
+from fedflat.simulation.recomputed import Records, second_account
 
 ROUNDS = 5
 RECIPE = {
@@ -112,7 +112,7 @@ def test_resumed_without_the_key_the_open_round_is_charged_again(tmp_path, state
     assert result.privacy["epsilon"] == pytest.approx(result.history[-1]["epsilon"])
     plain = simulation.run({**RECIPE, "rounds": ROUNDS + 1}).privacy["epsilon"]
     assert result.privacy["epsilon"] == pytest.approx(plain)
-    assert verify_run(folder).ok
+    assert second_account(Records(folder)).ok
     assert not key_files(state_home)
 
 

@@ -17,9 +17,9 @@ from fedflat.privacy.accounting.discrete import DDGaussAccount
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import rounds_charged
 from fedflat.privacy.trust import default_min_cohort
-from fedflat.privacy.verify import verify_run
 from fedflat.records.folder import read_lines
 from fedflat.simulation import run as simulation
+from fedflat.simulation.recomputed import Records, second_account
 
 pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
@@ -120,7 +120,7 @@ def test_a_client_at_its_cap_is_left_out_and_resume_remembers(tmp_path):
     assert sum(line["cohort"] for line in result.private_history) <= 60
     assert result.private_history[-1]["cohort"] < 8, "after two rounds of half the clients most have reached the cap"
     assert result.privacy["adversaries"][0]["epsilon"] == pytest.approx(made.parts.plan.epsilon(2))
-    assert verify_run(folder).ok
+    assert second_account(Records(folder)).ok
 
 
 def test_ddgauss_runs_from_a_recipe_the_same_on_every_back_end(tmp_path):
@@ -139,7 +139,7 @@ def test_ddgauss_runs_from_a_recipe_the_same_on_every_back_end(tmp_path):
     numbers = {name: entry[name] for name in names} | {"min_cohort": entry["cohort_min"]}
     account = DDGaussAccount(clients=30, cohort=15, delta=0.003, **numbers)
     assert account.epsilon(6, "server") == pytest.approx(server["epsilon"]) and entry["dimension"] == 650
-    assert verify_run(tmp_path / "one").ok
+    assert second_account(Records(tmp_path / "one")).ok
     assert simulation.run(Recipe.load(tmp_path / "one"), out=tmp_path / "one", resume=True).privacy == one.privacy
     assert [line["aborted"] for line in read_lines(tmp_path / "one" / "metrics.jsonl")] == [False] * 6
 

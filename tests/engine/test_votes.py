@@ -21,7 +21,7 @@ from fedflat.engine.reduce import RoundSum
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, select_cohort
 from fedflat.methods.votes import VoteClip, winners
 from fedflat.privacy.ledger import read
-from fedflat.privacy.verify import verify_run
+from fedflat.simulation.recomputed import Records, second_account
 
 pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
@@ -192,7 +192,7 @@ def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(a, b)
     lines = [read(tmp_path / name / "ledger.jsonl") for name in ("whole", "cut")]
     assert lines[0] == lines[1] and len(lines[0]) == 12
-    assert verify_run(tmp_path / "cut").ok
+    assert second_account(Records(tmp_path / "cut")).ok
     assert resumed.privacy["proven_epsilon"] == pytest.approx(whole.history[-1]["epsilon"])
 
 

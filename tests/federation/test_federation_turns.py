@@ -21,7 +21,7 @@ from fedflat.federation.supernode import keep_plan
 from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.privacy.plan import build_plan
-from fedflat.privacy.verify import verify_run
+from fedflat.simulation.recomputed import Records, second_account
 
 TURNS: dict[str, Any] = {
     "rounds": 6,
@@ -50,7 +50,7 @@ def test_a_deployment_takes_turns(tmp_path: Path) -> None:
     assert min(gaps(asked)) >= 3
     assert "take turns" in facts["facts"]["check_ins"]
     assert facts["facts"]["epsilon_cohort_known"] is None  # the figure holds towards them already
-    assert verify_run(folder / "run").ok
+    assert second_account(Records(folder / "run")).ok
 
 
 def test_restarts_bring_nobody_back_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_restarts_bring_nobody_back_early(tmp_path: Path, monkeypatch: pytest.Mo
     again = [client for round, client in asks(second) if round == 2]
     assert again != [client for round, client in asks(first) if round == 2]
     assert any("noise keys drew" in reason for reason in facts["reasons"])
-    assert verify_run(folder / "run").ok
+    assert second_account(Records(folder / "run")).ok
 
 
 def test_the_first_log_line_counts_every_key(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,7 +122,7 @@ def test_a_backup_put_back_brings_nobody_back_early(tmp_path: Path, monkeypatch:
     turns = [sorted(r for r, c in asks(first) + asks(second) if c == client) for client in range(len(clients))]
     assert all(b - a >= 3 for mine in turns for a, b in pairwise(mine))
     assert any("2 noise keys drew" in reason for reason in facts["reasons"])
-    assert verify_run(folder / "run").ok
+    assert second_account(Records(folder / "run")).ok
 
 
 def test_one_server_on_copies_of_a_folder(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.plan import build_plan
 from fedflat.privacy.schedules import contradictions
 from fedflat.privacy.statement import checksum, is_whole, not_covered, statement
-from fedflat.privacy.verify import verify_run
+from fedflat.simulation.recomputed import Records, second_account
 
 
 def test_too_little_noise_per_share_amplifies_nothing() -> None:
@@ -90,11 +90,7 @@ def test_a_broken_statement_is_not_whole(tmp_path: Path) -> None:
 def test_records_that_are_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "privacy.json").write_text(json.dumps({"proven_epsilon": "eight"}))
     with pytest.raises(InputError, match="proven_epsilon"):
-        verify_run(tmp_path)
-    (tmp_path / "privacy.json").write_text(json.dumps({"proven_epsilon": 8.0, "delta": 0.002}))
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(InputError, match=r"metrics\.jsonl: found IsADirectoryError"):
-        verify_run(tmp_path)
+        second_account(Records(tmp_path))
 
 
 def test_correlated_noise_counts_nobody_and_leaves_out_what_a_mask_does() -> None:
