@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import InputError, wrong
+from fedflat.core.checks import InputError, users_code, wrong
 from fedflat.core.held import equal, global_generators
 from fedflat.core.params import Layout
 from fedflat.core.process import using_threads
@@ -108,15 +108,11 @@ def _refusing(name: str, piece: object, allowed: str = ON_CLIENTS) -> Iterator[N
     method; ``allowed``: what a piece is that does not fail.
     """
     name = f"{name} ({called(piece)})"
-    try:
-        yield
-    except Fault as error:
-        raise InputError(f"{name}: found {error.args[0]}; allowed: {error.args[1]}.") from error
-    except InputError:
-        raise
-    except Exception as error:  # a user's code may fail in its own way
-        line = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(f"{name}: found {type(error).__name__} in a trial ({line}); allowed: {allowed}.") from error
+    with users_code(name, allowed):
+        try:
+            yield
+        except Fault as error:
+            raise wrong(name, *error.args) from error
 
 
 def _check_form(result: object, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:

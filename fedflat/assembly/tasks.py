@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from fedflat.assembly.plans import NOT_HELD
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import one_of, require, wrong
+from fedflat.core.checks import one_of, require, users_code, wrong
 from fedflat.core.held import StateWatch
 from fedflat.core.imports import imported
 from fedflat.core.loss import IGNORE, CustomLoss, Objective, squared_by_class
@@ -202,11 +202,8 @@ def _tried(own: CustomLoss, outputs: Tensor, targets: Tensor) -> Tensor:
     outputs = outputs.clone().requires_grad_()
     where = f"loss, on outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
     allowed = f"a floating-point tensor ({len(outputs)},): the loss of each example, with its gradient"
-    try:
+    with users_code(where, allowed):
         found = own(outputs, targets)
-    except Exception as error:  # a user's function may fail in its own way
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise wrong(where, f"{type(error).__name__}: {reason}", allowed) from error
     if not isinstance(found, Tensor) or found.shape != (len(outputs),):
         shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         # The commonest mistake: torch's losses take the mean unless they are told not to.
@@ -344,9 +341,6 @@ def _in_own_units(metric: Metric, preparation: Preparation | None, outputs: Tens
 def try_metrics(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> None:
     """Raise InputError for a metric that fails on the public test set."""
     for name, metric in metrics.items():
-        try:
+        where = f"metrics.{name}, on outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
+        with users_code(where, "a function that gives one number"):
             measured(metric, outputs, targets)
-        except Exception as error:  # a user's function may fail in its own way
-            reason = (str(error).strip().splitlines() or [""])[0]
-            where = f"metrics.{name}, on outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
-            raise wrong(where, f"{type(error).__name__}: {reason}", "a function that gives one number") from error

@@ -104,6 +104,24 @@ def reading(where: object, found: str, allowed: str) -> Iterator[None]:
         raise wrong(str(where), f"{found} ({why})", allowed) from error
 
 
+@contextlib.contextmanager
+def users_code(where: str, allowed: str, during: str = "in a trial", hint: str = "") -> Iterator[None]:
+    """Let a user's code run, which may fail in its own way: what it raises becomes the one error sentence.
+
+    >>> with users_code("loss", "a function that runs"):
+    ...     {}["a"]
+    Traceback (most recent call last):
+    fedflat.core.checks.InputError: loss: found KeyError in a trial ('a'); allowed: a function that runs.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise wrong(where, f"{type(error).__name__} {during} ({line})", allowed, hint=hint) from error
+
+
 def insist(holds: bool, error: Exception) -> None:
     """Raise an error unless a condition holds."""
     if not holds:

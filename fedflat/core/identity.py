@@ -237,9 +237,8 @@ def _has_hidden(kind: type) -> bool:
     into.
     """
     while kind.__base__ is not None:
-        slots = vars(kind).get("__slots__", ())
-        own = 1 if isinstance(slots, str) else len(tuple(slots))
-        if kind.__itemsize__ or kind.__basicsize__ - kind.__base__.__basicsize__ > POINTER * (own + 2):
+        own = kind.__basicsize__ - kind.__base__.__basicsize__
+        if kind.__itemsize__ or own > POINTER * (len(slots_of(kind)) + 2):
             return True
         kind = kind.__base__
     return False

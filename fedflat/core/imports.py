@@ -6,8 +6,8 @@ the same modules of it before anything else of a run is unpacked (``user_files``
 
 import hashlib
 import importlib
-import importlib.abc
 import importlib.util
+import linecache
 import os
 import sys
 import traceback
@@ -82,19 +82,6 @@ def _file(where: str, path: Path) -> ModuleType:
         raise wrong(where, f"{type(error).__name__} while reading {path} ({error})", "a Python file") from error
 
 
-class _Text(importlib.abc.ExecutionLoader):
-    """Loads a module from the text that a file had when it was read."""
-
-    def __init__(self, place: str, text: str) -> None:
-        self.place, self.text = place, text
-
-    def get_source(self, fullname: str) -> str:
-        return self.text
-
-    def get_filename(self, fullname: str) -> str:
-        return self.place
-
-
 def _made(place: str, text: str) -> ModuleType:
     """Return the module of a file's text; the same one as before where place and text are the same."""
     digest = hashlib.sha256(f"{place}\0{text}".encode()).hexdigest()[:16]
@@ -102,14 +89,13 @@ def _made(place: str, text: str) -> ModuleType:
     # The same file twice, or in a forked process: pickles must find one class, not two.
     if name in sys.modules:
         return sys.modules[name]
-    loader = _Text(place, text)
-    spec = importlib.util.spec_from_file_location(name, place, loader=loader)
-    if spec is None:
-        raise ImportError("it cannot be imported")
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(name)
+    module.__file__, module.__package__ = place, ""
+    # Tracebacks and inspect.getsource show the text that ran, whatever the file holds by then.
+    linecache.cache[place] = (len(text), None, text.splitlines(keepends=True), place)
     sys.modules[name] = module  # dataclasses of the file look their module up while they are made
     try:
-        loader.exec_module(module)
+        exec(compile(text, place, "exec", dont_inherit=True), vars(module))
     except BaseException:
         del sys.modules[name]
         raise

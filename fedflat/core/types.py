@@ -399,18 +399,8 @@ class Aggregate:
     exact: np.ndarray | None = None
 
 
-class Encoder(Protocol):
-    """The whole-number sum of a round's clipped messages."""
-
-    total: np.ndarray
-
-    def add(self, clipped: Tensor) -> None:
-        """Add clipped messages ``(n, d)``."""
-
-    def value(self) -> Tensor | None:
-        """Return the exact sum in the update's units, float64 ``(d,)``; None where only the plain clipped sum is
-        readable.
-        """
+Encode = Callable[[Tensor], np.ndarray]
+"""Clipped messages ``(n, d)`` -> the sum of the whole numbers that they are encoded as, int64."""
 
 
 class Mechanism:
@@ -438,8 +428,10 @@ class Mechanism:
         """
         return None
 
-    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> Encoder:
-        """Return a fresh whole-number sum for one round. size: entries of a message."""
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> tuple[Encode, float | None]:
+        """Return what makes whole numbers of one round's messages ``(n, size)``, and what one is in the update's units;
+        None where only the plain clipped sum is readable.
+        """
         raise NotImplementedError
 
     def unit(self, key: bytes, round: int, size: int) -> Tensor:

@@ -19,7 +19,7 @@ from fedflat.core import rounding
 from fedflat.core.checks import RunError
 from fedflat.core.params import PersonalState
 from fedflat.core.rounding import MOST
-from fedflat.core.types import Aggregate, Algorithm, Broadcast, ClientView, Clip, Encoder, Local
+from fedflat.core.types import Aggregate, Algorithm, Broadcast, ClientView, Clip, Encode, Local
 from fedflat.engine.client import LocalResult, rate_of, steps_of
 from fedflat.engine.device import sent
 from fedflat.engine.factored import Factored
@@ -169,26 +169,30 @@ class PlainSum(Accumulator):
 
 
 class GridAccumulator(Accumulator):
-    """Clips as the plain sum does; the mechanism's encoder adds the clipped messages up exactly."""
+    """Clips as the plain sum does; the whole numbers that the mechanism makes of clipped messages are added up exactly.
+
+    encoder: as of ``Mechanism.encoder``.
+    """
 
     def __init__(
-        self, encoder: Encoder, clip: Clip, threshold: float, tensors: tuple[slice, ...], dimension: int
-    ) -> None:
+        self, encoder: tuple[Encode, float | None], clip: Clip, threshold: float, tensors: tuple[slice, ...],
+        dimension: int,
+    ) -> None:  # fmt: skip
         super().__init__(clip, threshold, tensors, dimension)
-        self.encoder = encoder
+        self.encode, self.pitch = encoder
+        self.exact = self.encode(torch.zeros(0, dimension))
 
     def _sum(self, messages: Tensor, factors: Tensor) -> None:
         super()._sum(messages, factors)
-        if factors.dim() == 1:
-            self.encoder.add(messages.double() * factors[:, None])
-            return
-        clipped = [messages[:, where].double() * part[:, None] for where, part in zip(self.tensors, factors.T)]
-        self.encoder.add(torch.cat(clipped, 1))
+        parts = zip(self.tensors, factors.T) if factors.dim() > 1 else [(slice(None), factors)]
+        clipped = [messages[:, where].double() * part[:, None] for where, part in parts]
+        self.exact = self.exact + self.encode(torch.cat(clipped, 1))
 
     def result(self) -> Aggregate:
         """Return the aggregate so far, with its whole-number sum."""
-        found, value = super().result(), self.encoder.value()
-        return replace(found, total=found.total if value is None else value, exact=self.encoder.total.copy())
+        found = super().result()
+        total = found.total if self.pitch is None else torch.from_numpy(self.exact * self.pitch)
+        return replace(found, total=total, exact=self.exact)
 
 
 def states_of(algorithm: Algorithm, heads: PersonalState, client: int, shared: Tensor) -> dict[str, Tensor]:

@@ -4,10 +4,9 @@ Kairouz et al. 2021, algorithms 1 and 2. A client calls `encode`; anybody may ad
 aggregation does); the server calls `decode`. The ε is in `fedflat.privacy.accounting.discrete`.
 """
 
-import functools
+import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -19,7 +18,7 @@ from fedflat.core import discrete
 from fedflat.core.checks import in_range, require, whole, wrong
 from fedflat.core.discrete import MIN_SHARE_STD, SecureBits, ShareNumbers, Source
 from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate, Broadcast, Mechanism
+from fedflat.core.types import Aggregate, Broadcast, Encode, Mechanism
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -133,36 +132,6 @@ class DistributedDiscreteGaussian(ShareNumbers):
         return torch.from_numpy(values[: self.dimension].astype(np.float32))
 
 
-@dataclass
-class ModularSum:
-    """The clients' encoded messages of one round, added modulo 2^bits; noise comes with the release.
-
-    signs: of the round's rotation. source: number of a message -> its private source of rounding bits.
-    """
-
-    mechanism: DistributedDiscreteGaussian
-    signs: Floats
-    source: Callable[[int], Source]
-    total: Integers = field(init=False)
-    _number: int = 0
-
-    def __post_init__(self) -> None:
-        self.total = np.zeros(self.mechanism.padded, dtype=np.int64)
-
-    def add(self, clipped: Tensor) -> None:
-        """Clipped messages `(n, d)`, each rotated, rounded and reduced, are added."""
-        for message in clipped:
-            if not bool(message.any()):
-                continue  # rounds to zero whatever the bits; so its place among the others does not matter
-            steps = self.mechanism.round_to_grid(message, self.signs, self.source(self._number))
-            self.total = self.mechanism.wrap(self.total + steps)
-            self._number += 1
-
-    def value(self) -> None:
-        """None: without noise the modular sum is nobody's to read; diagnostics use the plain clipped sum."""
-        return None
-
-
 @dataclass(frozen=True)
 class SharedDiscreteNoise(Mechanism):
     """The distributed discrete Gaussian as a round's mechanism.
@@ -181,10 +150,22 @@ class SharedDiscreteNoise(Mechanism):
         """Norm that no encoded message exceeds before its noise: rounding may lengthen one beyond C."""
         return math.sqrt(self.mechanism.norm_limit) * self.mechanism.granularity
 
-    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> ModularSum:
-        """Return what adds up a round's clipped messages."""
-        source = functools.partial(self._source, key, "rounding", broadcast.round)
-        return ModularSum(self.mechanism, self._signs(broadcast), source)
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> tuple[Encode, None]:
+        """Return what rotates, rounds and reduces a round's clipped messages; their noise comes with the release.
+
+        No pitch: without noise the modular sum is nobody's to read; diagnostics use the plain clipped sum.
+        """
+        signs, number, mechanism = self._signs(broadcast), itertools.count(), self.mechanism
+
+        def encode(clipped: Tensor) -> Integers:
+            total = np.zeros(mechanism.padded, dtype=np.int64)
+            for message in clipped:
+                if bool(message.any()):  # else zero whatever the bits; so its place among the others does not matter
+                    bits = self._source(key, "rounding", broadcast.round, next(number))
+                    total += mechanism.wrap(mechanism.round_to_grid(message, signs, bits))
+            return total
+
+        return encode, None
 
     def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the decoded noisy sum, float32 `(d,)`."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
-from fedflat.core.checks import InputError, require, whole, wrong
+from fedflat.core.checks import InputError, require, users_code, whole, wrong
 from fedflat.core.held import difference, equal, global_generators, snapshot
 from fedflat.core.process import using_threads
 from fedflat.core.rng import seeded_torch
@@ -129,18 +129,13 @@ def _batches(example: Tensor) -> list[Tensor]:
 def _pass(module: nn.Module, batch: Tensor) -> list[Tensor]:
     """Return the output of a forward pass and, where there is a graph, the gradients of its squared sum."""
     trained = [p for p in module.parameters() if p.requires_grad]
-    try:
+    allowed = f"a module that takes a batch of shape {tuple(batch.shape)}"
+    with users_code("model", allowed, "in a training pass", hint=_kinds(module, batch)):
         out = module(batch)
         if not (isinstance(out, Tensor) and out.requires_grad and out.is_floating_point()):
             return [out.detach()] if isinstance(out, Tensor) else []
         grads = torch.autograd.grad(out.square().sum(), trained, allow_unused=True)
         return [out.detach(), *(g for g in grads if g is not None)]
-    except InputError:
-        raise
-    except Exception as error:
-        found = f"{type(error).__name__} in a training pass ({str(error).splitlines()[0] if str(error) else ''})"
-        allowed = f"a module that takes a batch of shape {tuple(batch.shape)}"
-        raise wrong("model", found, allowed, hint=_kinds(module, batch)) from error
 
 
 def _kinds(module: nn.Module, batch: Tensor) -> str:

@@ -13,7 +13,7 @@ shares is no function of the sum of continuous shares; use the distributed discr
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch import Tensor
 from fedflat.core.checks import in_range, whole
 from fedflat.core.discrete import SecureBits, Source, exact_square, rounded_gaussian
 from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate, Broadcast, Mechanism
+from fedflat.core.types import Aggregate, Broadcast, Encode, Mechanism
 
 
 def gaussian(size: int, std: float, generator: np.random.Generator) -> Tensor:
@@ -178,31 +178,6 @@ class GridGaussian:
         return torch.from_numpy((released.astype(np.float64) * self.pitch).astype(np.float32))
 
 
-@dataclass
-class GridSum:
-    """The exact sum of quantised messages of one round. ``total`` int64 ``(d,)`` in grid steps.
-
-    >>> total = GridSum(GridGaussian(clip=1.0, std=0.5, dimension=2))
-    >>> total.add(torch.tensor([[0.5, 0.0], [0.25, 0.25]]))
-    >>> total.value()
-    tensor([0.7500, 0.2500], dtype=torch.float64)
-    """
-
-    grid: GridGaussian
-    total: Integers = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.total = np.zeros(self.grid.dimension, dtype=np.int64)
-
-    def add(self, clipped: Tensor) -> None:
-        """Clipped messages `(n, d)`, each rounded to the grid and kept within the norm limit, are added."""
-        self.total += self.grid.quantize(clipped).sum(0)
-
-    def value(self) -> Tensor:
-        """Return the sum in the update's units, float64 `(d,)`: what noise is added to."""
-        return torch.from_numpy(self.total * self.grid.pitch)
-
-
 @dataclass(frozen=True)
 class GridNoise(Mechanism):
     """`privacy.secure_rng: true` for central and local trust: whole-number sums, exact rounded Gaussian noise.
@@ -226,9 +201,10 @@ class GridNoise(Mechanism):
         """Return the public grid of a round whose messages have norm ≤ ``bound``."""
         return GridGaussian(bound, self.std(bound), dimension)
 
-    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> GridSum:
-        """Return what adds up a round's clipped messages."""
-        return GridSum(self.grid(bound, size))
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> tuple[Encode, float]:
+        """Return what rounds a round's clipped messages to the grid, each within its norm limit, and the pitch."""
+        grid = self.grid(bound, size)
+        return lambda clipped: grid.quantize(clipped).sum(0), grid.pitch
 
     def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the noisy sum, float32 `(d,)`; every value is a whole number of grid steps."""

@@ -1,6 +1,8 @@
 """A method, a model and a loss from a user's file run in every kind of process; one that dies says how and why."""
 
+import inspect
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 
 import fedflat
 from fedflat.core.checks import InputError, RunError
+from fedflat.core.imports import imported
 from fedflat.core.process import how_it_ended
 
 pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
@@ -75,6 +78,13 @@ def test_a_method_a_model_and_a_loss_of_one_file_run_in_workers_and_on_ray(folde
     assert torch.equal(_ran(folder, {"backend": "workers", "processes": 2}), expected)
     pytest.importorskip("ray")
     assert torch.equal(_ran(folder, {"backend": "ray", "processes": 1}), expected)
+
+
+def test_a_file_that_is_gone_still_shows_the_text_that_ran(folder: Path) -> None:
+    signed = imported("algorithm.name", f"{folder}/mine.py:Signed")
+    (folder / "mine.py").unlink()
+    assert "torch.sign(gradient(w))" in inspect.getsource(signed)
+    assert pickle.loads(pickle.dumps(signed())) == signed()
 
 
 @pytest.mark.parametrize(("number", "words"), [(6, "its compiled code crashed (SIGABRT)"), (9, "killed by SIGKILL")])
