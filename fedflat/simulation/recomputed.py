@@ -290,7 +290,9 @@ def differences(
 
 
 def _same(stated: Any, found: Any, close: float) -> bool:
-    if close and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (stated, found)):
+    if not close:
+        return bool(stated == found)
+    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (stated, found)):
         return math.isclose(stated, found, rel_tol=close, abs_tol=1e-12)
     return type(stated) is type(found) and bool(stated == found)
 
