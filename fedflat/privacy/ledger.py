@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -174,6 +175,10 @@ def read(path: str | Path) -> list[Entry]:
         raise wrong(str(path), str(error.strerror), "a readable ledger.jsonl") from error
 
 
+MOMENT = 0.2
+"""Seconds to wait for a reader, which holds the lock for the instant in which it asks whether a run goes on."""
+
+
 def _write_all(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
@@ -182,6 +187,9 @@ def _write_all(descriptor: int, data: bytes) -> None:
 def _lock(path: Path) -> IO[bytes]:
     """Take the one-writer lock on a side file that names the holder; released by the system if the holder dies."""
     side = path.with_suffix(".lock")
+    with contextlib.suppress(BlockingIOError):
+        return lock_file(side, wait=False, mode=0o644)
+    time.sleep(MOMENT)
     try:
         return lock_file(side, wait=False, mode=0o644)
     except BlockingIOError as error:

@@ -1,10 +1,12 @@
 """The ledger never shows less than was released: crashes, edits, two writers, full disks, resumes."""
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -242,6 +244,14 @@ with Ledger.open(sys.argv[1]) as ledger:
     print("held", flush=True)
     sys.stdin.read()
 """
+
+
+def test_a_reader_that_asks_whether_a_run_goes_on_stops_no_writer(path: Path) -> None:
+    filled(path)
+    with path.with_suffix(".lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        threading.Timer(module.MOMENT / 4, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
+        Ledger.open(path).close()
 
 
 def test_a_second_process_is_told_who_holds_the_ledger(path: Path) -> None:
