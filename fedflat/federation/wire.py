@@ -20,7 +20,7 @@ import torch
 from fedflat.core.checks import RunError, insist, turning
 from fedflat.core.types import Broadcast
 
-PROTOCOL = 3
+PROTOCOL = 4
 NONCE_BYTES = 16
 ARRAYS, FACTS = "arrays", "facts"
 NPY = "numpy.ndarray"

@@ -18,7 +18,7 @@ from flwr.app import Message
 from stand_in import Grid, Handler, deployed, grid_of, honest, settings, small
 from test_federation_secure_rounds import STEPS, for_check, question, refused, set_of, silent_from
 
-from fedflat.core.checks import InputError, RunError
+from fedflat.core.checks import InputError, RunError, insist
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Broadcast
 from fedflat.federation import wire
@@ -171,7 +171,7 @@ def complaint_of(client: Client, dealer: int, **changes: Any) -> bytes:
     """A client's complaint, whether it has a reason or not."""
     state = client.store.session()
     own = replace(secure_client._own(client, state), **changes)
-    return dealing.complaint(own, dealing.keys_seen(own.context, secure_client._keys(state)), dealer)
+    return dealing.signed(own, dealing.COMPLAINT, dealing.keys_seen(own.context, secure_client._keys(state)), dealer)
 
 
 def deal_falsely(kind: str, victims: list[int]) -> Callable[..., Any]:
@@ -190,15 +190,14 @@ def deal_falsely(kind: str, victims: list[int]) -> Callable[..., Any]:
                 sealed = bytes(80)
             if kind == "low order":
                 public = bytes(32)
-            seen = dealing.keys_seen(own.context, keys)
-            signed = dealing._of_box(seen, own.client, victim, whole.commitments, public + sealed)
-            boxes[victim] = public + sealed + dealing._signed(own, signed)
+            seen, box = dealing.keys_seen(own.context, keys), public + sealed
+            boxes[victim] = box + dealing.signed(own, dealing.DEAL, seen, victim, whole.commitments, box)
         return Deal(whole.commitments, boxes), kept
 
     return deal
 
 
-TRUE_DEAL = dealing.deal
+TRUE_DEAL, TRUE_SIGNED = dealing.deal, dealing.signed
 
 
 def false_dealer(client: Client, kind: str, victims: list[int]) -> Handler:
@@ -417,10 +416,11 @@ def test_without_verification_a_false_deal_releases_a_random_sum(
 def test_without_complaints_bad_boxes_end_the_round_and_nobody_is_named(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none(own: Secrets, seen: bytes, dealer: int) -> bytes:
-        raise Aborted("a box that does not open")
+    def none(own: Secrets, kind: str, *told: Any) -> bytes:
+        insist(kind != dealing.COMPLAINT, Aborted("a box that does not open"))
+        return TRUE_SIGNED(own, kind, *told)
 
-    monkeypatch.setattr(dealing, "complaint", none)
+    monkeypatch.setattr(dealing, "signed", none)
     federation.grid.handlers[LIAR] = false_dealer(federation.clients[LIAR], "closed box", [0, 2, 3, 4])
     assert federation.round().count == 0 and federation.named() == {}
 
