@@ -52,7 +52,7 @@ class Lying:
         for client in self.clients:
             vector = client.answer(question(client, dealing.VECTOR, facts=facts[client.number]))
             if client.number in (0, 1):
-                self.collector.add(client.number, vector["arrays"]["update"].numpy())
+                self.collector.add(client.number, wire.read_answer(vector, mechanism.padded, "int64").update)
 
     def consents(self, told: Mapping[int, set[int]]) -> dict[int, bytes]:
         """Every client's signature of what it is told."""
