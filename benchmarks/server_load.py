@@ -2,7 +2,7 @@
 
     python benchmarks/server_load.py [D] [COUNTS…]
 
-Every reply goes the real way (Flower message, desk, exact npy check, server clip, running sum); clients are a stand-in
+Every reply goes the real way (Flower message, desk, exact form, server clip, running sum); clients are a stand-in
 that answers with one prepared vector, made when it is pulled. Memory is the process's peak beyond what it had
 before the round; it must not grow with the number of clients but by the ids, nonces and norms (about 0.5 KiB each).
 """

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedflat.core.checks import insist, turning
 from fedflat.engine.job import Job
@@ -40,8 +40,7 @@ ANSWER = 1 << 24
 """Bytes beyond a message that a SuperLink's answer may have: the app's bundle, with the whole roster."""
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(NamedTuple):
     """The most that a message may hold. arrays: bytes of all arrays, unpacked. facts: bytes of everything else."""
 
     arrays: int
@@ -90,6 +89,9 @@ class Limits:
     ask: Limit
     reply: Limit
 
+    def __post_init__(self) -> None:
+        insist(min(*self.ask, *self.reply) >= 1, ValueError("limits below one byte"))
+
     @classmethod
     def of(cls, job: Job) -> Limits:
         """Return the limits that a job's model, method, clients and rounds need."""
@@ -102,18 +104,6 @@ class Limits:
         facts = FACTS + 512 * cohort  # keys and boxes of a cohort
         # The ledger's signed history, and everybody's commitments to everybody; FACTS more for heads of arrays.
         return cls(Limit(arrays + FACTS, facts + 256 * plan.rounds + 80 * cohort**2), Limit(reply + FACTS, facts))
-
-    @classmethod
-    def read(cls, found: Mapping[str, Any]) -> Limits:
-        """Return the limits in ``task.json``; KeyError, TypeError or ValueError if there are none."""
-        pairs = [[int(number) for number in found[name]] for name in ("ask", "reply")]
-        if any(number < 1 for pair in pairs for number in pair):
-            raise ValueError("limits below one byte")
-        return cls(*(Limit(*pair) for pair in pairs))
-
-    def dump(self) -> dict[str, list[int]]:
-        """Return the limits as values for JSON."""
-        return {name: [limit.arrays, limit.facts] for name, limit in (("ask", self.ask), ("reply", self.reply))}
 
 
 def _unpacked(content: bytes, contents: Mapping[str, bytes], limit: Limit) -> int:

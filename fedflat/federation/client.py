@@ -116,19 +116,18 @@ class Client:
         """Return the clipped update ``(k·d,)``, noised under local trust, and the sample count if it is asked for."""
         job = self.job
         parts, rows = job.parts, job.data.parts[self.number]
-        before = self.store.head(job.initial_weights[parts.layout.dimension :], broadcast.round)
+        head, stored = self.store.personal(job.initial_weights[parts.layout.dimension :], broadcast.round)
         if len(rows) == 0:  # it answers all the same: who has no examples is nobody's to know
             return torch.zeros(parts.message_length), 0
         alone = Sequential(parts.algorithm, job.problem, parts.local, job.data, job.seed)
-        states = self.store.states(broadcast.round)
-        kept = PersonalState(before, states={name: {self.number: state} for name, state in states.items()})
+        kept = PersonalState(head, states={name: {self.number: state} for name, state in stored.items()})
         states = states_of(parts.algorithm, kept, self.number, broadcast.shared)
         # One thread and exact arithmetic: a client's message has the same bits here as in the simulation.
         with using_threads(1), exact(job.problem.device):
-            result = alone.one(self.number, broadcast, torch.cat([broadcast.shared, before]), states)
+            result = alone.one(self.number, broadcast, torch.cat([broadcast.shared, head]), states)
         outgoing = self._outgoing(alone, result, broadcast, kept)
-        self.store.keep_head(broadcast.round, before, kept.of(self.number))
-        self.store.keep_states(broadcast.round, states, states_of(parts.algorithm, kept, self.number, broadcast.shared))
+        after = kept.of(self.number), states_of(parts.algorithm, kept, self.number, broadcast.shared)
+        self.store.keep_personal(broadcast.round, (head, states), after)
         return outgoing, len(rows) if parts.weighted else 0
 
     def _outgoing(self, alone: Sequential, result: LocalResult, broadcast: Broadcast, kept: PersonalState) -> Tensor:

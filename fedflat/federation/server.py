@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +195,8 @@ def job_of(task: Task, settings: Settings) -> Job:
     engine = task.recipe.engine.model_copy(update={"device": "cpu"})  # it trains nobody, and may have no GPU
     job = prepare(task.recipe.model_copy(update={"engine": engine}), data=task.form.federation(test=test))
     if (wanted := Limits.of(job)) != task.limits:
-        raise wrong("task.json: bytes", task.limits.dump(), f"{wanted.dump()}, as the recipe's messages need")
+        found, needed = (json.dumps(asdict(limits)) for limits in (task.limits, wanted))
+        raise wrong("task.json: bytes", found, f"{needed}, as the recipe's messages need")
     if isinstance(job.parts.clip, MethodScale):  # messages come scaled; once more would be another message
         job.parts = replace(job.parts, clip=whole_vector(job.threshold))
     if job.parts.plan.trust == "local" and job.parts.plan.private:

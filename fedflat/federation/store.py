@@ -15,8 +15,12 @@ from torch import Tensor
 from fedflat.core import durable
 from fedflat.core.checks import RunError, reading, require, turning, wrong
 
-HEAD, STATES, ROUNDS = "head.safetensors", "states.safetensors", "rounds.jsonl"
+HEAD, ROUNDS = "head.safetensors", "rounds.jsonl"
 SESSION, NODE, LOCK, RUNNING, OWNER = "session.json", "node.json", "answer.lock", "supernode.lock", "client.json"
+
+
+Personal = tuple[Tensor, Mapping[str, Tensor]]
+"""A client's personal part ``(D − d,)``, and its states ``(d,)`` by name."""
 
 
 def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
@@ -59,34 +63,35 @@ class Store:
         with turning(BlockingIOError, wrong("state", found, "one SuperNode a client")):
             return durable.lock_file(self.folder / RUNNING, wait=False)
 
-    def head(self, first: Tensor, round: int) -> Tensor:
-        """Return the personal part ``(D − d,)`` that a round starts from: w^0's, or what the last earlier round left.
+    def personal(self, first: Tensor, round: int) -> Personal:
+        """Return what a round starts from.
 
-        A round that is asked again (the server was restarted) starts from where it started before, not from its end.
+        That is w^0's personal part (``first``) and no states, or what the last earlier round left. A round that is
+        asked again (the server was restarted) starts from where it started before, not from its end.
         """
         path = self.folder / HEAD
-        kept = _kept(path, round)
         if not path.exists():
-            return first.clone()
-        found = kept.get("", first[:0])
-        if found.shape != first.shape:
-            raise wrong(str(path), f"{found.numel()} personal parameters", f"{first.numel()}, as the model has")
-        return found
+            return first.clone(), {}
+        with reading(path, "a personal part that cannot be read", "the file fedflat wrote, or none to start anew"):
+            tensors, about = durable.contents_of(path)
+            when = "before" if int(about["round"]) >= round else "after"
+            kept = {name.removeprefix(when): value for name, value in tensors.items() if name.startswith(when)}
+        head = kept.pop("", first[:0])
+        if head.shape != first.shape:
+            raise wrong(str(path), f"{head.numel()} personal parameters", f"{first.numel()}, as the model has")
+        return head, kept
 
-    def states(self, round: int) -> dict[str, Tensor]:
-        """Return the client's states ``(d,)`` that a round starts from, as for the head; none before the first."""
-        return _kept(self.folder / STATES, round)
+    def keep_personal(self, round: int, before: Personal, after: Personal) -> None:
+        """Store durably what a round began with and what it left; a personal part that is not finite is not kept."""
+        from safetensors.torch import save
 
-    def keep_head(self, round: int, before: Tensor, after: Tensor) -> None:
-        """Store a round's personal part, durably; one that is not finite is not kept."""
         # A head that diverged would be trained from in every later round.
-        if after.numel() and bool(torch.isfinite(after).all()):
-            _keep(self.folder / HEAD, round, {"": before}, {"": after})
-
-    def keep_states(self, round: int, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Store a round's states, durably."""
-        if after:
-            _keep(self.folder / STATES, round, before, after)
+        left = after if torch.isfinite(after[0]).all() else (before[0], after[1])
+        both = (("before", before), ("after", left))
+        held = {when + name: value for when, (head, states) in both for name, value in {"": head, **states}.items()}
+        if any(value.numel() for value in held.values()):
+            tensors = {name: value.contiguous().clone() for name, value in held.items()}
+            durable.replace(self.folder / HEAD, save(tensors, {"round": str(round)}))
 
     def of_client(self, number: int) -> None:
         """Note whose folder this is. Raises InputError if it is another client's, whose answers it counts."""
@@ -148,21 +153,3 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-
-
-def _keep(path: Path, round: int, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save
-
-    both = {"before": before, "after": after}
-    held = {when + name: v.contiguous().clone() for when, values in both.items() for name, v in values.items()}
-    durable.replace(path, save(held, {"round": str(round)}))
-
-
-def _kept(path: Path, round: int) -> dict[str, Tensor]:
-    """Return what a round starts from: what it started from before, or what an earlier one left."""
-    if not path.exists():
-        return {}
-    with reading(path, "a personal part that cannot be read", "the file fedflat wrote, or none to start anew"):
-        tensors, about = durable.contents_of(path)
-        when = "before" if int(about["round"]) >= round else "after"
-        return {name.removeprefix(when): value for name, value in tensors.items() if name.startswith(when)}

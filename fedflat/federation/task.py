@@ -30,7 +30,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core import durable
 from fedflat.core.checks import reading, require, turning, wrong
 from fedflat.data.clients import FederatedData
-from fedflat.federation.bounds import Limits
+from fedflat.federation.bounds import Limit, Limits
 from fedflat.federation.processes import program
 from fedflat.federation.wire import PROTOCOL
 from fedflat.methods.noise import trust_of
@@ -164,7 +164,7 @@ class Task:
         with reading(folder, "no task", allowed):
             found = json.loads((folder / TASK).read_text(encoding="utf-8"))
             form = DataSpec(**{**found["form"], "input_shape": tuple(found["form"]["input_shape"])})
-            limits = Limits.read(found["bytes"])
+            limits = Limits(**{name: Limit(*map(int, pair)) for name, pair in found["bytes"].items()})
             texts = [(folder / name).read_bytes() for name in (RECIPE, TASK, ROSTER)]
         spoken, allowed = found.get("protocol"), f"{PROTOCOL}, as this version of fedflat speaks"
         require(spoken == PROTOCOL, f"{folder / TASK}: protocol", spoken, allowed)
@@ -174,7 +174,7 @@ class Task:
 
     def write(self, folder: Path) -> None:
         """Write task.json and roster.json beside the recipe."""
-        value = {"protocol": PROTOCOL, "form": asdict(self.form), "bytes": self.limits.dump()}
+        value = {"protocol": PROTOCOL, "form": asdict(self.form), "bytes": asdict(self.limits)}
         roster = {"clients": [{"client": i, "public_key": key} for i, key in enumerate(self.roster.keys)]}
         for name, part in ((TASK, value), (ROSTER, roster)):  # a full disk leaves the file that was there
             durable.replace(folder / name, json.dumps(part, indent=1) + "\n", mode=0o644)

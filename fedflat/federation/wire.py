@@ -1,29 +1,28 @@
 """What travels between server and clients: named arrays and a few public facts, in Flower's records, without pickle.
 
-An array's bytes must be exactly a ``.npy`` of the expected type and shape: the header is compared, not interpreted, so
-a header that claims another size, or asks for a pickle, is refused before anything is allocated. A step of secure
-aggregation is a question and an answer like any other, with facts of its own (``secagg``).
+An array is its numbers' bytes and nothing else. Type, shape and length must be exactly the expected ones, so that what
+claims another size, or asks for a pickle, is refused before anything is allocated. A step of secure aggregation is a
+question and an answer like any other, with facts of its own (``secagg``).
 """
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from fedflat.core.checks import RunError, insist, turning
+from fedflat.core.checks import RunError, insist
 from fedflat.core.types import Broadcast
 
-PROTOCOL = 3
+PROTOCOL = 4
 NONCE_BYTES = 16
 ARRAYS, FACTS = "arrays", "facts"
-NPY = "numpy.ndarray"
+RAW = "fedflat.raw"
+"""How an array is written: the bytes of its numbers in C order, as its type (like ``<f4``) says."""
 VECTOR = "vector."
 """Before the name of a vector that the method broadcasts."""
 
@@ -69,30 +68,20 @@ class Answer:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-@lru_cache(maxsize=32)
-def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return the bytes before the data in a ``.npy`` of this type and shape."""
-    buffer = io.BytesIO()
-    np.lib.format.write_array_header_1_0(buffer, {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape})
-    return buffer.getvalue()
-
-
 def pack(array: np.ndarray) -> Any:
     """Return a Flower ``Array`` of a numpy array."""
     from flwr.app import Array
 
-    held = np.ascontiguousarray(array)
-    return Array(str(held.dtype), tuple(held.shape), NPY, npy_header(str(held.dtype), held.shape) + held.tobytes())
+    return Array(array.dtype.str, array.shape, RAW, array.tobytes())
 
 
 def unpack(array: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return the array in a Flower ``Array``, if it is exactly of this type and shape; otherwise ``Malformed``."""
-    header = npy_header(dtype, shape)
-    insist(array.stype == NPY and array.dtype == dtype, Malformed("dtype"))
-    if tuple(array.shape) != shape or len(array.data) != len(header) + np.dtype(dtype).itemsize * math.prod(shape):
+    wanted = np.dtype(dtype)
+    insist(array.stype == RAW and array.dtype == wanted.str, Malformed("dtype"))
+    if tuple(array.shape) != shape or len(array.data) != wanted.itemsize * math.prod(shape):
         raise Malformed("shape")
-    insist(bytes(array.data[: len(header)]) == header, Malformed("dtype"))
-    return np.frombuffer(array.data, dtype=dtype, offset=len(header)).reshape(shape).copy()
+    return np.frombuffer(array.data, wanted).reshape(shape).copy()
 
 
 def records(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> Any:
@@ -128,7 +117,7 @@ def write_broadcast(broadcast: Broadcast) -> Any:
     arrays |= {VECTOR + name: vector.detach().cpu().numpy() for name, vector in broadcast.vectors.items()}
     if broadcast.mask is not None:
         arrays["mask"] = broadcast.mask.detach().cpu().numpy().astype(np.uint8)
-    numbers = {"clip": float(broadcast.clip).hex(), "rate": float(broadcast.rate).hex()}
+    numbers = {"clip": float(broadcast.clip), "rate": float(broadcast.rate)}
     return records(arrays, {"round": broadcast.round, "draw": broadcast.draw, **numbers})
 
 
@@ -144,8 +133,8 @@ def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> R
     }
     mask = found.get("mask")
     broadcast = Broadcast(
-        round=number(facts, "round"), shared=torch.from_numpy(found["shared"]), clip=_hex(facts, "clip"),
-        rate=_hex(facts, "rate"), vectors={name: torch.from_numpy(found[VECTOR + name]) for name in vectors},
+        round=number(facts, "round"), shared=torch.from_numpy(found["shared"]), clip=_positive(facts, "clip"),
+        rate=_positive(facts, "rate"), vectors={name: torch.from_numpy(found[VECTOR + name]) for name in vectors},
         mask=None if mask is None else torch.from_numpy(mask.astype(bool)), draw=number(facts, "draw"),
     )  # fmt: skip
     insist(all(np.isfinite(value).all() for value in found.values()), Malformed("not finite"))
@@ -204,8 +193,7 @@ def sixteen(facts: Any, name: str) -> bytes:
     return value
 
 
-def _hex(facts: Any, name: str) -> float:
-    with turning((TypeError, ValueError, OverflowError), Malformed("form")):
-        value = float.fromhex(facts.get(name))
-    insist(value > 0, Malformed("form"))  # which is no NaN either
+def _positive(facts: Any, name: str) -> float:
+    value: float = facts.get(name)
+    insist(type(value) is float and value > 0, Malformed("form"))  # which is no NaN; a clip may be infinite
     return value

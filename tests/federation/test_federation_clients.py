@@ -203,16 +203,16 @@ def test_examples_of_another_form_are_refused(project: tuple[Path, Task, list[Cl
 
 def test_a_head_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
     store, first = Store(tmp_path / "s"), torch.zeros(3)
-    assert torch.equal(store.head(first, 5), first)
-    store.keep_head(5, first, torch.ones(3))
-    assert torch.equal(store.head(first, 6), torch.ones(3))
-    assert torch.equal(store.head(first, 5), first)
-    store.keep_head(6, torch.ones(3), torch.full((3,), torch.nan))
-    assert torch.equal(store.head(first, 7), torch.ones(3))
+    assert torch.equal(store.personal(first, 5)[0], first)
+    store.keep_personal(5, (first, {}), (torch.ones(3), {}))
+    assert torch.equal(store.personal(first, 6)[0], torch.ones(3)) and torch.equal(store.personal(first, 5)[0], first)
+    store.keep_personal(6, (torch.ones(3), {}), (torch.full((3,), torch.nan), {"c": first}))
+    head, states = store.personal(first, 7)
+    assert torch.equal(head, torch.ones(3)) and torch.equal(states["c"], first)
     assert stat.S_IMODE((tmp_path / "s" / "head.safetensors").stat().st_mode) == 0o600
     (tmp_path / "s" / "head.safetensors").write_bytes(b"torn")
     with pytest.raises(InputError, match="personal part"):
-        store.head(first, 7)
+        store.personal(first, 7)
 
 
 def node(number: int, key: str) -> Any:

@@ -52,7 +52,7 @@ class Lying:
         for client in self.clients:
             vector = client.answer(question(client, dealing.VECTOR, facts=facts[client.number]))
             if client.number in (0, 1):
-                self.collector.add(client.number, vector["arrays"]["update"].numpy())
+                self.collector.add(client.number, wire.read_answer(vector, mechanism.padded, "int64").update)
 
     def consents(self, told: Mapping[int, set[int]]) -> dict[int, bytes]:
         """Every client's signature of what it is told."""
@@ -123,15 +123,15 @@ def test_a_signature_is_of_one_client_and_one_transcript() -> None:
     everybody, keys = session()
     told: tuple[Any, ...] = (b"here", keys, {0, 1, 2, 3}, {0, 1, 2})
     seen = dealing.transcript(*told)
-    signature = dealing.consent(everybody[0], seen)
-    assert dealing.agrees(0, keys[0], seen, signature)
-    assert not dealing.agrees(1, keys[1], seen, signature)
-    assert not dealing.agrees(1, keys[0], seen, signature)  # nor for a client that claims another's key
+    signature = dealing.signed(everybody[0], dealing.CONSENT, seen)
+    assert dealing.is_signed(0, keys[0], signature, dealing.CONSENT, seen)
+    assert not dealing.is_signed(1, keys[1], signature, dealing.CONSENT, seen)
+    assert not dealing.is_signed(1, keys[0], signature, dealing.CONSENT, seen)  # who claims another's key
     _, others = session()
     for place, other in ((0, b"there"), (1, {**keys, 4: others[4]}), (1, {i: keys[i] for i in range(4)}),
                          (2, {0, 1, 2}), (3, {0, 1, 3}), (3, {0, 1, 2, 3})):  # fmt: skip
         lie: list[Any] = [*told[:place], other, *told[place + 1 :]]
-        assert not dealing.agrees(0, keys[0], dealing.transcript(*lie), signature)
+        assert not dealing.is_signed(0, keys[0], signature, dealing.CONSENT, dealing.transcript(*lie))
 
 
 def test_sets_cannot_be_moved_into_each_other() -> None:

@@ -396,7 +396,7 @@ def test_a_client_killed_after_training_starts_again_from_the_same_head(tmp_path
     ask = Broadcast(0, job.initial_weights[: job.parts.layout.dimension], job.threshold, 1.0)
 
     def work() -> None:
-        around(Store, "keep_head", after=True, when=0)
+        around(Store, "keep_personal", after=True, when=0)
         clients[0].update(ask)
 
     process = FORK.Process(target=work)

@@ -116,7 +116,7 @@ def test_personal_parts_stay_and_survive_a_restart(tmp_path: Path) -> None:
     simulated = simulation.run(task.recipe, out=tmp_path / "sim")
     shared = clients[0].job.parts.layout.dimension
     for client in clients:
-        head = client.store.head(client.job.initial_weights[shared:], recipe.rounds)
+        head = client.store.personal(client.job.initial_weights[shared:], recipe.rounds)[0]
         torch.testing.assert_close(head, simulated.heads[client.number], rtol=1e-5, atol=1e-6)
     for message in grid.pushed:
         sent += [array.shape[0] for array in message.content["arrays"].values()]
@@ -142,11 +142,11 @@ def test_states_stay_and_survive_a_restart(method: str, tmp_path: Path) -> None:
     serve(grid, task, settings(tmp_path / "fed"))
     simulation.run(task.recipe, out=tmp_path / "sim")
     half = load_file(tmp_path / "sim" / "private" / "heads" / "round-000003.safetensors")
-    (name,) = clients[0].store.states(3)
+    (name,) = clients[0].store.personal(torch.zeros(0), 3)[1]
     assert half[f"state.{name}.ids"].tolist() == [client.number for client in clients]
     for client, wanted in zip(clients, half[f"state.{name}.values"]):
         assert float(wanted.norm()) > 1e-3
-        torch.testing.assert_close(client.store.states(3)[name], wanted, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(client.store.personal(torch.zeros(0), 3)[1][name], wanted, rtol=1e-4, atol=1e-6)
     assert not (tmp_path / "fed" / "run" / "private" / "heads").exists()
     carried = {name for message in grid.pushed for name in message.content["arrays"]}
     assert carried == ({"shared", "vector.control"} if method == "dp-scaffold" else {"shared"})
@@ -160,10 +160,10 @@ def test_a_round_asked_again_starts_from_the_same_state(method: str, tmp_path: P
     job = clients[0].job
     ask = broadcast_of(job.parts, job.parts.first_state(job.initial_weights, job.threshold), job.seed)
     once, _ = clients[0].update(ask)
-    kept = clients[0].store.states(1)
-    twice, _ = clients[0].update(ask)
+    kept = clients[0].store.personal(torch.zeros(0), 1)[1]
+    twice, again = clients[0].update(ask)[0], clients[0].store.personal(torch.zeros(0), 1)[1]
     assert torch.equal(once, twice) and len(once) == job.parts.message_length
-    assert all(torch.equal(value, clients[0].store.states(1)[name]) for name, value in kept.items()) and kept
+    assert all(torch.equal(value, again[name]) for name, value in kept.items()) and kept
 
 
 def test_a_round_asked_again_starts_from_the_same_head(tmp_path: Path) -> None:
@@ -176,4 +176,4 @@ def test_a_round_asked_again_starts_from_the_same_head(tmp_path: Path) -> None:
     once, _ = clients[0].update(ask)
     twice, _ = clients[0].update(ask)
     assert torch.equal(once, twice)
-    assert not torch.equal(clients[0].store.head(start, 1), start)
+    assert not torch.equal(clients[0].store.personal(start, 1)[0], start)

@@ -56,7 +56,7 @@ def with_array(content: Any, array: Any, name: str = "update") -> Any:
     return RecordDict({"arrays": ArrayRecord({name: array}), "facts": content["facts"]})
 
 
-def lying(shape: tuple[int, ...], data: bytes, dtype: str = "float32", stype: str = "numpy.ndarray") -> Array:
+def lying(shape: tuple[int, ...], data: bytes, dtype: str = "<f4", stype: str = wire.RAW) -> Array:
     return Array(dtype, shape, stype, data)
 
 
@@ -67,17 +67,11 @@ BAD_CONTENT: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "empty": ("shape", lambda c: with_array(c, wire.pack(np.ones(0, np.float32)))),
     "wrong dtype": ("dtype", lambda c: with_array(c, wire.pack(np.ones(D, np.float64)))),
     "whole numbers": ("dtype", lambda c: with_array(c, wire.pack(np.ones(D, np.int32)))),
-    "objects": ("dtype", lambda c: with_array(c, lying((D,), b"\x93NUMPY" + b"x" * 134, "object"))),
+    "objects": ("dtype", lambda c: with_array(c, lying((D,), wire.pack(ONES).data, "|O8"))),
     "other serialisation": ("dtype", lambda c: with_array(c, lying((D,), wire.pack(ONES).data, stype="pickle"))),
-    "header asks for a pickle": (
-        "dtype",
-        lambda c: with_array(c, lying((D,), wire.pack(ONES).data.replace(b"<f4", b"|O8"))),
-    ),
-    "header claims terabytes": (
-        "dtype",
-        lambda c: with_array(c, lying((D,), wire.pack(ONES).data.replace(b"(5,), }" + b" " * 8, b"(999999999,), }"))),
-    ),
-    "big-endian": ("dtype", lambda c: with_array(c, lying((D,), wire.pack(ONES).data.replace(b"<f4", b">f4")))),
+    "claims terabytes": ("shape", lambda c: with_array(c, lying((10**12,), wire.pack(ONES).data))),
+    "negative": ("shape", lambda c: with_array(c, lying((-D,), wire.pack(ONES).data))),
+    "big-endian": ("dtype", lambda c: with_array(c, lying((D,), wire.pack(ONES).data, ">f4"))),
     "cut off": ("shape", lambda c: with_array(c, lying((D,), wire.pack(ONES).data[:-1]))),
     "longer": ("shape", lambda c: with_array(c, lying((D,), wire.pack(ONES).data + b"more"))),
     "NaN": ("not finite", lambda c: with_array(c, wire.pack(np.full(D, np.nan, np.float32)))),
@@ -302,7 +296,7 @@ def test_an_ask_survives_the_wire_and_a_bad_one_is_refused() -> None:
         with pytest.raises(Malformed):
             wire.read_request(ask, D, names)
     assert wire.read_request(asked(Broadcast(0, shared, float("inf"), 1.0)), D).broadcast.clip == float("inf")
-    for bad in ("nan", "-0x1p+0", "zero", None):
+    for bad in (float("nan"), -1.0, 0.0, 1, True, "0x1p+0", b"1", None):
         with pytest.raises(Malformed):
             wire.read_request(with_facts(ask, clip=bad), D, ["direction"])
     with pytest.raises(Malformed):
@@ -337,7 +331,7 @@ def test_a_grid_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     ),
     dtype=st.sampled_from(["float32", "float64", "object", "", "<f4"]),
     shape=st.lists(st.integers(-3, 10**12), max_size=3),
-    stype=st.sampled_from(["numpy.ndarray", "pickle", ""]),
+    stype=st.sampled_from(["numpy.ndarray", "pickle", wire.RAW]),
     data=st.one_of(st.binary(max_size=300), st.just(wire.pack(ONES).data)),
 )
 def test_whatever_is_sent_the_desk_only_refuses(

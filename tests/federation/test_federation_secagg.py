@@ -51,7 +51,7 @@ def run(
     seen = dealing.transcript(CONTEXT, server.keys, server.shared, server.survivors)
     for i in server.survivors - set(no_consent):
         secagg.check_survivors(i, server.survivors, server.shared, threshold)
-        server.signatures[i] = dealing.consent(everybody[i], seen)
+        server.signatures[i] = dealing.signed(everybody[i], dealing.CONSENT, seen)
     server.enough(set(server.signatures))
     for i in set(server.signatures) - set(no_reveal):
         dealing.require_consent(server.signatures, server.keys, server.survivors, seen, threshold)

@@ -18,7 +18,7 @@ from flwr.app import Message
 from stand_in import Grid, Handler, deployed, grid_of, honest, settings, small
 from test_federation_secure_rounds import STEPS, for_check, question, refused, set_of, silent_from
 
-from fedflat.core.checks import InputError, RunError
+from fedflat.core.checks import InputError, RunError, insist
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Broadcast
 from fedflat.federation import wire
@@ -171,7 +171,7 @@ def complaint_of(client: Client, dealer: int, **changes: Any) -> bytes:
     """A client's complaint, whether it has a reason or not."""
     state = client.store.session()
     own = replace(secure_client._own(client, state), **changes)
-    return dealing.complaint(own, dealing.keys_seen(own.context, secure_client._keys(state)), dealer)
+    return dealing.signed(own, dealing.COMPLAINT, dealing.keys_seen(own.context, secure_client._keys(state)), dealer)
 
 
 def deal_falsely(kind: str, victims: list[int]) -> Callable[..., Any]:
@@ -190,15 +190,14 @@ def deal_falsely(kind: str, victims: list[int]) -> Callable[..., Any]:
                 sealed = bytes(80)
             if kind == "low order":
                 public = bytes(32)
-            seen = dealing.keys_seen(own.context, keys)
-            signed = dealing._of_box(seen, own.client, victim, whole.commitments, public + sealed)
-            boxes[victim] = public + sealed + dealing._signed(own, signed)
+            seen, box = dealing.keys_seen(own.context, keys), public + sealed
+            boxes[victim] = box + dealing.signed(own, dealing.DEAL, seen, victim, whole.commitments, box)
         return Deal(whole.commitments, boxes), kept
 
     return deal
 
 
-TRUE_DEAL = dealing.deal
+TRUE_DEAL, TRUE_SIGNED = dealing.deal, dealing.signed
 
 
 def false_dealer(client: Client, kind: str, victims: list[int]) -> Handler:
@@ -417,10 +416,11 @@ def test_without_verification_a_false_deal_releases_a_random_sum(
 def test_without_complaints_bad_boxes_end_the_round_and_nobody_is_named(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none(own: Secrets, seen: bytes, dealer: int) -> bytes:
-        raise Aborted("a box that does not open")
+    def none(own: Secrets, kind: str, *told: Any) -> bytes:
+        insist(kind != dealing.COMPLAINT, Aborted("a box that does not open"))
+        return TRUE_SIGNED(own, kind, *told)
 
-    monkeypatch.setattr(dealing, "complaint", none)
+    monkeypatch.setattr(dealing, "signed", none)
     federation.grid.handlers[LIAR] = false_dealer(federation.clients[LIAR], "closed box", [0, 2, 3, 4])
     assert federation.round().count == 0 and federation.named() == {}
 
@@ -662,14 +662,19 @@ def test_what_a_crash_left_goes_when_a_client_starts_again(federation: Federatio
         assert federation.secrets() == [1, 2, 3, 4]
 
 
+def affine(point: tuple[int, int, int]) -> tuple[int, ...]:
+    return tuple(part * pow(point[2], -1, sharing.FIELD) % sharing.FIELD for part in point[:2])
+
+
 def test_arithmetic_of_points_is_that_of_the_library() -> None:
     (one,) = sharing.read_points(sharing.public_half(1))
     minus = sharing.read_points(sharing.public_half(sharing.ORDER - 1))[0]
-    assert sharing._affine(sharing._add((*one, 1), (*minus, 1))) is None
+    nothing = sharing._add((*one, 1), (*minus, 1))
+    assert nothing[2] == sharing._add(nothing, nothing)[2] == 0 and affine(sharing._add(nothing, (*one, 1))) == one
     for number in (*range(2, 40), 1000, 65537):
         wanted = sharing.read_points(sharing.public_half(number))[0]
-        assert sharing._affine(sharing._times(number, (*one, 1))) == wanted
-        assert sharing._affine(sharing._add(sharing._times(number - 1, (*one, 1)), (*one, 1))) == wanted
+        assert affine(sharing._times(number, (*one, 1))) == wanted
+        assert affine(sharing._add(sharing._times(number - 1, (*one, 1)), (*one, 1))) == wanted
     for bad in (b"\x02", bytes(33), b"\x02" + b"\xff" * 32):
         with pytest.raises(ValueError, match=r"."):
             sharing.read_points(bad)
@@ -703,7 +708,7 @@ def test_what_the_commitments_tell_is_known_from_the_public_key_and_fewer_shares
     for place, (s, u, v) in ((1, (-3, 4, -1)), (2, (1, -2, 1))):
         parts = [times(c * half, held[x]) for c, x in ((s, 0), (u, 1), (v, 2))]
         total = sharing._add(sharing._add(parts[0], parts[1]), parts[2])
-        assert sharing._affine(total) == sharing.read_points(told[place])[0]
+        assert affine(total) == sharing.read_points(told[place])[0]
 
 
 @pytest.mark.parametrize("cut", range(1, 45))

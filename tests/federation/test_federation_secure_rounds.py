@@ -125,7 +125,8 @@ def test_what_the_server_gets_is_masked(tmp_path: Path) -> None:
 
     def noted(numbers: Any) -> Any:
         found = pull(numbers)
-        arrived.extend(m.content["arrays"]["update"].numpy() for m in found if "update" in m.content["arrays"])
+        updates = [m.content["arrays"]["update"] for m in found if "update" in m.content["arrays"]]
+        arrived.extend(np.frombuffer(update.data, np.int64) for update in updates)
         return found
 
     grid.pull_messages = noted  # type: ignore[method-assign]

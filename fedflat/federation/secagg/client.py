@@ -183,7 +183,7 @@ def _complain(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
             points = dealing.points_of(keys[sender], commitments[sender], state["threshold"])
             shares[sender] = dealing.open_box(own, sender, box, points)
         except Aborted:
-            complaints[sender] = dealing.complaint(own, seen, sender)
+            complaints[sender] = dealing.signed(own, dealing.COMPLAINT, seen, sender)
     return _Reply({"complaints": wire.write_map(complaints)}, {"shares": _written(shares)})
 
 
@@ -194,7 +194,7 @@ def _answer_complaints(client: Client, content: Any, state: dict[str, Any]) -> _
     seen = dealing.keys_seen(own.context, keys)
     for receiver, signature in complaints.items():
         insist(receiver in set(keys) - {client.number}, Aborted("a complaint that cannot be"))
-        if not dealing.is_complaint(keys[receiver], seen, receiver, client.number, signature):
+        if not dealing.is_signed(receiver, keys[receiver], signature, dealing.COMPLAINT, seen, client.number):
             raise Aborted("a complaint without its client's signature")
     return _Reply(
         {"keys": wire.write_map({receiver: dealing.key_of_box(own, receiver) for receiver in complaints})}, {}
@@ -233,7 +233,7 @@ def _encoded(client: Client, broadcast: Any) -> np.ndarray:
 def _consent(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     survivors = set(wire.read_map(content[wire.FACTS].get("survivors"), 0))
     secagg.check_survivors(client.number, survivors, _shared(state), state["threshold"])
-    signature = dealing.consent(_own(client, state), _seen(client, state, survivors))
+    signature = dealing.signed(_own(client, state), dealing.CONSENT, _seen(client, state, survivors))
     return _Reply({"signature": signature}, {"survivors": sorted(survivors)})
 
 

@@ -46,8 +46,39 @@ BOX_BYTES = 32 + 2 * SHARE_BYTES + 16
 """The box's own public key, two shares, the cipher's tag."""
 SIGNED_BOX_BYTES = BOX_BYTES + SIGNATURE_BYTES
 KEY_BYTES = 64 + POINT_BYTES
+DEAL, COMPLAINT = "deal", "complaint"
+"""What clients sign beside their consent."""
 _LABEL = b"fedflat secure aggregation: "
-_CONSENT = _LABEL + b"consistency"
+
+
+def text(*parts: int | bytes) -> bytes:
+    """Return parts as one byte string, each with its length before, so that none runs into the next; a number as 8.
+
+    >>> text(b"ab", b"c") == text(b"a", b"bc")
+    False
+    """
+    told = [part if isinstance(part, bytes) else part.to_bytes(8, "big") for part in parts]
+    return b"".join(len(part).to_bytes(8, "big") + part for part in told)
+
+
+def signed(own: Secrets, kind: str, seen: bytes, *parts: int | bytes) -> bytes:
+    """Return a client's signature of what it says to others.
+
+    kind: DEAL (of receiver, commitments, box), COMPLAINT (of the dealer: its signed box holds no true shares for this
+    client) or CONSENT. seen: the hash of what the client was told (``keys_seen``; for CONSENT the whole
+    ``transcript``).
+    """
+    return Ed25519PrivateKey.from_private_bytes(own.sign).sign(text(_LABEL, kind.encode(), seen, own.client, *parts))
+
+
+def is_signed(client: int, public: PublicKeys, signature: bytes, kind: str, seen: bytes, *parts: int | bytes) -> bool:
+    """Return whether a client of these public keys said so (``signed``)."""
+    told = text(_LABEL, kind.encode(), seen, client, *parts)
+    try:
+        Ed25519PublicKey.from_public_bytes(public.sign).verify(signature, told)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 def write_keys(keys: Mapping[int, PublicKeys]) -> bytes:
@@ -100,7 +131,7 @@ def deal(own: Secrets, keys: Mapping[int, PublicKeys], threshold: int) -> tuple[
             public = X25519PrivateKey.from_private_bytes(once).public_key().public_bytes_raw()
             cipher = _cipher(once, keys[other].seal, own.context, own.client, other)
             box = public + cipher.encrypt(bytes(12), text, public)
-            boxes[other] = box + _signed(own, _of_box(seen, own.client, other, commitments, box))
+            boxes[other] = box + signed(own, DEAL, seen, other, commitments, box)
     return Deal(commitments, boxes), Shares(seed[own.client], mask[own.client])
 
 
@@ -134,7 +165,7 @@ def is_dealt(
 ) -> bool:
     """Return whether a box with these commitments is its dealer's, for the keys that were seen (``keys_seen``)."""
     box, signature = signed_box[:BOX_BYTES], signed_box[BOX_BYTES:]
-    return _agrees(public, signature, _of_box(seen, sender, receiver, commitments, box))
+    return is_signed(sender, public, signature, DEAL, seen, receiver, commitments, box)
 
 
 def open_box(own: Secrets, sender: int, signed_box: bytes, points: tuple[Sequence[Point], Sequence[Point]]) -> Shares:
@@ -157,16 +188,6 @@ def clears(
     return True
 
 
-def complaint(own: Secrets, seen: bytes, dealer: int) -> bytes:
-    """Return a receiver's signature that what the dealer signed holds no true shares for it."""
-    return _signed(own, _of_complaint(seen, own.client, dealer))
-
-
-def is_complaint(public: PublicKeys, seen: bytes, receiver: int, dealer: int, signature: bytes) -> bool:
-    """Return whether a complaint is the receiver's (of these public keys), for the keys that were seen."""
-    return _agrees(public, signature, _of_complaint(seen, receiver, dealer))
-
-
 def _true_shares(
     cipher: ChaCha20Poly1305, receiver: int, signed_box: bytes, points: tuple[Sequence[Point], Sequence[Point]]
 ) -> Shares:
@@ -180,31 +201,7 @@ def _true_shares(
 
 def _cipher(secret: bytes, public: bytes, context: bytes, sender: int, receiver: int) -> ChaCha20Poly1305:
     """Return the cipher of one box; each key is used once."""
-    return ChaCha20Poly1305(agreed(secret, public, b"box" + context + _ends(sender, receiver)))
-
-
-def _ends(sender: int, receiver: int) -> bytes:
-    return sender.to_bytes(8, "big") + receiver.to_bytes(8, "big")
-
-
-def _of_box(seen: bytes, sender: int, receiver: int, commitments: bytes, box: bytes) -> bytes:
-    return _LABEL + b"deal" + seen + _ends(sender, receiver) + hashlib.sha256(commitments).digest() + box
-
-
-def _of_complaint(seen: bytes, receiver: int, dealer: int) -> bytes:
-    return _LABEL + b"complaint" + seen + _ends(receiver, dealer)
-
-
-def _signed(own: Secrets, text: bytes) -> bytes:
-    return Ed25519PrivateKey.from_private_bytes(own.sign).sign(text)
-
-
-def _agrees(public: PublicKeys, signature: bytes, text: bytes) -> bool:
-    try:
-        Ed25519PublicKey.from_public_bytes(public.sign).verify(signature, text)
-    except (InvalidSignature, ValueError):
-        return False
-    return True
+    return ChaCha20Poly1305(agreed(secret, public, b"box" + context + text(sender, receiver)))
 
 
 def enough_for_lies(clients: int, colluders: int) -> int:
@@ -219,23 +216,9 @@ def transcript(
 
     keys: everybody's public keys with their signatures. shared: U2, who sent shares. survivors: U3.
     """
-    everybody = [n.to_bytes(8, "big") + key.halves + _counted(key.signature) for n, key in sorted(keys.items())]
-    sets = [b"".join(number.to_bytes(8, "big") for number in sorted(found)) for found in (shared, survivors)]
-    return hashlib.sha256(b"".join(_counted(part) for part in (_CONSENT, context, b"".join(everybody), *sets))).digest()
-
-
-def _counted(part: bytes) -> bytes:
-    return len(part).to_bytes(8, "big") + part
-
-
-def consent(own: Secrets, seen: bytes) -> bytes:
-    """Return a client's signature of the transcript that it saw."""
-    return _signed(own, _CONSENT + own.client.to_bytes(8, "big") + seen)
-
-
-def agrees(client: int, public: PublicKeys, seen: bytes, signature: bytes) -> bool:
-    """Return whether a client's signature is of this transcript."""
-    return _agrees(public, signature, _CONSENT + client.to_bytes(8, "big") + seen)
+    everybody = b"".join(text(client, key.halves, key.signature) for client, key in sorted(keys.items()))
+    sets = (text(*sorted(found)) for found in (shared, survivors))
+    return hashlib.sha256(text(_LABEL, b"transcript", context, everybody, *sets)).digest()
 
 
 def require_consent(
@@ -248,5 +231,5 @@ def require_consent(
     """
     if len(signatures) < threshold or not set(signatures) <= survivors:
         raise Aborted("too few clients agree on who is there")
-    if not all(agrees(client, keys[client], seen, signature) for client, signature in signatures.items()):
+    if not all(is_signed(client, keys[client], by, CONSENT, seen) for client, by in signatures.items()):
         raise Aborted("clients were told different things")

@@ -178,7 +178,7 @@ class SecureFlower(Flower):
             found = wire.read_map(answer.facts.get("complaints"), dealing.SIGNATURE_BYTES)
             public = collector.keys[client]
             insist(set(found) <= set(deals) - {client}, wire.Malformed("form"))
-            if not all(dealing.is_complaint(public, seen, client, of, by) for of, by in found.items()):
+            if not all(dealing.is_signed(client, public, by, dealing.COMPLAINT, seen, of) for of, by in found.items()):
                 raise wire.Malformed("false signature")
             collector.shared.add(client)
             for dealer, signature in found.items():
@@ -224,7 +224,8 @@ class SecureFlower(Flower):
 
         def add(client: int, answer: Any) -> None:
             found = answer.facts.get("signature")
-            if not isinstance(found, bytes) or not dealing.agrees(client, collector.keys[client], seen, found):
+            known = collector.keys[client]
+            if not isinstance(found, bytes) or not dealing.is_signed(client, known, found, dealing.CONSENT, seen):
                 raise wire.Malformed("false signature")
             collector.signatures[client] = found
 

@@ -22,11 +22,13 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 CURVE = ec.SECP256R1()
 FIELD = 2**256 - 2**224 + 2**192 + 2**96 - 1
 ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""FIPS 186-5: coordinates are modulo FIELD; the curve has ORDER points, a prime, the field of secrets and shares."""
+B = 0x5AC635D8AA3A93E7B3EBBD55769886BC651D06B0CC53B0F63BCE3C3E27D2604B
+"""NIST SP 800-186: y² = x³ − 3x + B modulo FIELD; the curve has ORDER points, a prime, the field of secrets and
+shares."""
 POINT_BYTES, SHARE_BYTES = 33, 32
 
 Point = tuple[int, int]
-_Triple = tuple[int, int, int]  # Jacobian: x/z², y/z³; z = 0 is the point at infinity
+_Triple = tuple[int, int, int]  # projective: x/z, y/z; z = 0 is the point at infinity
 
 
 def fresh_scalar() -> int:
@@ -66,11 +68,11 @@ def is_share(points: Sequence[Point], holder: int, share: int) -> bool:
     """Return whether this is the holder's share under the dealer's commitments: share·G = Σ_k (holder + 1)^k · A_k."""
     if not 0 < share < ORDER:
         return False
-    total: _Triple = (1, 1, 0)
+    total: _Triple = (0, 1, 0)
     for x, y in reversed(points):
         total = _add(_times(holder + 1, total), (x, y, 1))
-    (wanted,) = read_points(public_half(share))
-    return _affine(total) == wanted
+    ((x, y),) = read_points(public_half(share))
+    return not _add(total, (x, -y, 1))[2]  # nothing is left
 
 
 def value_at(shares: Mapping[int, int], x: int) -> int:
@@ -95,36 +97,20 @@ def _times(number: int, point: _Triple) -> _Triple:
     """Return number·point for a small number ≥ 1."""
     total = point
     for bit in bin(number)[3:]:
-        total = _double(total)
+        total = _add(total, total)
         if bit == "1":
             total = _add(total, point)
     return total
 
 
-def _double(point: _Triple) -> _Triple:
-    x, y, z = point
-    slope = 3 * (x - z * z) * (x + z * z) % FIELD  # a = −3
-    mixed = 4 * x * y * y % FIELD
-    across = (slope * slope - 2 * mixed) % FIELD
-    return across, (slope * (mixed - across) - 8 * pow(y, 4, FIELD)) % FIELD, 2 * y * z % FIELD
-
-
 def _add(one: _Triple, two: _Triple) -> _Triple:
-    if not one[2] or not two[2]:
-        return two if not one[2] else one
-    z1, z2 = one[2] * one[2] % FIELD, two[2] * two[2] % FIELD
-    u, v = one[0] * z2 % FIELD, two[0] * z1 % FIELD
-    s, t = one[1] * z2 * two[2] % FIELD, two[1] * z1 * one[2] % FIELD
-    if u == v:
-        return _double(one) if s == t else (1, 1, 0)
-    h, r = v - u, t - s
-    cube, square = h * h * h % FIELD, u * h * h % FIELD
-    x = (r * r - cube - 2 * square) % FIELD
-    return x, (r * (square - x) - s * cube) % FIELD, h * one[2] * two[2] % FIELD
+    """Return the sum of any two points, equal ones and infinity too.
 
-
-def _affine(point: _Triple) -> Point | None:
-    if not point[2]:
-        return None
-    inverse = pow(point[2], -1, FIELD)
-    return point[0] * inverse**2 % FIELD, point[1] * inverse**3 % FIELD
+    The complete formulas for curves of prime order with a = −3: IACR ePrint 2015/1060, Algorithm 4.
+    """
+    (x1, y1, z1), (x2, y2, z2) = one, two
+    xx, yy, zz = x1 * x2 % FIELD, y1 * y2 % FIELD, z1 * z2 % FIELD
+    xy, xz, yz = (x1 * y2 + x2 * y1) % FIELD, (x1 * z2 + x2 * z1) % FIELD, (y1 * z2 + y2 * z1) % FIELD
+    shift, across, slope = 3 * (B * zz - xz) % FIELD, 3 * (B * xz - xx - 3 * zz) % FIELD, 3 * (xx - zz)
+    low, high = yy - shift, yy + shift
+    return (xy * low - yz * across) % FIELD, (high * low + slope * across) % FIELD, (yz * high + xy * slope) % FIELD
