@@ -177,9 +177,6 @@ class Doubled(Accounted):
         found = 2 * math.sqrt(rounds) / plan.event_multiplier if plan.event_multiplier else math.inf
         return (Guarantee("server", "sees all", self.relation, found, plan.delta, "by hand"),)
 
-    def event(self, plan: Plan):
-        return None
-
     def record(self, plan: Plan):
         return {"bits": 16}
 

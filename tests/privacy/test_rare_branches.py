@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import dp_accounting
 import numpy as np
 import pytest
 import torch
@@ -38,24 +37,7 @@ def test_votes_beyond_the_plan_and_without_noise() -> None:
     plan = build_plan(clients=100, cohort=50, sampling="poisson", rounds=5, noise_multiplier=0.0, mechanism=votes)
     assert votes.spent(plan, 5) == votes.queries == 10 and votes.facts["clip"] == "of one vote 1, of a draw's votes 1"
     assert votes.spent(plan, 6) == 12
-    assert type(votes.event(plan)).__name__ == "NonPrivateDpEvent"
     assert math.isinf(plan.epsilon())
-
-
-def test_the_event_of_a_draw_of_votes() -> None:
-    votes = VotesPlan(labels=2, total=10)
-    plan = build_plan(clients=100, cohort=50, sampling="poisson", rounds=5, noise_multiplier=1.0, mechanism=votes)
-    event = votes.event(plan)
-    assert isinstance(event, dp_accounting.PoissonSampledDpEvent) and event.sampling_probability == 0.5
-    assert event.event.noise_multiplier == votes.std(plan) / votes.sensitivity(plan)
-
-
-def test_ddgauss_has_no_event_of_the_library() -> None:
-    plan = build_plan(
-        clients=100, cohort=50, sampling="poisson", rounds=5, noise_multiplier=1.0, trust="distributed", min_cohort=10,
-        delta=1e-3, mechanism=DDGaussPlan(clip=1.0, dimension=8),
-    )  # fmt: skip
-    assert DDGaussPlan(clip=1.0, dimension=8).event(plan) is None
 
 
 def test_calibrated_is_the_same_plan_with_its_least_noise() -> None:
