@@ -239,9 +239,6 @@ def audit_method(
 def epsilons(plan: Plan) -> tuple[float, float]:
     """(claimed, proven) ε of one round in which the client takes part; they differ for published procedures only."""
     proven, claimed = plan.epsilon(1), plan.account.claimed(plan, 1)
-    if math.isinf(proven) and (seen := plan.account.unsampled(plan, 1)) is not None:
-        # Amplification by sampling says nothing at q = 1; this account needs none.
-        proven = seen.epsilon
     return proven if claimed is None else claimed, proven
 
 

@@ -138,11 +138,7 @@ class DDGaussPlan(Accounted):
 
     def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
         """Return the guarantee towards recipients and the server after `rounds` rounds."""
-        return self.account(plan).guarantees(rounds)[:2]
-
-    def unsampled(self, plan: Plan, rounds: int) -> Guarantee:
-        """Return the guarantee towards the server, for a client drawn in every round."""
-        return self.account(plan).guarantees(rounds)[-1]
+        return self.account(plan).guarantees(rounds)
 
     def record(self, plan: Plan) -> dict[str, Any]:
         """All that `DDGaussAccount` needs beside the plan's own fields (the minimum cohort is one of these)."""

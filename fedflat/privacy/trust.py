@@ -183,10 +183,6 @@ class Accounted:
         """The paper's ε of a published procedure, which is shown beside the proven one; None of all others."""
         return None
 
-    def unsampled(self, plan: Any, rounds: int) -> Guarantee | None:
-        """For a client drawn in every round, where the account of sampled rounds says nothing of it."""
-        return None
-
 
 GAUSSIAN = Accounted()
 
