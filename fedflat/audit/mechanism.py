@@ -7,7 +7,7 @@ bound ε from below.
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -197,17 +197,6 @@ ALONE = "Every run is a call of the real path of its own."
 TOGETHER = "Runs are copies side by side in one call of the real path; single calls agree, exactly and in law."
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The bound that one canary gave, with the statistic that gave it. way: how the runs were made, in a sentence."""
-
-    bound: float
-    canary: str
-    statistic: str
-    runs: int
-    way: str
-
-
 def audit_method(
     name: str, *, options: Mapping[str, Any] | None = None, sections: Mapping[str, Any] | None = None,
     runs: int = RUNS, confidence: float = CONFIDENCE,
@@ -228,10 +217,9 @@ def audit_method(
     best = audit_votes(bench, runs, confidence) if votes else audit_bench(bench, runs, confidence)
     claimed, proven = epsilons(plan)
     exact = plan.private and claimed == proven and not votes
-    return AuditResult(
-        kind="mechanism", method=name, claimed=claimed, proven=proven, lower_bound=best.bound, confidence=confidence,
-        canary=best.canary, statistic=best.statistic, runs=best.runs, seconds=time.perf_counter() - began,
-        assumptions=(*ASSUMPTIONS, best.way),
+    return replace(
+        best, method=name, claimed=claimed, proven=proven, confidence=confidence, seconds=time.perf_counter() - began,
+        assumptions=(*ASSUMPTIONS, *best.assumptions),
         violations=contract_violations(bench, name, options, sections) if exact else (),
     )  # fmt: skip
 
@@ -239,13 +227,12 @@ def audit_method(
 def epsilons(plan: Plan) -> tuple[float, float]:
     """(claimed, proven) ε of one round in which the client takes part; they differ for published procedures only."""
     proven, claimed = plan.epsilon(1), plan.account.claimed(plan, 1)
-    if math.isinf(proven) and (seen := plan.account.unsampled(plan, 1)) is not None:
-        # Amplification by sampling says nothing at q = 1; this account needs none.
-        proven = seen.epsilon
     return proven if claimed is None else claimed, proven
 
 
-def audit_bench(bench: Bench, runs: int, confidence: float, pairs: Mapping[str, Neighbours] | None = None) -> Finding:
+def audit_bench(
+    bench: Bench, runs: int, confidence: float, pairs: Mapping[str, Neighbours] | None = None
+) -> AuditResult:
     """Return the best bound over pairs of neighbours (default: all), which share the failure probability evenly."""
     pairs = pairs_of(bench) if pairs is None else pairs
     failure, (first, *_) = (1 - confidence) / len(pairs), pairs.values()
@@ -253,11 +240,11 @@ def audit_bench(bench: Bench, runs: int, confidence: float, pairs: Mapping[str, 
     if looped and room.on_a_grid(first.world(True, room.run_key(0, "grid", 0))):
         pairs = dict(islice(pairs.items(), GRID_CANARIES))
     count = min(runs, LOOPED_RUNS) if looped else runs
-    findings = [audit_canary(name, pair, count, failure, looped) for name, pair in pairs.items()]
-    return max(findings, key=lambda finding: finding.bound)
+    found = [audit_canary(name, pair, count, failure, looped) for name, pair in pairs.items()]
+    return max(found, key=lambda result: result.lower_bound or 0.0)
 
 
-def audit_votes(bench: Bench, runs: int, confidence: float) -> Finding:
+def audit_votes(bench: Bench, runs: int, confidence: float) -> AuditResult:
     """Return the bound of one cohort draw of noisy votes; what the server makes of them is post-processing.
 
     The canary votes for what nobody else votes for; world 0 lacks its votes.
@@ -265,28 +252,28 @@ def audit_votes(bench: Bench, runs: int, confidence: float) -> Finding:
     runs = min(runs, VOTE_RUNS)
     zero, one = (room.vote_releases(bench, present, runs) for present in (False, True))
     change = one[: runs // 2].mean(0) - zero[: runs // 2].mean(0)
-    statistic, bound = _bounded({LEARNED: zero @ change}, {LEARNED: one @ change}, 1 - confidence)
     way = "One cohort draw; every run is a call of the real sum and its noise."
-    return Finding(bound, "a vote that nobody else casts", statistic, runs, way)
+    found = _bounded({LEARNED: zero @ change}, {LEARNED: one @ change}, 1 - confidence)
+    return replace(found, canary="a vote that nobody else casts", assumptions=(way,))
 
 
-def audit_canary(name: str, neighbours: Neighbours, runs: int, failure: float, looped: bool) -> Finding:
+def audit_canary(name: str, neighbours: Neighbours, runs: int, failure: float, looped: bool) -> AuditResult:
     """Return the bound from one pair of neighbours."""
     absent, present = (room.releases(neighbours, world, runs, name, looped) for world in (False, True))
     learned = present[: runs // 2].mean(0) - absent[: runs // 2].mean(0)
     change = room.coupled_difference(neighbours)
     zero, one = (statistics(states, change, learned, neighbours.bench) for states in (absent, present))
-    statistic, bound = _bounded(zero, one, failure)
-    return Finding(bound, name, statistic, runs, ALONE if looped else TOGETHER)
+    return replace(_bounded(zero, one, failure), canary=name, assumptions=(ALONE if looped else TOGETHER,))
 
 
-def _bounded(absent: Mapping[str, Floats], present: Mapping[str, Floats], failure: float) -> tuple[str, float]:
-    """Return the statistic that tells the first halves of the runs apart best, and what the second halves show."""
-    # Counts on the runs that chose the statistic would give too high a bound.
-    half = len(next(iter(absent.values()))) // 2
+def _bounded(absent: Mapping[str, Floats], present: Mapping[str, Floats], failure: float) -> AuditResult:
+    """Return what the second halves of the runs show, by the statistic that tells the first halves apart best."""
+    runs = len(next(iter(absent.values())))
+    half = runs // 2  # counts on the runs that chose the statistic would give too high a bound
     tried = {name: choose_event(absent[name][:half], present[name][:half], DELTA, failure) for name in absent}
     chosen = max(tried, key=lambda name: tried[name][1])
-    return chosen, event_bound(tried[chosen][0], absent[chosen][half:], present[chosen][half:], DELTA, failure)
+    bound = event_bound(tried[chosen][0], absent[chosen][half:], present[chosen][half:], DELTA, failure)
+    return AuditResult("mechanism", "", lower_bound=bound, statistic=chosen, runs=runs)
 
 
 def statistics(states: Tensor, difference: Tensor, learned: Tensor, bench: Bench) -> dict[str, Floats]:

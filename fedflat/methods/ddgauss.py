@@ -136,13 +136,13 @@ class DistributedDiscreteGaussian(ShareNumbers):
 class SharedDiscreteNoise(Mechanism):
     """The distributed discrete Gaussian as a round's mechanism.
 
-    seed: public, of the rotation. shares: n_max shares in every released sum (the server tops up what the participants
-    lack); None: one per participant. secure: rounding and noise from the noise key's AES stream instead of Philox.
+    seed: public, of the rotation. shares: drawn for each released sum: n_max, or what clients' own lack of it. secure:
+    rounding and noise from the noise key's AES stream instead of Philox.
     """
 
     mechanism: DistributedDiscreteGaussian
     seed: int
-    shares: int | None = None
+    shares: int
     secure: bool = False
     exact = True
 
@@ -171,15 +171,12 @@ class SharedDiscreteNoise(Mechanism):
         """Return the decoded noisy sum, float32 `(d,)`."""
         # An empty round is released too: zero and its noise.
         total = np.zeros(self.mechanism.padded, dtype=np.int64) if aggregate.exact is None else aggregate.exact
-        noisy = self.mechanism.top_up(total, self._count(aggregate), self._source(key, "noise", broadcast.round))
+        noisy = self.mechanism.top_up(total, self.shares, self._source(key, "noise", broadcast.round))
         return self.mechanism.decode(noisy, self._signs(broadcast))
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the noise alone, as `release` draws it, float32 `(d,)`."""
         return self.release(key, broadcast, replace(aggregate, exact=None), bound)
-
-    def _count(self, aggregate: Aggregate) -> int:
-        return aggregate.count if self.shares is None else self.shares
 
     def _signs(self, broadcast: Broadcast) -> Floats:
         return self.mechanism.signs(stream(self.seed, "rotation", broadcast.round))

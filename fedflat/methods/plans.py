@@ -74,15 +74,6 @@ class VotesPlan(Accounted):
         """Return the guarantee towards each adversary after all draws of `rounds` rounds."""
         return guarantees(self.params(plan, rounds))
 
-    def event(self, plan: Plan) -> Any:
-        """Return the event of one cohort draw, for dp-accounting."""
-        import dp_accounting
-
-        multiplier = self.std(plan) / self.sensitivity(plan)
-        if multiplier == 0:
-            return dp_accounting.NonPrivateDpEvent()
-        return dp_accounting.GaussianDpEvent(multiplier) if plan.trust == "local" else plan.sampler.event(multiplier)
-
     def record(self, plan: Plan) -> dict[str, Any]:
         """Q; std and sensitivity are in the plan's own fields."""
         return {"labels_per_draw": self.labels}
@@ -147,15 +138,7 @@ class DDGaussPlan(Accounted):
 
     def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
         """Return the guarantee towards recipients and the server after `rounds` rounds."""
-        return self.account(plan).guarantees(rounds)[:2]
-
-    def unsampled(self, plan: Plan, rounds: int) -> Guarantee:
-        """Return the guarantee towards the server, for a client drawn in every round."""
-        return self.account(plan).guarantees(rounds)[-1]
-
-    def event(self, plan: Plan) -> Any:
-        """None: dp-accounting has no such event."""
-        return None
+        return self.account(plan).guarantees(rounds)
 
     def record(self, plan: Plan) -> dict[str, Any]:
         """All that `DDGaussAccount` needs beside the plan's own fields (the minimum cohort is one of these)."""

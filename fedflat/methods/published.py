@@ -99,13 +99,6 @@ class Published(Accounted):
         found = self.proven(plan, rounds)
         return (Guarantee("server", text, self.relation, found, plan.delta, "exact Gaussian composition"),)
 
-    def event(self, plan: Plan) -> Any:
-        """Return a message of a client that is in the round, as dp-accounting's event."""
-        import dp_accounting
-
-        multiplier = self.message_multiplier(plan) / 2
-        return dp_accounting.GaussianDpEvent(multiplier) if multiplier else dp_accounting.NonPrivateDpEvent()
-
     def record(self, plan: Plan) -> dict[str, Any]:
         """The line's numbers are those of one message, not of the sum; ``participations`` are the busiest client's."""
         bound = None if self.clip is None else self.clip * math.sqrt(self.tensors)

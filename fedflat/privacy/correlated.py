@@ -108,10 +108,6 @@ class ScheduledPlan(Accounted):
         event = dp_accounting.GaussianDpEvent(self.multiplier(sigma, rounds) / moved)
         return compose_epsilon(event, 1, plan.delta, plan.accountant)
 
-    def event(self, plan: Any) -> Any:
-        """None: the run is one mechanism, not its rounds."""
-        return None
-
     def record(self, plan: Any) -> dict[str, Any]:
         """What the ledger needs beside the plan's fields: C's description, b, k and p."""
         found = {

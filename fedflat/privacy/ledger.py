@@ -214,15 +214,11 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         self._copy: Callable[[bytes], None] = lambda line: None
         self.use_key(key_id)
 
-    @property
-    def key_id(self) -> str | None:
-        """The public fingerprint of the noise key, or None if it was not given."""
-        return self._key.get("key_id")
-
     def use_key(self, key_id: str | None) -> None:
-        """The public fingerprint of the key that further events are drawn with."""
+        """The public fingerprint of the key that further events are drawn with; without one nothing is drawn again."""
+        self.key_id = key_id
         self._key = {} if key_id is None else {"key_id": key_id}
-        self._replay = list(self.entries) if self._key else self._open_round()
+        self._replay = list(self.entries) if self._key else []
 
     def describe(self, run: Mapping[str, Any]) -> None:
         """Facts of the run that the next line carries, unless the newest recorded ones are the same."""
@@ -232,19 +228,12 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         """Hand the bytes of every further line, newline included, to ``write`` too before ``append`` returns."""
         self._copy = write
 
-    def _open_round(self) -> list[Entry]:
-        """The events of the last round's latest attempt: all that may be drawn again if the key's name is not known."""
-        last = [entry for entry in self.entries if entry["round"] == max(self.rounds_recorded())]
-        latest = max(map(_attempt, last), default=1)
-        start = next((entry["line"] for entry in last if _attempt(entry) == latest), 0)
-        return [entry for entry in last if entry["line"] >= start]
-
     @classmethod
     def open(cls, path: str | Path, *, key_id: str | None = None) -> "Ledger":
         """Open or create a ledger, verifying every line.
 
-        ``key_id`` is a public fingerprint of the noise key, stored
-        with each event: only an event drawn with the same key counts as the same event when a run is resumed.
+        ``key_id`` is a public fingerprint of the noise key, stored with each event: only an event drawn with the same
+        key counts as the same event when a run is resumed, and without a key none does.
         Raises ``RunError`` if another process holds it or the disk refuses, ``LedgerError`` if it was edited.
         """
         path = Path(path)

@@ -119,10 +119,18 @@ class Plan(AccountingParams):
         return self.account.std(self, bound)
 
     def event(self) -> Any:
-        """One round as a dp-accounting event; its multiplier is std / sensitivity under ``relation``."""
+        """One round of the Gaussian sum as a dp-accounting event, of multiplier std / sensitivity under ``relation``.
+
+        None where a mechanism has an account of its own, which alone answers for it.
+        """
         import dp_accounting
 
-        return self.account.event(self) if self.private else dp_accounting.NonPrivateDpEvent()
+        if self.mechanism is not None:
+            return None
+        if not self.private:
+            return dp_accounting.NonPrivateDpEvent()
+        multiplier = self.event_multiplier / self.factor
+        return dp_accounting.GaussianDpEvent(multiplier) if self.trust == "local" else self.sampler.event(multiplier)
 
     def guarantees(self, rounds: int | None = None) -> tuple[Guarantee, ...]:
         """The guarantee towards each adversary after ``rounds`` rounds (default: all of them).

@@ -163,13 +163,6 @@ class Accounted:
         multiplier: float = plan.effective_multiplier
         return multiplier * bound * (1 + self.rounding) * self.scale if multiplier else 0.0
 
-    def event(self, plan: Any) -> Any:
-        """One draw as a dp-accounting event, or None where the library has none."""
-        import dp_accounting
-
-        multiplier = plan.event_multiplier / plan.params.factor
-        return dp_accounting.GaussianDpEvent(multiplier) if plan.trust == "local" else plan.sampler.event(multiplier)
-
     def guarantees(self, plan: Any, rounds: int) -> tuple[Guarantee, ...]:
         """Towards each adversary after ``rounds`` rounds, for ``plan.event_multiplier``; ε decreasing in it."""
         return guarantees(replace(plan.params, rounds=rounds))
@@ -188,10 +181,6 @@ class Accounted:
 
     def claimed(self, plan: Any, rounds: int) -> float | None:
         """The paper's ε of a published procedure, which is shown beside the proven one; None of all others."""
-        return None
-
-    def unsampled(self, plan: Any, rounds: int) -> Guarantee | None:
-        """For a client drawn in every round, where the account of sampled rounds says nothing of it."""
         return None
 
 

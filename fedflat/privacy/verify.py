@@ -288,7 +288,7 @@ def _ddgauss(entries: Entries, delta: float) -> Recomputed:
     try:
         numbers = {name: e[name] for name in ("clients", "cohort", "clip", "granularity", "dimension", "beta", "bits")}
         least = min(x["noise_multiplier"] for x in entries)
-        own = {"n_max": e.get("n_max"), "colluders": e.get("colluders") or 0, "min_cohort": e["cohort_min"]}
+        own = {"n_max": e["n_max"], "colluders": e.get("colluders") or 0, "min_cohort": e["cohort_min"]}
         account = DDGaussAccount(**numbers, **own, noise_multiplier=least, delta=delta)
     except KeyError as error:
         raise wrong("ledger line 0", f"no {error.args[0]}", "every parameter of ddgauss") from error

@@ -220,7 +220,7 @@ def caught(name: str, runs: int) -> Caught:
     else:
         bench = plant(name, bench)
         best = audit_bench(bench, runs, CONFIDENCE, pairs_at(bench, *DEFECTS[name]))
-        bound, faults = best.bound, contract_violations(bench)
+        bound, faults = best.lower_bound, contract_violations(bench)
     tensors = len(bench.parts.layout.tensors("shared"))
     counted = name in ("per-tensor clip", "published clip")
     proven = gaussian_epsilon(math.sqrt(tensors) / SIGMA, DELTA) if counted else math.inf

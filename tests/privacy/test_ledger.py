@@ -26,8 +26,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger.jsonl"
 
 
-def filled(path: Path, rounds: int = 3) -> list[dict[str, object]]:
-    with Ledger.open(path) as ledger:
+def filled(path: Path, rounds: int = 3, key: str | None = None) -> list[dict[str, object]]:
+    with Ledger.open(path, key_id=key) as ledger:
         for index in range(rounds):
             ledger.append(payload(index))
         return ledger.entries
@@ -72,7 +72,7 @@ def test_a_payload_that_cannot_be_kept_exactly_is_refused(path: Path, bad: dict[
 
 
 def test_a_crash_at_any_byte_of_the_last_line_is_healed(path: Path) -> None:
-    entries = filled(path)
+    entries = filled(path, key="a")
     whole = path.read_bytes()
     start = whole.index(b"\n", whole.index(b"\n") + 1) + 1
     for cut in range(start, len(whole) + 1):
@@ -82,7 +82,7 @@ def test_a_crash_at_any_byte_of_the_last_line_is_healed(path: Path) -> None:
         torn = start < cut < len(whole) - 1
         assert read(path) == entries[: 2 if cut < len(whole) - 1 else 3]
         assert path.read_bytes() == whole[:cut]  # reading changes nothing
-        with Ledger.open(path) as ledger:
+        with Ledger.open(path, key_id="a") as ledger:
             assert len(ledger.notes) == torn
             assert (aside.read_bytes() == whole[start:cut] + b"\n") if torn else not aside.exists()
             if torn:
@@ -165,21 +165,24 @@ def test_an_edited_moved_or_missing_line_is_named(path: Path, kind: str, line: i
         Ledger.open(path)
 
 
-def test_resuming_with_the_key_writes_no_event_twice(path: Path) -> None:
-    filled(path)
+def test_resuming_with_the_key_writes_no_event_twice_and_without_one_every_event(path: Path) -> None:
+    filled(path, key="a")
     before = path.read_bytes()
-    with Ledger.open(path) as ledger:
+    with Ledger.open(path, key_id="a") as ledger:
         assert ledger.append(payload(2))["line"] == 2
         assert path.read_bytes() == before
         assert ledger.append(payload(2))["line"] == 3  # a second equal event of the running round is charged
-        assert ledger.append(payload(1))["line"] == 4  # and so is a round that was not the open one
-        assert ledger.append(payload(3, clip=0.2))["line"] == 5
+        assert ledger.append(payload(3, clip=0.2))["line"] == 4
+    with Ledger.open(path) as ledger:
+        assert [ledger.append(payload(0))["line"] for _ in range(2)] == [5, 6]
+    with Ledger.open(path) as ledger:
+        assert ledger.append(payload(0))["line"] == 7  # nothing tells it from another release
 
 
 def test_equal_events_of_one_running_round_are_all_charged(path: Path) -> None:
-    with Ledger.open(path) as ledger:
+    with Ledger.open(path, key_id="a") as ledger:
         assert [ledger.append(payload(0))["line"] for _ in range(3)] == [0, 1, 2]
-    with Ledger.open(path) as ledger:
+    with Ledger.open(path, key_id="a") as ledger:
         assert [ledger.append(payload(0))["line"] for _ in range(4)] == [0, 1, 2, 3]
 
 
@@ -198,11 +201,11 @@ def test_resuming_without_the_key_charges_the_open_round_again(path: Path) -> No
             assert (again["round"], again["attempt"]) == (round, attempt)
 
 
-def test_only_the_latest_attempt_of_the_open_round_can_be_drawn_again(path: Path) -> None:
-    filled(path, 1)
-    with Ledger.open(path) as ledger:
+def test_an_attempt_is_matched_once(path: Path) -> None:
+    filled(path, 1, "a")
+    with Ledger.open(path, key_id="b") as ledger:
         ledger.charge_again("the noise key is gone")
-    with Ledger.open(path) as ledger:  # one event of the second attempt is known, its twin was never drawn
+    with Ledger.open(path, key_id="b") as ledger:  # one event of the second attempt is known, its twin was never drawn
         assert [ledger.append(payload(0))["line"] for _ in range(2)] == [1, 2]
 
 
@@ -329,14 +332,14 @@ def test_a_failed_sync_is_not_a_written_event(path: Path, monkeypatch: pytest.Mo
     def fail(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    with Ledger.open(path) as ledger:
+    with Ledger.open(path, key_id="a") as ledger:
         monkeypatch.setattr(module.os, "fsync", fail)
         with pytest.raises(RunError, match="Input/output error"):
             ledger.append(payload(0))
     with pytest.raises(RunError, match=r"cannot be opened for writing \(Input/output error\)"):
         Ledger.open(path)
     monkeypatch.undo()
-    with Ledger.open(path) as ledger:  # the line did reach the disk: it is charged, and not twice
+    with Ledger.open(path, key_id="a") as ledger:  # the line did reach the disk: it is charged, and not twice
         assert ledger.append(payload(0))["line"] == 0
 
 

@@ -177,9 +177,6 @@ class Doubled(Accounted):
         found = 2 * math.sqrt(rounds) / plan.event_multiplier if plan.event_multiplier else math.inf
         return (Guarantee("server", "sees all", self.relation, found, plan.delta, "by hand"),)
 
-    def event(self, plan: Plan):
-        return None
-
     def record(self, plan: Plan):
         return {"bits": 16}
 
@@ -258,4 +255,4 @@ def test_a_private_evaluation_takes_its_share_of_the_noise(share: float) -> None
     assert plan.record(0, 1.0)["evaluation"] == share and plan.at(3.0).count_std == pytest.approx(2 * plan.count_std)
     alone = build_plan(clients=100, cohort=20, rounds=10, noise_multiplier=1.5, delta=1e-3)
     assert plan.epsilon() == alone.epsilon() and alone.count_std is None
-    assert alone.account.unsampled(alone, 1) is None and alone.account.claimed(alone, 1) is None
+    assert alone.account.claimed(alone, 1) is None

@@ -93,7 +93,7 @@ def test_median_clipping_proves_nothing() -> None:
     made = plan("002")
     assert made.epsilon(1) == math.inf and made.epsilon(0) == 0
     assert mechanism(made).record(made)["std"] is None
-    assert "NonPrivate" in type(made.event()).__name__
+    assert made.event() is None
     text = " ".join(mechanism(made).reasons(made, 300))
     assert "no finite ε is proven" in text and "13.46" not in text and "Item 2" in text and "Item 1:" not in text
 
@@ -113,7 +113,7 @@ def test_the_ledgers_line_gives_the_message_multiplier_back() -> None:
     line = made.record(4, 0.2 * math.sqrt(8))
     assert line["mechanism"] == "published-000" and line["sampling"] == "round-number"
     assert line["std"] / line["clip"] == pytest.approx(line["noise_multiplier"])
-    assert line["std"] / line["sensitivity"] == pytest.approx(made.event().noise_multiplier)
+    assert line["std"] / line["sensitivity"] == pytest.approx(mechanism(made).message_multiplier(made) / 2)
     assert line["std"] == pytest.approx(0.95 * 0.2 / math.sqrt(50))
     assert line["epsilon"] == made.epsilon(5)
 

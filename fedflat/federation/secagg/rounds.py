@@ -291,5 +291,5 @@ class ClientShares(Mechanism):
 
     def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the decoded noisy sum, float32 ``(d,)``, with n_max shares in it."""
-        lacking = max(0, (self.inner.shares or 0) - aggregate.count)
+        lacking = max(0, self.inner.shares - aggregate.count)
         return replace(self.inner, shares=lacking).release(key, broadcast, aggregate, bound)

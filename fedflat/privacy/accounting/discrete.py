@@ -129,10 +129,9 @@ class DDGaussAccount(ShareNumbers):
 
     clients, cohort: M and the expected cohort m (Poisson, q = m/M). A sum of fewer than min_cohort honest shares is
     aborted and stays charged; the sum mod 2^bits is post-processing. delta: δ of the whole run.
-    n_max: if given, the server tops every sum up to n_max shares and aborts a larger one, so that the released noise
-    does not depend on the cohort. Only then are recipients granted amplification by sampling. Otherwise the energy of
-    the noise over d coordinates gives the cohort's size away, the two mixtures have different parts without the client,
-    and what joint convexity proves for recipients is exactly the server's figure.
+    n_max: the server tops every sum up to n_max shares and aborts a larger one, so that the released noise does not
+    depend on the cohort. Only so are recipients granted amplification by sampling: otherwise the energy of the noise
+    over d coordinates would give the cohort's size away.
     colluders: clients whose shares do not count; subtracted from n_max, and added to min_cohort in the abort rule.
     "Remove" means that the slot sends a zero update, still noised (zero-out).
     Raises InputError on impossible values.
@@ -141,7 +140,7 @@ class DDGaussAccount(ShareNumbers):
     clients: int
     cohort: float
     delta: float
-    n_max: int | None = None
+    n_max: int
     colluders: int = 0
 
     def __post_init__(self) -> None:
@@ -151,8 +150,7 @@ class DDGaussAccount(ShareNumbers):
         whole("colluders", self.colluders, 0)
         whole("cohort.min", self.min_cohort, 1, self.clients)
         in_range("delta", self.delta, 0, 1, open_low=True, open_high=True)
-        if self.n_max is not None:
-            whole("cohort.max", self.n_max, self.min_cohort + self.colluders)
+        whole("cohort.max", self.n_max, self.min_cohort + self.colluders)
 
     @property
     def rate(self) -> float:
@@ -182,9 +180,7 @@ class DDGaussAccount(ShareNumbers):
 
         # Without the client in question, so that the chance is the same in both worlds.
         others = stats.binom(self.clients - 1, self.rate)
-        chance = float(others.cdf(self.min_cohort + self.colluders - 1))
-        if self.n_max is not None:
-            chance += float(others.sf(self.n_max - 1))
+        chance = float(others.cdf(self.min_cohort + self.colluders - 1)) + float(others.sf(self.n_max - 1))
         return min(1.0, rounds * chance)
 
     def epsilon(self, rounds: int, adversary: Adversary = "recipients", amplification: bool = True) -> float:
@@ -200,29 +196,28 @@ class DDGaussAccount(ShareNumbers):
             return 0.0
         if self.noise_multiplier == 0 or delta <= 0:
             return math.inf
-        completed = self.n_max is not None and adversary == "recipients"
         # Colluders know their own shares, so these hide nothing.
-        shares = self.n_max - self.colluders if completed and self.n_max is not None else self.min_cohort
+        shares = self.n_max - self.colluders if adversary == "recipients" else self.min_cohort
         curve = self.curve(shares)
         if not amplification:
             return curve_epsilon(ORDERS, rounds * curve(ORDERS), delta)
         known = participation_epsilon(curve, rounds, self.rate, delta)
-        if not completed:
+        if adversary == "server":
             return known
         return min(known, curve_epsilon(WHOLE_ORDERS, rounds * self.amplified(shares), delta))
 
     def guarantees(self, rounds: int) -> tuple[Guarantee, ...]:
-        """Towards recipients, the server, and the server for a client drawn in every round."""
-        hidden = self.n_max is not None
-        how = "Poisson amplification, noise topped up to cohort.max" if hidden else "participation counts, Bin(T, q)"
+        """Towards recipients and the server."""
         rule = "Renyi, sum of discrete Gaussians (Kairouz et al. 2021)"
-        amplified = rule + (", Poisson (Mironov et al. 2019, thm 5)" if hidden else ", joint convexity")
-        kinds: list[tuple[str, str, Adversary, bool, str]] = [
-            ("recipients", f"those who see released models only: {how}", "recipients", True, amplified),
-            ("server", "the server, which knows each cohort and sees each sum: Bin(T, q) rounds", "server", True, rule),
-            ("server, worst case", "the same, for a client drawn in every round", "server", False, rule),
+        kinds: list[tuple[Adversary, str, str]] = [
+            (
+                "recipients",
+                "those who see released models only: Poisson amplification, noise topped up to cohort.max",
+                f"{rule}, Poisson (Mironov et al. 2019, thm 5)",
+            ),
+            ("server", "the server, which knows each cohort and sees each sum: Bin(T, q) rounds", rule),
         ]
         return tuple(
-            Guarantee(name, text, "add-remove", self.epsilon(rounds, who, amplify), self.delta, accountant)
-            for name, text, who, amplify, accountant in kinds
+            Guarantee(who, text, "add-remove", self.epsilon(rounds, who), self.delta, accountant)
+            for who, text, accountant in kinds
         )
