@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fedflat.assembly.inputs import data_of, module_of
+from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.audit import worlds as room
 from fedflat.audit.bounds import AuditResult, Floats, assumptions
@@ -24,7 +25,10 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.params import layout_of
 from fedflat.core.types import Algorithm
+from fedflat.data.clients import FederatedData
 from fedflat.records import checkpoint
+from fedflat.records.folder import OPENING
+from fedflat.records.opening import Opening
 
 SECONDS = 40.0
 """Of a quick audit, about; what it leaves out is counted and said."""
@@ -70,21 +74,20 @@ def audit_worlds(
         return _nothing(method, _given(folder))
     data = data_of(recipe, clients, test)
     module, _, _ = module_of(recipe, model, data)
-    dimension = layout_of(module, method.head).dimension
-    kept = None if folder is None else checkpoint.newest(folder / "checkpoints")
-    if folder is not None and kept is not None and kept[0].shared.numel() != dimension:
-        return _nothing(method, _given(folder))
+    note = "" if folder is None else _of_a_run(folder, recipe, method, module, data)
+    if note.startswith("audit:"):
+        return _nothing(method, note)
     stage = Scenario(recipe, module, data)
     found, left = measured(stage, engines_for(recipe, thorough=thorough), None if thorough else SECONDS)
     shared = shared_noise(stage) if method.kind == "update" else ()
-    plan = plan_of(recipe, method, data.clients, dimension)
+    plan = plan_of(recipe, method, data.clients, layout_of(module, method.head).dimension)
     proven = plan.epsilon(plan.rounds)
     worst = max((m for m in found if not m.refused), key=lambda m: m.value)
     return AuditResult(
         "worlds", method.name, claimed=proven, proven=proven, canary=worst.case,
         statistic=f"movement of the release over C, {worst.engine}", runs=sum(not m.stopped for m in found),
         seconds=time.perf_counter() - began, violations=faults(found, shared), details=_details(found, worst, left),
-        assumptions=ASSUMPTIONS,
+        assumptions=(*ASSUMPTIONS, *([note] if note else [])),
     )  # fmt: skip
 
 
@@ -147,6 +150,22 @@ def _given(folder: Path) -> str:
         f"audit: found {folder}, a run whose model or data were given in Python and are not in its folder; allowed: "
         "fedflat.audit.audit_run(folder, model=…, clients=…) in Python."
     )
+
+
+def _of_a_run(folder: Path, recipe: Recipe, method: Algorithm, module: nn.Module, data: FederatedData) -> str:
+    """Return what must be said where the data at hand, or the model, are not those that the run in ``folder`` had."""
+    kept = checkpoint.newest(folder / "checkpoints")
+    if kept is None:
+        return ""
+    if kept[0].shared.numel() != layout_of(module, method.head).dimension:
+        return _given(folder)
+    if not (folder / OPENING).is_file():
+        return "Nothing in the folder tells which data the run had: it is exported."
+    plain = recipe.model_copy(update={"engine": type(recipe.engine)(backend="sequential", device="cpu")})
+    return CHANGED if "data" in Opening.read(folder).differing(prepare(plain, module, data=data).identity) else ""
+
+
+CHANGED = "The data at hand are not those that the run had: their shapes were used."
 
 
 ALIKE = 0.99
