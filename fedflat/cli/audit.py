@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from fedflat import cli, report
+from fedflat import cli
 from fedflat.core.checks import wrong
 from fedflat.core.durable import plain
 
@@ -49,6 +49,7 @@ def audit(
     from fedflat.audit import audit_run, write_audit
     from fedflat.config.recipe import Recipe
     from fedflat.records.folder import SEALED
+    from fedflat.report.html import write_report
 
     folder = Path(target) if Path(target).is_dir() else None
     # A run's own folder, as it was run, keeps the result.
@@ -56,7 +57,7 @@ def audit(
     results = audit_run(Recipe.load(target, override or []), kind=kind, runs=runs, folder=folder)
     if page is not None:
         write_audit(page.parent, results)
-        report.write_report([page.parent], page)
+        write_report([page.parent], page)
     if as_json:
         cli.print_json([result.as_dict() for result in results])
     else:
@@ -174,7 +175,9 @@ def _numbers(where: str, text: str, kind: type) -> list[Any]:
 @contextmanager
 def _progress(quiet: bool) -> Iterator[tuple[Any, Any]]:
     """Show a bar on the terminal for each model's surface, and plain lines elsewhere."""
-    with report.Bars(quiet, stderr=True) as bars:
+    from fedflat.report.progress import Bars
+
+    with Bars(quiet, stderr=True) as bars:
         task = bars.add_task("", says="")
 
         def stage(name: str, total: int) -> None:
