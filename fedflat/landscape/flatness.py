@@ -237,8 +237,9 @@ def _curved(part: Objective, weights: Tensor, layout: Layout, settings: Settings
     spectrum = surfaces.lanczos(product, layout.size, settings.seed, count=settings.eigenvalues)
     trace = surfaces.trace(product, layout.size, settings.seed, settings.trace_draws)
     sharp = surfaces.sharpness(part, weights, settings.rho)
-    scalars = {"eigenvalue": spectrum.top[0], "trace": trace.mean, "one_step": sharp.one_step, "ascent": sharp.ascent}
-    return scalars, {"spectrum": asdict(spectrum), "trace": asdict(trace), "sharpness": asdict(sharp)}
+    scalars = {"eigenvalue": spectrum["top"][0], "trace": trace["mean"]}
+    scalars |= {key: sharp[key] for key in ("one_step", "ascent")}
+    return scalars, {"spectrum": spectrum, "trace": trace, "sharpness": sharp}
 
 
 def _grid(grid: surfaces.Grid, steps: str = "steps") -> Numbers:
