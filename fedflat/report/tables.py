@@ -31,34 +31,36 @@ BENEATH = 6
 """Lines of notes beneath the terminal's table at most; every note stands in ``table.md`` and on the page."""
 PLAINLY = "Noise from the seeds: ε is the mechanism's, these models protect nobody."
 PRIVATE_NOTE = "Personal accuracy is private to the simulation and not covered by the guarantee."
+MEASURES: dict[str, Callable[[Run], float | None]] = {
+    "final": metrics.final_accuracy, "best": metrics.best_accuracy, "personal": metrics.personal_accuracy,
+    "seconds": lambda run: metrics.seconds(run) or None, "gap": metrics.generalisation_gap,
+    "loss": lambda run: metrics.last(run.metrics, "test_loss"),
+}  # fmt: skip
+"""What of a run is averaged over seeds. Seconds are private, so a public page has none. ``gap``: training minus test
+accuracy at the end, private to the simulation."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method over its seeds. Accuracies are shares (0 to 1); ``None`` where a run has none.
+    """One method over its seeds. ``spreads``: by ``MEASURES``; accuracies are shares (0 to 1), ``None`` where a run has
+    none.
 
     ``against`` is the row that its differences are from: the first with the same data and ε, empty for that row itself.
-    ``fates``: of the runs that came to nothing (``metrics.FATES``), whose last round counts as their best. ``gap``:
-    training minus test accuracy at the end, private to the simulation.
+    ``fates``: of the runs that came to nothing (``metrics.FATES``), whose last round counts as their best.
     """
 
     method: str
     seeds: int
-    final: Spread | None
-    best: Spread | None
-    personal: Spread | None
+    spreads: dict[str, Spread | None]
     proven_epsilon: float | None
     claimed_epsilon: float | None
     delta: float | None
-    seconds: Spread | None
     difference: Difference | None
     personal_difference: Difference | None
     reasons: tuple[str, ...]
     fates: tuple[str, ...] = ()
-    gap: Spread | None = None
     against: str = ""
     randomness: str = "secret"
-    loss: Spread | None = None
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,6 @@ def comparison_table(groups: Sequence[Group]) -> Comparison:
 
 
 def _row(group: Group, first: Group) -> Row:
-    def over(measure: Callable[[Run], float | None]) -> Spread | None:
-        return spread(measure(run) for run in group.runs)
-
     def against(measure: Callable[[Run], float | None]) -> Difference | None:
         return None if group is first else grouping.paired_difference(first, group, measure)
 
@@ -102,21 +101,15 @@ def _row(group: Group, first: Group) -> Row:
     return Row(
         method=group.label,
         seeds=len(group.runs),
-        final=over(metrics.final_accuracy),
-        best=over(metrics.best_accuracy),
-        personal=over(metrics.personal_accuracy),
+        spreads={name: spread(map(measure, group.runs)) for name, measure in MEASURES.items()},
         proven_epsilon=proven[weakest],
         claimed_epsilon=metrics.claimed_epsilon(shown),
         delta=metrics.number(shown.privacy.get("delta")),
         randomness="seeded" if any(map(metrics.seeded, group.runs)) else "secret",
-        # Seconds are private, so a public page has none.
-        seconds=over(lambda run: metrics.seconds(run) or None),
         difference=against(metrics.final_accuracy),
         personal_difference=against(metrics.personal_accuracy),
         reasons=tuple(metrics.reasons(shown)),
         fates=tuple(found for run in group.runs if (found := metrics.fate(run))),
-        gap=over(metrics.generalisation_gap),
-        loss=over(lambda run: metrics.last(run.metrics, "test_loss")),
         against="" if group is first else first.label,
     )
 
@@ -150,26 +143,29 @@ class Column:
 
 def columns(table: Comparison) -> list[Column]:
     """The columns this comparison needs: personal accuracy, claimed ε and differences only where there are any."""
-    rows, timed = table.rows, any(row.seconds for row in table.rows)
+    rows, proven = table.rows, "ε of the mechanism" if table.seeded else "ε proven"
     claimed = any(row.claimed_epsilon is not None for row in rows)
-    rated, lossy = any(row.final for row in rows), any(row.loss for row in rows)
-    personal, proven = any(row.personal for row in rows), "ε of the mechanism" if table.seeded else "ε proven"
+    had = {name: any(row.spreads[name] for row in rows) for name in MEASURES}
     found: list[tuple[bool, Column]] = [
         (True, Column("method", "method", lambda row: row.method, left=True)),
         (True, Column("seeds", "seeds", lambda row: str(row.seeds))),
-        (rated or not lossy, Column("final", "accuracy %", _final_text)),
-        (lossy and not rated, Column("loss", "loss", lambda row: measured(row.loss.mean) if row.loss else "–")),
+        (had["final"] or not had["loss"], Column("final", "accuracy %", _final_text)),
+        (had["loss"] and not had["final"], Column("loss", "loss", lambda row: _mean(row, "loss", measured))),
         (any(row.difference for row in rows), Column("difference", "Δ", lambda row: difference_text(row.difference))),
-        (personal, Column("personal", "personal %", lambda row: percent_spread(row.personal))),
+        (had["personal"], Column("personal", "personal %", lambda row: percent_spread(row.spreads["personal"]))),
         (True, Column("proven_epsilon", proven, lambda row: epsilon_text(row.proven_epsilon))),
         (claimed, Column("claimed_epsilon", "ε claimed", lambda row: epsilon_text(row.claimed_epsilon, missing="–"))),
-        (timed, Column("seconds", "time", lambda row: duration(row.seconds.mean if row.seconds else None))),
+        (had["seconds"], Column("seconds", "time", lambda row: _mean(row, "seconds", duration))),
     ]
     return [column for wanted, column in found if wanted]
 
 
+def _mean(row: Row, name: str, written: Callable[[float], str]) -> str:
+    return "–" if (found := row.spreads[name]) is None else written(found.mean)
+
+
 def _final_text(row: Row) -> str:
-    return percent_spread(row.final) + "".join(metrics.MARKS[found] for found in dict.fromkeys(row.fates))
+    return percent_spread(row.spreads["final"]) + "".join(metrics.MARKS[found] for found in dict.fromkeys(row.fates))
 
 
 def notes(table: Comparison) -> list[str]:
@@ -213,7 +209,7 @@ def to_rich(table: Comparison) -> Table:
         last = after is not None and not after.against and any(row.against for row in rows)
         # As Text, a name in [brackets] is not taken for markup.
         texts = {column.key: column.text(row) for column in shown}
-        texts |= {"seconds": clock(row.seconds.mean if row.seconds else None)}  # narrower than in the other tables
+        texts |= {"seconds": _mean(row, "seconds", clock)}  # narrower than in the other tables
         made.add_row(*(Text(texts[column.key]) for column in shown), end_section=last)
     return made
 
@@ -245,7 +241,8 @@ def record_of(table: Comparison) -> dict[str, Any]:
     together = [
         {"dataset": cost.dataset, "same_clients": cost.same_clients, **asdict(cost.total)} for cost in table.together
     ]
-    found: dict[str, Any] = plain({"rows": [asdict(row) for row in table.rows], "together": together})
+    rows = [{**row.pop("spreads"), **row} for row in map(asdict, table.rows)]
+    found: dict[str, Any] = plain({"rows": rows, "together": together})
     return found | {"notes": notes(table)}
 
 
