@@ -277,11 +277,11 @@ def _ours(row: outcome.Row) -> str:
     marks = "".join(dict.fromkeys(MARKS[fate] for fate in row.fates.values()))
     if found is None:
         return f"–{marks}"
-    if math.isinf(found[0]):
+    if math.isinf(found.mean):
         late = sum(map(math.isinf, row.ours.values()))
         return f"never{marks}" if late == len(row.ours) else f"never in {late} of {len(row.ours)}{marks}"
     digits = 1 if row.cell.measure in tables.COUNTED else 2
-    text = f"{found[0]:.{digits}f}" + ("" if found[1] is None else f" ± {found[1]:.{digits}f}")
+    text = f"{found.mean:.{digits}f}" + ("" if found.sd is None else f" ± {found.sd:.{digits}f}")
     return f"{text}{marks}".replace("-", "−")
 
 

@@ -27,7 +27,7 @@ from fedflat.landscape.objective import Objective
 from fedflat.records import checkpoint
 from fedflat.records.folder import OPENING
 from fedflat.records.opening import Opening
-from fedflat.report.groups import Group, group_runs, paired_difference, spread
+from fedflat.report.groups import Group, by_seed, group_runs, paired_difference, spread
 from fedflat.report.metrics import Run, final_accuracy, proven_epsilon, read_runs, seeded
 
 Numbers = dict[str, Any]
@@ -283,7 +283,8 @@ def _plain(found: Any) -> Numbers | None:
 
 def _difference(first: Group, group: Group, numbers: Mapping[str, Numbers], key: str) -> Numbers | None:
     """Return the difference paired over common seeds: mean and 95 % t interval."""
-    return _plain(paired_difference(first, group, lambda run: numbers[str(run.path)][key]))
+    theirs, own = (by_seed(each, lambda run: numbers[str(run.path)][key]) for each in (first, group))
+    return _plain(paired_difference(theirs, own))
 
 
 def _over_draws(noise: Numbers) -> Numbers:

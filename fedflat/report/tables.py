@@ -17,7 +17,7 @@ from fedflat.core.checks import require
 from fedflat.core.durable import plain
 from fedflat.report import groups as grouping
 from fedflat.report import metrics
-from fedflat.report.groups import Difference, Group, Spread, differing, setting, spread
+from fedflat.report.groups import Difference, Group, Spread, by_seed, differing, paired_difference, setting, spread
 from fedflat.report.metrics import Run, epsilon_text
 from fedflat.report.wording import clock, duration, measured, percent_spread, text
 
@@ -91,7 +91,7 @@ def comparison_table(groups: Sequence[Group]) -> Comparison:
 
 def _row(group: Group, first: Group) -> Row:
     def against(measure: Callable[[Run], float | None]) -> Difference | None:
-        return None if group is first else grouping.paired_difference(first, group, measure)
+        return None if group is first else paired_difference(by_seed(first, measure), by_seed(group, measure))
 
     proven = [metrics.proven_epsilon(run) for run in group.runs]
     # No finite ε counts as the largest.

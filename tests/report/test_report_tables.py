@@ -93,11 +93,11 @@ def test_mean_sd_and_paired_interval_against_scipy(three: list[groups.Group]) ->
 
 
 def test_pairs_are_the_common_seeds(three: list[groups.Group]) -> None:
-    found = groups.paired_difference(three[0], groups.Group("fewer", three[1].runs[3:]), metrics.final_accuracy)
+    first, other = (groups.by_seed(group, metrics.final_accuracy) for group in three[:2])
+    found = groups.paired_difference(first, dict([*other.items()][3:]))
     assert found is not None and found.pairs == 2
-    single = groups.paired_difference(three[0], groups.Group("one", three[1].runs[:1]), metrics.final_accuracy)
-    assert single is not None and single.low is None
-    assert groups.paired_difference(three[0], groups.Group("none", ()), metrics.final_accuracy) is None
+    single = groups.paired_difference(first, dict([*other.items()][:1]))
+    assert single is not None and single.low is None and groups.paired_difference(first, {}) is None
 
 
 def test_equal_values_have_no_spread() -> None:
