@@ -228,9 +228,12 @@ def to_terminal(table: Comparison, width: int = 80) -> str:
     return "\n".join([*lines, "", *below]) + "\n"
 
 
-def to_markdown(table: Comparison) -> str:
-    """Return a Markdown table with its notes."""
-    return text("table.md", table=table, columns=columns(table), notes=notes(table))
+def files(table: Comparison) -> dict[str, str]:
+    """Return the table's files by their names: Markdown, LaTeX (a ``tabular`` with booktabs rules, its notes as
+    comments) and ``record_of`` as JSON."""
+    values = {"table": table, "columns": columns(table), "notes": notes(table)}
+    found = {name: text(name, **values) for name in ("table.md", "table.tex")}
+    return found | {"table.json": json.dumps(record_of(table), indent=2, ensure_ascii=False) + "\n"}
 
 
 def record_of(table: Comparison) -> dict[str, Any]:
@@ -244,11 +247,6 @@ def record_of(table: Comparison) -> dict[str, Any]:
     rows = [{**row.pop("spreads"), **row} for row in map(asdict, table.rows)]
     found: dict[str, Any] = plain({"rows": rows, "together": together})
     return found | {"notes": notes(table)}
-
-
-def to_json(table: Comparison) -> str:
-    """Return ``record_of`` as JSON."""
-    return json.dumps(record_of(table), indent=2, ensure_ascii=False) + "\n"
 
 
 def runs_csv(groups: Sequence[Group]) -> str:
@@ -272,13 +270,3 @@ def runs_csv(groups: Sequence[Group]) -> str:
             ended = {"ended": metrics.fate(run), "seconds": f"{found['seconds']:.3f}"}
             records.append(line | ended | {"folder": "/".join(run.path.parts[-2:])})
     return cast(str, pandas.DataFrame(records, dtype=object).to_csv(index=False, lineterminator="\n"))
-
-
-def to_latex(table: Comparison) -> str:
-    """Return a ``tabular`` with booktabs rules; its notes follow as comments."""
-    return text("table.tex", table=table, columns=columns(table), notes=notes(table))
-
-
-RENDERERS: dict[str, Callable[[Comparison], str]] = {
-    "terminal": to_terminal, "markdown": to_markdown, "json": to_json, "latex": to_latex,
-}  # fmt: skip

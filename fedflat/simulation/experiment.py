@@ -35,7 +35,6 @@ from fedflat.simulation.settings import Setting, Task, check_folders, claim, exp
 
 Update = Callable[[RunEvent], None]
 GONE = "its worker process is gone: {}; the same command goes on with it"
-FILES = {"md": "markdown", "json": "json", "tex": "latex"}
 
 
 # Set once in each worker process by ``begin_worker``: the queue, the flag, and what gives a recipe its federation.
@@ -366,8 +365,7 @@ def _collect(crew: _WorkerCrew) -> Comparison:
 
 def _write_tables(folder: Path, groups: list[Group], table: tables.Comparison) -> None:
     """Write the table in every form, every run in one file, and the first figure that there is."""
-    files = {f"table.{ending}": tables.RENDERERS[kind](table) for ending, kind in FILES.items()}
-    for name, text in (files | {"runs.csv": tables.runs_csv(groups)}).items():
+    for name, text in (tables.files(table) | {"runs.csv": tables.runs_csv(groups)}).items():
         durable.replace(folder / name, text, mode=0o644)
     figures = {figure.key: figure for figure in figures_of_groups(groups)}
     for key in [key for key in ("by-epsilon", "accuracy", "loss") if key in figures][:1]:

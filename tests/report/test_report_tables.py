@@ -121,11 +121,11 @@ def test_terminal_fits_eighty_columns(three: list[groups.Group], tmp_path: Path,
 
 def test_rows_say_the_same_in_every_format(three: list[groups.Group]) -> None:
     table = tables.comparison_table(three)
-    assert set(tables.RENDERERS) == {"terminal", "markdown", "json", "latex"}
-    for row in json.loads(tables.to_json(table))["rows"]:
+    files = tables.files(table)
+    for row in json.loads(files["table.json"])["rows"]:
         shown = f"{100 * row['final']['mean']:.2f} ± {100 * row['final']['sd']:.2f}"
-        assert shown in tables.to_markdown(table) and shown in tables.to_terminal(table)
-        assert shown.replace("±", "$\\pm$") in tables.to_latex(table)
+        assert shown in files["table.md"] and shown in tables.to_terminal(table)
+        assert shown.replace("±", "$\\pm$") in files["table.tex"]
 
 
 def test_global_and_personal_never_share_a_column(three: list[groups.Group]) -> None:
@@ -143,10 +143,9 @@ def test_no_personal_column_without_personal_accuracies(tmp_path: Path) -> None:
 def test_no_epsilon_is_said_with_its_reason(tmp_path: Path) -> None:
     none = {"proven_epsilon": None, "epsilon": None, "claimed_epsilon": None, "reasons": ["No noise was added."]}
     table = tables.comparison_table(grouped([write_run(tmp_path / "f", "fedavg", rounds=3, statement=none)]))
-    for name, render in tables.RENDERERS.items():
-        text = render(table)
+    for name, text in {"terminal": tables.to_terminal(table), **tables.files(table)}.items():
         assert "No noise was added." in text, name
-        assert {"json": "null", "latex": "$\\infty$ (none)"}.get(name, "∞ (none)") in text
+        assert {"table.json": "null", "table.tex": "$\\infty$ (none)"}.get(name, "∞ (none)") in text
 
 
 def test_the_largest_epsilon_of_the_seeds_stands_for_the_group(tmp_path: Path) -> None:
@@ -182,8 +181,8 @@ def test_a_share_never_leaves_its_axis(tmp_path: Path) -> None:
 
 def test_user_names_cannot_break_a_table(tmp_path: Path) -> None:
     table = tables.comparison_table(grouped([write_run(tmp_path / "x", "a|b_50%&[red]<b>", rounds=3)]))
-    assert "a\\|b_50%&[red]&lt;b>" in tables.to_markdown(table)
-    assert "a|b\\_50\\%\\&[red]<b>" in tables.to_latex(table)
+    assert "a\\|b_50%&[red]&lt;b>" in tables.files(table)["table.md"]
+    assert "a|b\\_50\\%\\&[red]<b>" in tables.files(table)["table.tex"]
     assert "[red]" in tables.to_terminal(table)
 
 
