@@ -198,9 +198,9 @@ COLUMNS = {
 
 
 def landscape_table(record: Mapping[str, Any]) -> str:
-    """Return the means, below them the standard deviations over seeds, in 80 columns; then differences, notes and
-    cost."""
-    from fedflat.report.flatness import cost_text, difference_notes, pair_text
+    """Return the means, below them the standard deviations over seeds, in 80 columns; then differences and
+    notes."""
+    from fedflat.report.flatness import difference_notes, pair_text
 
     settings, groups = record["settings"], record["groups"]
     several = len({group["model"] for group in groups}) > 1
@@ -212,7 +212,7 @@ def landscape_table(record: Mapping[str, Any]) -> str:
         if len(group["seeds"]) > 1:
             lines.append(f"  ± sd of {len(group['seeds'])} seeds".ljust(20) + "".join(f"{sd:>10}" for _, sd in pairs))
     private = any(group["private"] for group in groups)
-    notes = [*difference_notes(record), *record["notes"], cost_text(record["cost"])]
+    notes = [*difference_notes(record), *record["notes"]]
     size = settings["noise"][len(settings["noise"]) // 2]
     below = cli.filled("landscape.txt", settings=settings, size=size, private=private, notes=notes)
     return "\n".join([*lines, "", *below])

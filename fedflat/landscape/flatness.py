@@ -1,8 +1,6 @@
 """Measure how flat finished runs' models are, global and local ones, with statistics over seeds."""
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -99,7 +97,6 @@ def measure(
     before each; on_points: points finished. Returns what surfaces.json holds. Raises InputError.
     """
     settings.check()
-    began, cpu = time.perf_counter(), time.process_time()
     groups, notes = group_runs(read_runs(folders)), list[str]()
     measured: list[Numbers] = []
     for group in groups:
@@ -113,7 +110,7 @@ def measure(
                 measured.append({"group": group.label, "run": str(run.path), "seed": run.seed, **found})
     return {
         "settings": asdict(settings), "groups": _grouped(groups, measured, settings), "models": measured,
-        "notes": list(dict.fromkeys(notes)), "cost": _cost(began, cpu, settings),
+        "notes": list(dict.fromkeys(notes)),
     }  # fmt: skip
 
 
@@ -300,14 +297,3 @@ def _curves(curves: Sequence[Numbers]) -> Numbers:
         result[key] = stacked.mean(0).tolist()
         result[f"{key}_sd"] = stacked.std(0, ddof=1).tolist() if len(stacked) > 1 else None
     return result
-
-
-def _cost(began: float, cpu: float, settings: Settings) -> Numbers:
-    """Return wall-clock and processor seconds, and the largest memory this process has held, in MiB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {
-        "seconds": time.perf_counter() - began,
-        "cpu_seconds": time.process_time() - cpu,
-        "peak_memory_mib": peak / (2**20 if sys.platform == "darwin" else 2**10),
-        "threads": settings.threads or torch.get_num_threads(),
-    }
