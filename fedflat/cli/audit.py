@@ -67,37 +67,19 @@ def audit(
 
 
 def table(results: Iterable[AuditResult]) -> str:
-    """Return the claimed, proven and audited ε, or the greatest movement over C, in 80 columns; then what each kind
-    assumes.
-    """
+    """Return the page's table of audits in 80 columns, a failure's verdict in capitals; then what each rests on."""
     from fedflat.report import statement
 
-    assumptions: dict[str, tuple[str, ...]] = {}
-    lines = [f"{'':22} {'claimed':>8} {'proven':>8} {'audited':>9}  verdict"]
-    for result in results:
-        facts = result.as_dict()
-        verdict = statement.verdict(facts)
-        if result.exceeds_proven:
-            verdict = verdict.upper().replace("Ε", "ε").replace("2B", "2b")
-        numbers = f"{_epsilon(result.claimed)} {_epsilon(result.proven)} {statement.audited_text(facts):>9}"
-        lines.append(f"{result.method:22.22} {numbers}  {verdict}")
-        level = "no confidence level" if result.confidence is None else f"confidence {100 * result.confidence:.10g} %"
-        suffix = "" if result.kind == "worlds" else f"; {level}"
-        lines += cli.wrapped(f"{result.kind}: {result.canary}; {result.statistic}{suffix}", "    ", "      ")
-        if result.violations:
-            more = f" (and {len(result.violations) - 1} more)" if len(result.violations) > 1 else ""
-            broken = "" if result.kind in ("worlds", "noise") else "contract 2b broken: "
-            lines += cli.wrapped(f"{broken}{result.violations[0]}{more}", "    ", "      ")
-        lines += [line for text in statement.remarks(facts) for line in cli.wrapped(text, "    ", "      ")]
-        assumptions.setdefault(result.kind, result.assumptions)
-    for kind, texts in assumptions.items():
-        lines += ["", f"What {kind} rests on:"]
-        lines += [line for text in texts for line in cli.wrapped(text, "  ", "    ")]
+    audits = [result.as_dict() for result in results]
+    rows = [statement.cells(audit) for audit in audits]
+    for row, audit in zip(rows, audits):
+        if statement.exceeded(audit):
+            row[-1] = row[-1].upper().replace("Ε", "ε").replace("2B", "2b")
+    lines = cli.columns([statement.HEADS, *rows])
+    for note in statement.notes(audits):
+        lines += ["", *cli.wrapped(note["head"])]
+        lines += [line for text in (note["about"], *note["lines"]) for line in cli.wrapped(text, "  ", "    ")]
     return "\n".join(lines)
-
-
-def _epsilon(value: float) -> str:
-    return f"{'none' if value == float('inf') else f'{value:.2f}':>8}"
 
 
 def landscape(
