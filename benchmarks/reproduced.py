@@ -32,9 +32,9 @@ from fedflat.papers.outcome import Outcome, Row
 from fedflat.papers.rows import dry, fill
 from fedflat.papers.scales import SCALES
 from fedflat.papers.tables import ROMAN, Table, find
-from fedflat.report import ExperimentProgress
 from fedflat.report.figures import Figure
 from fedflat.report.metrics import plain, seconds
+from fedflat.report.progress import ExperimentProgress
 
 FOLDER = Path(__file__).parent / "measured"
 Record = dict[str, Any]

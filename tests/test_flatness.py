@@ -55,7 +55,6 @@ def test_a_comparison_in_eighty_columns(runs: Path, call: Call, tmp_path: Path) 
     assert page.count("<canvas") == 4 and len(page) < 5_000_000
     found = json.loads((tmp_path / "new" / "landscape.json").read_text(encoding="utf-8"))
     assert len(found["groups"]) == 4 and len(found["models"]) == 8 and found["notes"] == []
-    assert {"seconds", "cpu_seconds", "peak_memory_mib", "threads"} == set(found["cost"])
     first = found["groups"][0]
     assert ("ε of the mechanism" in page) == first["seeded"] != ("ε proven" in page)
     own = [each for each in found["models"] if each["group"] == first["label"] and each["model"] == "global"]

@@ -30,8 +30,8 @@ from fedflat.records import checkpoint, keys, signing
 from fedflat.records.folder import RunFolder
 from fedflat.records.opening import Opening
 from fedflat.records.signing import read_public
-from fedflat.report import card, public, render
-from fedflat.report.html import write_report
+from fedflat.report import card
+from fedflat.report.html import public, render, write_report
 from fedflat.report.metrics import read_run
 from fedflat.simulation import inspection
 from fedflat.simulation import run as simulation

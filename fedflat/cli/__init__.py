@@ -124,7 +124,7 @@ def filled(template: str, **values: Any) -> list[str]:
     """Return the lines of a text template of at most 80 columns: ``label| text`` is a labelled line."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    from fedflat.report import epsilon_text
+    from fedflat.report.metrics import epsilon_text
 
     loader = PackageLoader("fedflat.cli")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from fedflat import cli, report
+from fedflat import cli
 from fedflat.core.checks import wrong
 from fedflat.core.durable import plain
 
@@ -49,6 +49,7 @@ def audit(
     from fedflat.audit import audit_run, write_audit
     from fedflat.config.recipe import Recipe
     from fedflat.records.folder import SEALED
+    from fedflat.report.html import write_report
 
     folder = Path(target) if Path(target).is_dir() else None
     # A run's own folder, as it was run, keeps the result.
@@ -56,7 +57,7 @@ def audit(
     results = audit_run(Recipe.load(target, override or []), kind=kind, runs=runs, folder=folder)
     if page is not None:
         write_audit(page.parent, results)
-        report.write_report([page.parent], page)
+        write_report([page.parent], page)
     if as_json:
         cli.print_json([result.as_dict() for result in results])
     else:
@@ -66,37 +67,19 @@ def audit(
 
 
 def table(results: Iterable[AuditResult]) -> str:
-    """Return the claimed, proven and audited ε, or the greatest movement over C, in 80 columns; then what each kind
-    assumes.
-    """
+    """Return the page's table of audits in 80 columns, a failure's verdict in capitals; then what each rests on."""
     from fedflat.report import statement
 
-    assumptions: dict[str, tuple[str, ...]] = {}
-    lines = [f"{'':22} {'claimed':>8} {'proven':>8} {'audited':>9}  verdict"]
-    for result in results:
-        facts = result.as_dict()
-        verdict = statement.verdict(facts)
-        if result.exceeds_proven:
-            verdict = verdict.upper().replace("Ε", "ε").replace("2B", "2b")
-        numbers = f"{_epsilon(result.claimed)} {_epsilon(result.proven)} {statement.audited_text(facts):>9}"
-        lines.append(f"{result.method:22.22} {numbers}  {verdict}")
-        level = "no confidence level" if result.confidence is None else f"confidence {100 * result.confidence:.10g} %"
-        suffix = "" if result.kind == "worlds" else f"; {level}"
-        lines += cli.wrapped(f"{result.kind}: {result.canary}; {result.statistic}{suffix}", "    ", "      ")
-        if result.violations:
-            more = f" (and {len(result.violations) - 1} more)" if len(result.violations) > 1 else ""
-            broken = "" if result.kind in ("worlds", "noise") else "contract 2b broken: "
-            lines += cli.wrapped(f"{broken}{result.violations[0]}{more}", "    ", "      ")
-        lines += [line for text in statement.remarks(facts) for line in cli.wrapped(text, "    ", "      ")]
-        assumptions.setdefault(result.kind, result.assumptions)
-    for kind, texts in assumptions.items():
-        lines += ["", f"What {kind} rests on:"]
-        lines += [line for text in texts for line in cli.wrapped(text, "  ", "    ")]
+    audits = [result.as_dict() for result in results]
+    rows = [statement.cells(audit) for audit in audits]
+    for row, audit in zip(rows, audits):
+        if statement.exceeded(audit):
+            row[-1] = row[-1].upper().replace("Ε", "ε").replace("2B", "2b")
+    lines = cli.columns([statement.HEADS, *rows])
+    for note in statement.notes(audits):
+        lines += ["", *cli.wrapped(note["head"])]
+        lines += [line for text in (note["about"], *note["lines"]) for line in cli.wrapped(text, "  ", "    ")]
     return "\n".join(lines)
-
-
-def _epsilon(value: float) -> str:
-    return f"{'none' if value == float('inf') else f'{value:.2f}':>8}"
 
 
 def landscape(
@@ -174,7 +157,9 @@ def _numbers(where: str, text: str, kind: type) -> list[Any]:
 @contextmanager
 def _progress(quiet: bool) -> Iterator[tuple[Any, Any]]:
     """Show a bar on the terminal for each model's surface, and plain lines elsewhere."""
-    with report.Bars(quiet, stderr=True) as bars:
+    from fedflat.report.progress import Bars
+
+    with Bars(quiet, stderr=True) as bars:
         task = bars.add_task("", says="")
 
         def stage(name: str, total: int) -> None:
@@ -195,9 +180,9 @@ COLUMNS = {
 
 
 def landscape_table(record: Mapping[str, Any]) -> str:
-    """Return the means, below them the standard deviations over seeds, in 80 columns; then differences, notes and
-    cost."""
-    from fedflat.report.flatness import cost_text, difference_notes, pair_text
+    """Return the means, below them the standard deviations over seeds, in 80 columns; then differences and
+    notes."""
+    from fedflat.report.flatness import difference_notes, pair_text
 
     settings, groups = record["settings"], record["groups"]
     several = len({group["model"] for group in groups}) > 1
@@ -209,7 +194,7 @@ def landscape_table(record: Mapping[str, Any]) -> str:
         if len(group["seeds"]) > 1:
             lines.append(f"  ± sd of {len(group['seeds'])} seeds".ljust(20) + "".join(f"{sd:>10}" for _, sd in pairs))
     private = any(group["private"] for group in groups)
-    notes = [*difference_notes(record), *record["notes"], cost_text(record["cost"])]
+    notes = [*difference_notes(record), *record["notes"]]
     size = settings["noise"][len(settings["noise"]) // 2]
     below = cli.filled("landscape.txt", settings=settings, size=size, private=private, notes=notes)
     return "\n".join([*lines, "", *below])

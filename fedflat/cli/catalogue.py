@@ -126,7 +126,7 @@ def report(runs: list[Path], *, out: Path | None = None, plates: cli.Plates = No
     for run in filter(locked, runs):
         print(f"Left out of {run}: what is private to the simulation ({LOCKED})")
     if plates is not None:
-        from fedflat.report import read_runs
+        from fedflat.report.metrics import read_runs
 
         cli.print_plates(figures_of(read_runs(runs)), plates)
 
@@ -195,8 +195,8 @@ def runs(folder: Path = Path("runs"), *, as_json: cli.Json = False) -> None:
     Args:
         folder: Where to look, at any depth.
     """
-    from fedflat.report import epsilon_text
     from fedflat.report.live import listed
+    from fedflat.report.metrics import epsilon_text
     from fedflat.report.wording import duration, percent
 
     found, damaged = listed(folder)

@@ -60,8 +60,8 @@ def card(
     """
     from fedflat.records.folder import check_unsealed
     from fedflat.report import card as making
-    from fedflat.report import read_run
     from fedflat.report.card import as_yaml
+    from fedflat.report.metrics import read_run
     from fedflat.simulation.inspection import refuse_damage
 
     target = out or run

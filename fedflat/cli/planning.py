@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from fedflat import report
 from fedflat.cli import Json, Overrides, Processes, RecipeName, columns, filled, print_json, recipe_of
 from fedflat.core.checks import one_of, wrong
 
@@ -43,7 +42,9 @@ def text(facts: dict[str, Any], found: Any) -> list[str]:
 
 
 def _time(seconds: float) -> str:
-    return report.duration(seconds) if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+    from fedflat.report.wording import duration
+
+    return duration(seconds) if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
 def tune(
@@ -87,13 +88,14 @@ def tune(
 def _private(recipe: Any, varied: list[str], mean: float, folder: Path, processes: int | None, as_json: bool) -> None:
     from fedflat.assembly.inputs import data_of
     from fedflat.privacy.tuning import Selection, alone
+    from fedflat.report.progress import ExperimentProgress
     from fedflat.simulation.tuning import ask, tune
 
     clients = recipe.data.clients or data_of(recipe, None, None).clients
     asked = ask(recipe, varied, Selection(mean), clients)
     if not as_json:
         print("\n".join(filled("selection.txt", asked=asked, alone=alone(asked.plan).epsilon(), found=None)))
-    with report.ExperimentProgress(quiet=as_json) as progress:
+    with ExperimentProgress(quiet=as_json) as progress:
         found = tune(asked, folder, processes, progress.update)
     if as_json:
         facts = {"folder": folder, "winner": found.winner, "settings": found.settings, "score": found.score}
@@ -103,9 +105,10 @@ def _private(recipe: Any, varied: list[str], mean: float, folder: Path, processe
 
 
 def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: int | None, as_json: bool) -> None:
+    from fedflat.report.progress import ExperimentProgress
     from fedflat.simulation.tuning import tune_on_proxy
 
-    with report.ExperimentProgress(quiet=as_json) as progress:
+    with ExperimentProgress(quiet=as_json) as progress:
         found = tune_on_proxy(recipe, varied, count, folder, processes, progress.update)
     if as_json:
         rows = [{"settings": settings, "accuracy": accuracy} for settings, accuracy in found.rows]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from fedflat import report
 from fedflat.cli import Json, Overrides, columns, print_json
 from fedflat.core.checks import InputError, in_range, one_of, require, whole, wrong
 
@@ -172,9 +171,11 @@ def _accountant(row: Row, notes: dict[str, None]) -> str:
 
 
 def _cell(row: Row, name: str) -> str:
+    from fedflat.report.metrics import epsilon_text
+
     if name == "noise_multiplier":
         return f"{row[name]:.4f}"
-    return ("≈ " if row["accountant"] == "gdp" else "") + report.epsilon_text(row[name])
+    return ("≈ " if row["accountant"] == "gdp" else "") + epsilon_text(row[name])
 
 
 @dataclass(frozen=True, kw_only=True)

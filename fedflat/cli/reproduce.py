@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from fedflat import cli, report
+from fedflat import cli
 from fedflat.core.checks import counted, one_of, wrong
 from fedflat.core.durable import plain
 
@@ -119,11 +119,12 @@ def reproduce(
 def _fill(table: tables.Table, request: Request) -> None:
     """Print a table with our numbers in it: only planned, or trained."""
     from fedflat.papers.rows import dry, fill
+    from fedflat.report.progress import ExperimentProgress
 
     found = dry(table, request.size, request.protocol, request.override or ())
     if not request.dry_run:
         folder = request.out or Path("runs") / table.folder_name
-        with report.ExperimentProgress(quiet=request.as_json) as progress:
+        with ExperimentProgress(quiet=request.as_json) as progress:
             found = fill(found, folder, request.seeds, request.processes, progress.update)
     if request.as_json:
         cli.print_json(as_dict(found))
@@ -136,12 +137,13 @@ def _fill(table: tables.Table, request: Request) -> None:
 def _draw(figure: figures.PaperFigure, request: Request) -> None:
     """Draw a figure; its runs are trained, or only planned."""
     from fedflat.papers import figures
+    from fedflat.report.progress import ExperimentProgress
 
     overrides, folder = request.override or (), request.out or Path("runs")
     if request.dry_run:
         print("\n".join(planned_lines(figure, request.size, overrides)))
         return
-    with report.ExperimentProgress() as progress:
+    with ExperimentProgress() as progress:
         found = figures.draw(
             figure, folder, request.size, overrides, request.seeds, request.processes, progress.update, progress.say
         )
@@ -224,7 +226,9 @@ def _body(rows: Sequence[outcome.Row], dry_run: bool, simulated: bool) -> list[l
 
 
 def _epsilon(value: float | None) -> str:
-    return report.epsilon_text(value, missing="–")
+    from fedflat.report.metrics import epsilon_text
+
+    return epsilon_text(value, missing="–")
 
 
 def _delta(row: outcome.Row) -> str:
@@ -273,11 +277,11 @@ def _ours(row: outcome.Row) -> str:
     marks = "".join(dict.fromkeys(MARKS[fate] for fate in row.fates.values()))
     if found is None:
         return f"–{marks}"
-    if math.isinf(found[0]):
+    if math.isinf(found.mean):
         late = sum(map(math.isinf, row.ours.values()))
         return f"never{marks}" if late == len(row.ours) else f"never in {late} of {len(row.ours)}{marks}"
     digits = 1 if row.cell.measure in tables.COUNTED else 2
-    text = f"{found[0]:.{digits}f}" + ("" if found[1] is None else f" ± {found[1]:.{digits}f}")
+    text = f"{found.mean:.{digits}f}" + ("" if found.sd is None else f" ± {found.sd:.{digits}f}")
     return f"{text}{marks}".replace("-", "−")
 
 

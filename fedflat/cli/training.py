@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from fedflat import report
 from fedflat.cli import Count, File, Folder, Json, Overrides, Processes, RecipeName, filled, print_json, recipe_of
 from fedflat.core import process
 from fedflat.core.checks import RunError, wrong
 
 if TYPE_CHECKING:
     from fedflat.config.recipe import Recipe
+    from fedflat.report.progress import Progress
 
 Live = Annotated[bool, Option("--watch", help="Serve a live page on 127.0.0.1 while it goes on.")]
 
@@ -44,17 +44,21 @@ def run(
     """
     _check_folders(resume, out, recipe is not None or bool(override))
     parsed = recipe_of(resume or recipe, override)
+    from fedflat.report.progress import Progress
+
     folder = resume or out or free_folder(Path("runs"), parsed.name)
-    progress = report.Progress(parsed, quiet=as_json)
+    progress = Progress(parsed, quiet=as_json)
     with _watched(folder, watch), process.on_request("this round, or now if none has begun"), progress:
         # Torch and all the rest take seconds to import: they are spent under the first line of progress.
+        from fedflat.report.html import write_report
+        from fedflat.report.summary import print_summary
         from fedflat.simulation.run import run as simulate
 
         result = simulate(
             parsed, out=folder, resume=resume is not None, key=key, progress=False,
             should_stop=lambda: bool(process.stop_signal()), **_callbacks(parsed, progress),
         )  # fmt: skip
-    page = report.write_report([folder], folder / "report.html")
+    page = write_report([folder], folder / "report.html")
     if as_json:
         last = result.history[-1] if result.history else {}
         facts = {"folder": folder, "report": page, "last": last, "privacy": result.privacy}
@@ -62,7 +66,7 @@ def run(
     else:
         if resume and not (result.stages or result.stopped):
             print(f"{folder}: this run had ended already; nothing was trained.")
-        report.print_summary(result, folder, page)
+        print_summary(result, folder, page)
     if process.stop_signal() and result.stopped:
         raise typer.Exit(1)
     _refuse_noise_alone(result.private_history)
@@ -92,11 +96,12 @@ def _check_folders(resume: Path | None, out: Path | None, recipe_given: bool) ->
         raise wrong("--resume", found, "the folder of a run that fedflat run wrote")
 
 
-def _callbacks(recipe: Recipe, progress: report.Progress) -> dict[str, Any]:
+def _callbacks(recipe: Recipe, progress: Progress) -> dict[str, Any]:
     """Return what is called before the first round, and after each one."""
+    from fedflat.report.summary import DivergenceWatch
     from fedflat.simulation.planning import drowned
 
-    divergence = report.DivergenceWatch()
+    divergence = DivergenceWatch()
 
     def begin(job: Any) -> None:
         progress.start(job)
@@ -169,16 +174,18 @@ def compare(
         out: Folder of the experiment. Default: a new one under runs/.
     """
     from fedflat.config.reading import QUICK_START
+    from fedflat.report.progress import ExperimentProgress
+    from fedflat.report.summary import print_comparison
     from fedflat.simulation.experiment import compare as compare_settings
 
     began = time.perf_counter()
     folder = out if out is not None or not watch else Path("runs") / "compare"
-    with _watched(folder or Path(), watch), report.ExperimentProgress(quiet=as_json) as progress:
+    with _watched(folder or Path(), watch), ExperimentProgress(quiet=as_json) as progress:
         found = compare_settings(recipes or [QUICK_START], override or [], seeds, folder, processes, progress.update)
     if as_json:
         print_json(found.as_dict())
     else:
-        report.print_comparison(found, time.perf_counter() - began)
+        print_comparison(found, time.perf_counter() - began)
     if not found.complete:
         raise typer.Exit(1)
 

@@ -30,7 +30,7 @@ from fedflat.federation.project import PACKAGE, REASON, STATUS, environment, sup
 from fedflat.federation.secagg.client import signing_key
 from fedflat.federation.task import Task
 from fedflat.records.folder import METRICS, read_lines
-from fedflat.report import Progress
+from fedflat.report.progress import Progress
 
 PATIENCE, GRACE = 120.0, 8.0
 """Seconds that programs may take to start (they import torch and flwr, on a loaded machine all at once), and to end

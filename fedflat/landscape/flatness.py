@@ -1,8 +1,6 @@
 """Measure how flat finished runs' models are, global and local ones, with statistics over seeds."""
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +25,7 @@ from fedflat.landscape.objective import Objective
 from fedflat.records import checkpoint
 from fedflat.records.folder import OPENING
 from fedflat.records.opening import Opening
-from fedflat.report.groups import Group, group_runs, paired_difference, spread
+from fedflat.report.groups import Group, by_seed, group_runs, paired_difference, spread
 from fedflat.report.metrics import Run, final_accuracy, proven_epsilon, read_runs, seeded
 
 Numbers = dict[str, Any]
@@ -99,7 +97,6 @@ def measure(
     before each; on_points: points finished. Returns what surfaces.json holds. Raises InputError.
     """
     settings.check()
-    began, cpu = time.perf_counter(), time.process_time()
     groups, notes = group_runs(read_runs(folders)), list[str]()
     measured: list[Numbers] = []
     for group in groups:
@@ -113,7 +110,7 @@ def measure(
                 measured.append({"group": group.label, "run": str(run.path), "seed": run.seed, **found})
     return {
         "settings": asdict(settings), "groups": _grouped(groups, measured, settings), "models": measured,
-        "notes": list(dict.fromkeys(notes)), "cost": _cost(began, cpu, settings),
+        "notes": list(dict.fromkeys(notes)),
     }  # fmt: skip
 
 
@@ -237,8 +234,9 @@ def _curved(part: Objective, weights: Tensor, layout: Layout, settings: Settings
     spectrum = surfaces.lanczos(product, layout.size, settings.seed, count=settings.eigenvalues)
     trace = surfaces.trace(product, layout.size, settings.seed, settings.trace_draws)
     sharp = surfaces.sharpness(part, weights, settings.rho)
-    scalars = {"eigenvalue": spectrum.top[0], "trace": trace.mean, "one_step": sharp.one_step, "ascent": sharp.ascent}
-    return scalars, {"spectrum": asdict(spectrum), "trace": asdict(trace), "sharpness": asdict(sharp)}
+    scalars = {"eigenvalue": spectrum["top"][0], "trace": trace["mean"]}
+    scalars |= {key: sharp[key] for key in ("one_step", "ascent")}
+    return scalars, {"spectrum": spectrum, "trace": trace, "sharpness": sharp}
 
 
 def _grid(grid: surfaces.Grid, steps: str = "steps") -> Numbers:
@@ -282,7 +280,8 @@ def _plain(found: Any) -> Numbers | None:
 
 def _difference(first: Group, group: Group, numbers: Mapping[str, Numbers], key: str) -> Numbers | None:
     """Return the difference paired over common seeds: mean and 95 % t interval."""
-    return _plain(paired_difference(first, group, lambda run: numbers[str(run.path)][key]))
+    theirs, own = (by_seed(each, lambda run: numbers[str(run.path)][key]) for each in (first, group))
+    return _plain(paired_difference(theirs, own))
 
 
 def _over_draws(noise: Numbers) -> Numbers:
@@ -298,14 +297,3 @@ def _curves(curves: Sequence[Numbers]) -> Numbers:
         result[key] = stacked.mean(0).tolist()
         result[f"{key}_sd"] = stacked.std(0, ddof=1).tolist() if len(stacked) > 1 else None
     return result
-
-
-def _cost(began: float, cpu: float, settings: Settings) -> Numbers:
-    """Return wall-clock and processor seconds, and the largest memory this process has held, in MiB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {
-        "seconds": time.perf_counter() - began,
-        "cpu_seconds": time.process_time() - cpu,
-        "peak_memory_mib": peak / (2**20 if sys.platform == "darwin" else 2**10),
-        "threads": settings.threads or torch.get_num_threads(),
-    }

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,42 +78,14 @@ def surface(
 Product = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Spectrum:
-    """Ends of a Hessian's spectrum. top: the largest eigenvalues, largest first, each counted once if it is repeated.
-
-    errors: for each of them a bound on the distance to an eigenvalue (the Ritz residual). lowest: the smallest one.
-    products: Hessian-vector products spent.
-    """
-
-    top: tuple[float, ...]
-    errors: tuple[float, ...]
-    lowest: float
-    products: int
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Hutchinson's estimate of a trace, and its standard error (NaN for a single draw)."""
-
-    mean: float
-    error: float
-    draws: int
-
-
-@dataclass(frozen=True)
-class Sharpness:
-    """max_{‖ε‖ ≤ ρ} L(w + ε) − L(w), from below: at SAM's own ε, and at the best of a few projected ascent steps."""
-
-    rho: float
-    one_step: float
-    ascent: float
-
-
 def lanczos(
     product: Product, size: int, seed: int, *, count: int = 5, steps: int = 60, tolerance: float = 1e-3
-) -> Spectrum:
-    """Return the ``count`` largest eigenvalues of a symmetric operator on R^size.
+) -> dict[str, Any]:
+    """Return the ends of the spectrum of a symmetric operator on R^size.
+
+    top: the ``count`` largest eigenvalues, largest first, each counted once if it is repeated. errors: for each of them
+    a bound on the distance to an eigenvalue (the Ritz residual). lowest: the smallest one. products: operator-vector
+    products spent.
 
     Lanczos with full reorthogonalisation in float64 (Golub & Van Loan, Sec. 10.3). It stops when every wanted value has
     a residual below ``tolerance`` times the largest one, after ``steps`` products, or when the space is exhausted.
@@ -131,35 +104,38 @@ def lanczos(
             image = image - stacked.T @ (stacked @ image)
         beta = float(torch.linalg.vector_norm(image))
         found = _ritz(diagonal, beside, beta, count)
-        scale = max(abs(found.top[0]), abs(found.lowest), 1e-30)
+        scale = max(abs(found["top"][0]), abs(found["lowest"]), 1e-30)
         ended = beta <= 1e-9 * scale or len(diagonal) >= min(steps, size)
-        if ended or (len(found.top) == count and max(found.errors) <= tolerance * scale):
+        if ended or (len(found["top"]) == count and max(found["errors"]) <= tolerance * scale):
             return found
         beside.append(beta)
         basis.append(image / beta)
 
 
-def _ritz(diagonal: Sequence[float], beside: Sequence[float], beta: float, count: int) -> Spectrum:
+def _ritz(diagonal: Sequence[float], beside: Sequence[float], beta: float, count: int) -> dict[str, Any]:
     """Return the eigenvalues of the tridiagonal matrix, with the residuals |β·(last entry of the eigenvector)|."""
     values, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
     top = values[::-1][:count]
     errors = np.abs(beta * vectors[-1])[::-1][:count]
-    return Spectrum(tuple(map(float, top)), tuple(map(float, errors)), float(values[0]), len(diagonal))
+    return {"top": top.tolist(), "errors": errors.tolist(), "lowest": float(values[0]), "products": len(diagonal)}
 
 
-def trace(product: Product, size: int, seed: int, draws: int = 30) -> Trace:
-    """Return E[zᵀHz] over Rademacher z (Hutchinson 1990)."""
+def trace(product: Product, size: int, seed: int, draws: int = 30) -> dict[str, float]:
+    """Return the mean of zᵀHz over Rademacher z, its standard error (NaN for a single draw) and the draws.
+
+    The mean estimates the trace (Hutchinson 1990).
+    """
     found = []
     for draw in range(draws):
         z = torch.from_numpy(stream(seed, "hutchinson", draw).integers(0, 2, size).astype(np.float32) * 2 - 1)
         found.append(float(z.double() @ product(z).double()))
     error = float(np.std(found, ddof=1)) / math.sqrt(draws) if draws > 1 else math.nan
-    return Trace(float(np.mean(found)), error, draws)
+    return {"mean": float(np.mean(found)), "error": error, "draws": draws}
 
 
-def sharpness(objective: Objective, weights: Tensor, rho: float, steps: int = 10) -> Sharpness:
-    """Return how much the loss can rise within distance ρ (Foret et al. 2021; ε = ρ·g/‖g‖ is SAM's, Shi et al. 2023a,
-    Eq. 6).
+def sharpness(objective: Objective, weights: Tensor, rho: float, steps: int = 10) -> dict[str, float]:
+    """Return max_{‖ε‖ ≤ ρ} L(w + ε) − L(w) from below (Foret et al. 2021): ``one_step`` at SAM's ε = ρ·g/‖g‖ (Shi et
+    al. 2023a, Eq. 6), ``ascent`` at the best of a few projected steps.
 
     ``steps`` further steps ε ← Π(ε + ρ/2·g(w + ε)/‖g(w + ε)‖), Π the projection on the ball, then look for a worse
     point: a lower bound on the maximum that is at least the one-step value.
@@ -173,7 +149,7 @@ def sharpness(objective: Objective, weights: Tensor, rho: float, steps: int = 10
         moved = moved * min(1.0, rho / max(float(torch.linalg.vector_norm(moved)), 1e-30))
         value, gradient = objective.gradient(weights + moved)
         worst = max(worst, value)
-    return Sharpness(rho, one_step - base, worst - base)
+    return {"rho": rho, "one_step": one_step - base, "ascent": worst - base}
 
 
 def noise_scale(weights: Tensor, layout: Layout) -> Tensor:

@@ -5,7 +5,6 @@ test over the seeds that both methods ran, two-sided at 5 %: either may turn out
 """
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -13,14 +12,10 @@ from pathlib import Path
 
 from fedflat.config.recipe import Recipe
 from fedflat.papers.tables import LOWER, Cell, Table
+from fedflat.report.groups import Spread, paired_difference, spread
 
-LEVEL = 0.95
 NAMED = 4
 """Orderings of a kind that the verdict names."""
-Mean = tuple[float, float | None]
-"""A mean and its standard deviation, None for a single value."""
-
-
 UNSEEN = ("engine.", "evaluation.", "name=", "seed=")
 """Overrides that change no number that is compared."""
 
@@ -47,21 +42,16 @@ class Row:
     void: bool = False
 
     @property
-    def spread(self) -> Mean | None:
-        """Mean and standard deviation (n − 1; None for one seed) of ours, or None; inf if a seed never got there."""
-        values = list(self.ours.values())
-        if not values:
-            return None
-        if any(map(math.isinf, values)):
-            return math.inf, None
-        return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+    def spread(self) -> Spread | None:
+        """Mean and standard deviation of ours, or None; the mean is inf if a seed never got there."""
+        return spread(self.ours.values())
 
     @property
     def difference(self) -> float | None:
         """Ours minus the published mean."""
-        if self.spread is None or self.cell.value is None or math.isinf(self.spread[0]):
+        if self.spread is None or self.cell.value is None or math.isinf(self.spread.mean):
             return None
-        return self.spread[0] - self.cell.value[0]
+        return self.spread.mean - self.cell.value[0]
 
 
 @dataclass(frozen=True)
@@ -94,41 +84,35 @@ def judge(rows: Sequence[Row]) -> Verdict | None:
     from scipy.stats import kendalltau
 
     known = [(row, row.cell.value, row.spread) for row in rows]
-    kept = [(row, theirs[0], ours[0]) for row, theirs, ours in known if theirs and ours]
+    kept = [(row, theirs[0], ours.mean) for row, theirs, ours in known if theirs and ours]
     if len(kept) < 2:
         return None
-    judged, published, found = zip(*kept)
+    _, published, found = zip(*kept)
     tau = float(kendalltau(published, found).statistic)
-    return Verdict(tau if math.isfinite(tau) else None, tuple(_orderings(judged)))
+    return Verdict(tau if math.isfinite(tau) else None, tuple(_orderings(kept)))
 
 
-def _orderings(rows: Sequence[Row]) -> Iterator[Ordering]:
-    for one, other in combinations(rows, 2):
-        sign = -1 if one.cell.measure in LOWER else 1
+def _orderings(kept: Sequence[tuple[Row, float, float]]) -> Iterator[Ordering]:
+    """Yield the orderings among rows that stand beside the published mean and ours."""
+    for one, other in combinations(kept, 2):
+        sign = -1 if one[0].cell.measure in LOWER else 1
         # What the paper prints as equal orders nothing.
-        if gap := _lead(one.cell.value, other.cell.value) * sign:
-            better, worse = (one, other) if gap > 0 else (other, one)
-            here = _lead(better.spread, worse.spread) * sign
+        if gap := _lead(one[1], other[1]) * sign:
+            (better, _, ours), (worse, _, theirs) = (one, other) if gap > 0 else (other, one)
+            here = _lead(ours, theirs) * sign
             yield Ordering(better.cell.method, worse.cell.method, here, _told(better, worse))
 
 
-def _lead(one: Mean | None, other: Mean | None) -> int:
+def _lead(one: float, other: float) -> int:
     """Return which of two means is larger: 1, −1, or 0 for equal ones."""
-    left, right = (math.nan if each is None else each[0] for each in (one, other))
-    return (left > right) - (left < right)
+    return (one > other) - (one < other)
 
 
 def _told(one: Row, other: Row) -> bool:
-    """Return whether the paired t test over common seeds tells two methods apart, two-sided; never from a single
-    seed."""
-    from scipy.stats import ttest_1samp
-
-    gaps = [one.ours[seed] - other.ours[seed] for seed in one.ours if seed in other.ours]
-    if len(gaps) < 2 or not all(map(math.isfinite, gaps)):
-        return False
-    if min(gaps) == max(gaps):
-        return gaps[0] != 0
-    return bool(ttest_1samp(gaps, 0).pvalue < 1 - LEVEL)
+    """Return whether the paired t test over common seeds tells two methods apart, two-sided: zero is outside the 95 %
+    interval; never from a single seed."""
+    gap = paired_difference(one.ours, other.ours)
+    return gap is not None and gap.low is not None and gap.high is not None and not gap.low <= 0 <= gap.high
 
 
 def sentences(found: Verdict | None) -> list[str]:

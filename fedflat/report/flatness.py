@@ -94,8 +94,8 @@ def _numbers(found: Record) -> dict[str, Any]:
         epsilon = epsilon_text((group["epsilon"] or {}).get("mean"), "∞")
         cells = [group["label"], *([group["model"]] if several else []), str(len(group["seeds"])), epsilon]
         rows.append(cells + [spread_text(group["numbers"][key], "%" in heading) for key, heading in shown.items()])
-    notes = [*found["notes"], cost_text(found["cost"])]
-    return {"table": Table("Flatness", heads, rows, left=2 if several else 1), "notes": notes, "headline": ""}
+    table = Table("Flatness", heads, rows, left=2 if several else 1)
+    return {"table": table, "notes": found["notes"], "headline": ""}
 
 
 DIFFERENCES = {
@@ -137,15 +137,6 @@ def _differences(found: Record) -> Table | None:
 
 def _signed(value: float) -> str:
     return ("−" if value < 0 else "+") + f"{abs(value):.3g}".replace("e-0", "e-").replace("e+0", "e")
-
-
-def cost_text(cost: Record) -> str:
-    """Return time and memory in a sentence."""
-    threads = counted(cost["threads"], "thread")
-    return (
-        f"Took {cost['seconds']:.0f} s ({cost['cpu_seconds']:.0f} s of processor time, {threads});"
-        f" the process held at most {cost['peak_memory_mib']:,.0f} MiB."
-    )
 
 
 # --------------------------------------------------------------------------------------------------------- curves

@@ -22,6 +22,7 @@ SETTING = (
 )  # fmt: skip
 
 
+BySeed = Mapping[Any, float]
 NOISE, BUDGET = "privacy.noise_multiplier", "privacy.budget"
 
 
@@ -39,7 +40,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation (``None`` for a single value) of ``count`` values."""
+    """Mean and sample standard deviation of ``count`` values; none of a single one, or where one is not finite."""
 
     mean: float
     sd: float | None
@@ -152,26 +153,26 @@ def spread(values: Iterable[float | None]) -> Spread | None:
     found = [value for value in values if value is not None]
     if not found:
         return None
-    mean = math.fsum(found) / len(found)
-    if len(found) == 1:
-        return Spread(mean, None, 1)
+    if len(found) == 1 or not all(map(math.isfinite, found)):
+        return Spread(sum(found) / len(found), None, len(found))
     # Equal values have no spread; the formula would give a rounding error.
     if min(found) == max(found):
         return Spread(found[0], 0.0, len(found))
+    mean = math.fsum(found) / len(found)
     return Spread(mean, math.sqrt(math.fsum((value - mean) ** 2 for value in found) / (len(found) - 1)), len(found))
 
 
-def paired_difference(first: Group, other: Group, measure: Callable[[Run], float | None]) -> Difference | None:
-    """``other − first`` of ``measure`` over the seeds that both ran; ``None`` where they share no measured seed."""
-    theirs = _by_seed(other, measure)
-    found = spread([theirs[seed] - value for seed, value in _by_seed(first, measure).items() if seed in theirs])
+def paired_difference(first: BySeed, other: BySeed) -> Difference | None:
+    """``other − first`` over the seeds that both ran; ``None`` where they share no measured seed."""
+    found = spread(other[seed] - value for seed, value in first.items() if seed in other)
     if found is None:
         return None
     low, high = (None, None) if found.half is None else (found.mean - found.half, found.mean + found.half)
     return Difference(found.mean, low, high, found.count)
 
 
-def _by_seed(group: Group, measure: Callable[[Run], float | None]) -> dict[int | None, float]:
+def by_seed(group: Group, measure: Callable[[Run], float | None]) -> BySeed:
+    """Return a measure of a group's runs by their seeds, where it was measured."""
     return {seed: value for seed, value in {run.seed: measure(run) for run in group.runs}.items() if value is not None}
 
 
@@ -240,7 +241,8 @@ def _interval(final: Spread) -> str:
 
 
 def _apart(best: Group, other: Group) -> str:
-    gap, name = paired_difference(other, best, metrics.final_accuracy), without_epsilon(other.label)
+    gap = paired_difference(*(by_seed(each, metrics.final_accuracy) for each in (other, best)))
+    name = without_epsilon(other.label)
     if gap is None or gap.low is None:
         return f"which {'no' if gap is None else 'one'} common seed cannot tell apart from {name}"
     return f"{'ahead of' if gap.low > 0 else 'not told apart from'} {name} by these {gap.pairs} seeds"

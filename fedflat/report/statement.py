@@ -206,7 +206,7 @@ def notes(audits: Sequence[Record]) -> list[dict[str, Any]]:
     for audit in audits:
         kind = str(audit.get("kind"))
         facts = [WORDS["audits"].get(kind, ""), *(f"{key}: {audit.get(key)}" for key in ("canary", "statistic"))]
-        broken = "" if "movement" in _details(audit) else "Contract 2b broken: "
+        broken = "" if kind == "noise" or "movement" in _details(audit) else "Contract 2b broken: "
         lines = [broken + text for text in _texts(audit, "violations")] + remarks(audit) + _texts(audit, "assumptions")
         told = "; ".join(fact for fact in facts if fact and not fact.endswith(": None"))
         found.append({"head": f"{kind}, {audit.get('method')}: what it rests on", "about": told, "lines": lines})

@@ -17,7 +17,7 @@ from fedflat.core.checks import require
 from fedflat.core.durable import plain
 from fedflat.report import groups as grouping
 from fedflat.report import metrics
-from fedflat.report.groups import Difference, Group, Spread, differing, setting, spread
+from fedflat.report.groups import Difference, Group, Spread, by_seed, differing, paired_difference, setting, spread
 from fedflat.report.metrics import Run, epsilon_text
 from fedflat.report.wording import clock, duration, measured, percent_spread, text
 
@@ -31,34 +31,36 @@ BENEATH = 6
 """Lines of notes beneath the terminal's table at most; every note stands in ``table.md`` and on the page."""
 PLAINLY = "Noise from the seeds: ε is the mechanism's, these models protect nobody."
 PRIVATE_NOTE = "Personal accuracy is private to the simulation and not covered by the guarantee."
+MEASURES: dict[str, Callable[[Run], float | None]] = {
+    "final": metrics.final_accuracy, "best": metrics.best_accuracy, "personal": metrics.personal_accuracy,
+    "seconds": lambda run: metrics.seconds(run) or None, "gap": metrics.generalisation_gap,
+    "loss": lambda run: metrics.last(run.metrics, "test_loss"),
+}  # fmt: skip
+"""What of a run is averaged over seeds. Seconds are private, so a public page has none. ``gap``: training minus test
+accuracy at the end, private to the simulation."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method over its seeds. Accuracies are shares (0 to 1); ``None`` where a run has none.
+    """One method over its seeds. ``spreads``: by ``MEASURES``; accuracies are shares (0 to 1), ``None`` where a run has
+    none.
 
     ``against`` is the row that its differences are from: the first with the same data and ε, empty for that row itself.
-    ``fates``: of the runs that came to nothing (``metrics.FATES``), whose last round counts as their best. ``gap``:
-    training minus test accuracy at the end, private to the simulation.
+    ``fates``: of the runs that came to nothing (``metrics.FATES``), whose last round counts as their best.
     """
 
     method: str
     seeds: int
-    final: Spread | None
-    best: Spread | None
-    personal: Spread | None
+    spreads: dict[str, Spread | None]
     proven_epsilon: float | None
     claimed_epsilon: float | None
     delta: float | None
-    seconds: Spread | None
     difference: Difference | None
     personal_difference: Difference | None
     reasons: tuple[str, ...]
     fates: tuple[str, ...] = ()
-    gap: Spread | None = None
     against: str = ""
     randomness: str = "secret"
-    loss: Spread | None = None
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,8 @@ def comparison_table(groups: Sequence[Group]) -> Comparison:
 
 
 def _row(group: Group, first: Group) -> Row:
-    def over(measure: Callable[[Run], float | None]) -> Spread | None:
-        return spread(measure(run) for run in group.runs)
-
     def against(measure: Callable[[Run], float | None]) -> Difference | None:
-        return None if group is first else grouping.paired_difference(first, group, measure)
+        return None if group is first else paired_difference(by_seed(first, measure), by_seed(group, measure))
 
     proven = [metrics.proven_epsilon(run) for run in group.runs]
     # No finite ε counts as the largest.
@@ -102,21 +101,15 @@ def _row(group: Group, first: Group) -> Row:
     return Row(
         method=group.label,
         seeds=len(group.runs),
-        final=over(metrics.final_accuracy),
-        best=over(metrics.best_accuracy),
-        personal=over(metrics.personal_accuracy),
+        spreads={name: spread(map(measure, group.runs)) for name, measure in MEASURES.items()},
         proven_epsilon=proven[weakest],
         claimed_epsilon=metrics.claimed_epsilon(shown),
         delta=metrics.number(shown.privacy.get("delta")),
         randomness="seeded" if any(map(metrics.seeded, group.runs)) else "secret",
-        # Seconds are private, so a public page has none.
-        seconds=over(lambda run: metrics.seconds(run) or None),
         difference=against(metrics.final_accuracy),
         personal_difference=against(metrics.personal_accuracy),
         reasons=tuple(metrics.reasons(shown)),
         fates=tuple(found for run in group.runs if (found := metrics.fate(run))),
-        gap=over(metrics.generalisation_gap),
-        loss=over(lambda run: metrics.last(run.metrics, "test_loss")),
         against="" if group is first else first.label,
     )
 
@@ -150,26 +143,29 @@ class Column:
 
 def columns(table: Comparison) -> list[Column]:
     """The columns this comparison needs: personal accuracy, claimed ε and differences only where there are any."""
-    rows, timed = table.rows, any(row.seconds for row in table.rows)
+    rows, proven = table.rows, "ε of the mechanism" if table.seeded else "ε proven"
     claimed = any(row.claimed_epsilon is not None for row in rows)
-    rated, lossy = any(row.final for row in rows), any(row.loss for row in rows)
-    personal, proven = any(row.personal for row in rows), "ε of the mechanism" if table.seeded else "ε proven"
+    had = {name: any(row.spreads[name] for row in rows) for name in MEASURES}
     found: list[tuple[bool, Column]] = [
         (True, Column("method", "method", lambda row: row.method, left=True)),
         (True, Column("seeds", "seeds", lambda row: str(row.seeds))),
-        (rated or not lossy, Column("final", "accuracy %", _final_text)),
-        (lossy and not rated, Column("loss", "loss", lambda row: measured(row.loss.mean) if row.loss else "–")),
+        (had["final"] or not had["loss"], Column("final", "accuracy %", _final_text)),
+        (had["loss"] and not had["final"], Column("loss", "loss", lambda row: _mean(row, "loss", measured))),
         (any(row.difference for row in rows), Column("difference", "Δ", lambda row: difference_text(row.difference))),
-        (personal, Column("personal", "personal %", lambda row: percent_spread(row.personal))),
+        (had["personal"], Column("personal", "personal %", lambda row: percent_spread(row.spreads["personal"]))),
         (True, Column("proven_epsilon", proven, lambda row: epsilon_text(row.proven_epsilon))),
         (claimed, Column("claimed_epsilon", "ε claimed", lambda row: epsilon_text(row.claimed_epsilon, missing="–"))),
-        (timed, Column("seconds", "time", lambda row: duration(row.seconds.mean if row.seconds else None))),
+        (had["seconds"], Column("seconds", "time", lambda row: _mean(row, "seconds", duration))),
     ]
     return [column for wanted, column in found if wanted]
 
 
+def _mean(row: Row, name: str, written: Callable[[float], str]) -> str:
+    return "–" if (found := row.spreads[name]) is None else written(found.mean)
+
+
 def _final_text(row: Row) -> str:
-    return percent_spread(row.final) + "".join(metrics.MARKS[found] for found in dict.fromkeys(row.fates))
+    return percent_spread(row.spreads["final"]) + "".join(metrics.MARKS[found] for found in dict.fromkeys(row.fates))
 
 
 def notes(table: Comparison) -> list[str]:
@@ -213,7 +209,7 @@ def to_rich(table: Comparison) -> Table:
         last = after is not None and not after.against and any(row.against for row in rows)
         # As Text, a name in [brackets] is not taken for markup.
         texts = {column.key: column.text(row) for column in shown}
-        texts |= {"seconds": clock(row.seconds.mean if row.seconds else None)}  # narrower than in the other tables
+        texts |= {"seconds": _mean(row, "seconds", clock)}  # narrower than in the other tables
         made.add_row(*(Text(texts[column.key]) for column in shown), end_section=last)
     return made
 
@@ -232,9 +228,12 @@ def to_terminal(table: Comparison, width: int = 80) -> str:
     return "\n".join([*lines, "", *below]) + "\n"
 
 
-def to_markdown(table: Comparison) -> str:
-    """Return a Markdown table with its notes."""
-    return text("table.md", table=table, columns=columns(table), notes=notes(table))
+def files(table: Comparison) -> dict[str, str]:
+    """Return the table's files by their names: Markdown, LaTeX (a ``tabular`` with booktabs rules, its notes as
+    comments) and ``record_of`` as JSON."""
+    values = {"table": table, "columns": columns(table), "notes": notes(table)}
+    found = {name: text(name, **values) for name in ("table.md", "table.tex")}
+    return found | {"table.json": json.dumps(record_of(table), indent=2, ensure_ascii=False) + "\n"}
 
 
 def record_of(table: Comparison) -> dict[str, Any]:
@@ -245,13 +244,9 @@ def record_of(table: Comparison) -> dict[str, Any]:
     together = [
         {"dataset": cost.dataset, "same_clients": cost.same_clients, **asdict(cost.total)} for cost in table.together
     ]
-    found: dict[str, Any] = plain({"rows": [asdict(row) for row in table.rows], "together": together})
+    rows = [{**row.pop("spreads"), **row} for row in map(asdict, table.rows)]
+    found: dict[str, Any] = plain({"rows": rows, "together": together})
     return found | {"notes": notes(table)}
-
-
-def to_json(table: Comparison) -> str:
-    """Return ``record_of`` as JSON."""
-    return json.dumps(record_of(table), indent=2, ensure_ascii=False) + "\n"
 
 
 def runs_csv(groups: Sequence[Group]) -> str:
@@ -275,13 +270,3 @@ def runs_csv(groups: Sequence[Group]) -> str:
             ended = {"ended": metrics.fate(run), "seconds": f"{found['seconds']:.3f}"}
             records.append(line | ended | {"folder": "/".join(run.path.parts[-2:])})
     return cast(str, pandas.DataFrame(records, dtype=object).to_csv(index=False, lineterminator="\n"))
-
-
-def to_latex(table: Comparison) -> str:
-    """Return a ``tabular`` with booktabs rules; its notes follow as comments."""
-    return text("table.tex", table=table, columns=columns(table), notes=notes(table))
-
-
-RENDERERS: dict[str, Callable[[Comparison], str]] = {
-    "terminal": to_terminal, "markdown": to_markdown, "json": to_json, "latex": to_latex,
-}  # fmt: skip

@@ -129,10 +129,8 @@ def duration(value: float | None) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def clock(value: float | None) -> str:
+def clock(value: float) -> str:
     """Return the seconds as ``0:08``, ``20:30`` or ``2:10:05``: the narrow form for a terminal."""
-    if value is None:
-        return "–"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 

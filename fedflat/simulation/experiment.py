@@ -18,7 +18,6 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
-from fedflat import report
 from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
 from fedflat.core import process as stopping
@@ -27,11 +26,15 @@ from fedflat.core.process import leave_to_parent, listening_to_progress, warn_in
 from fedflat.data.clients import FederatedData
 from fedflat.records.folder import METRICS, RECIPE, STATEMENT, read_lines
 from fedflat.report import metrics, tables
+from fedflat.report.figures import figures_of_groups
+from fedflat.report.groups import Group
+from fedflat.report.html import write_report
+from fedflat.report.plates import write_figure
+from fedflat.report.progress import ASKED, RunEvent, State, waiting_text
 from fedflat.simulation.settings import Setting, Task, check_folders, claim, expand, tasks, unused_folder
 
-Update = Callable[[report.RunEvent], None]
+Update = Callable[[RunEvent], None]
 GONE = "its worker process is gone: {}; the same command goes on with it"
-FILES = {"md": "markdown", "json": "json", "tex": "latex"}
 
 
 # Set once in each worker process by ``begin_worker``: the queue, the flag, and what gives a recipe its federation.
@@ -85,7 +88,7 @@ def _listen(name: str, turn: int) -> AbstractContextManager[None]:
         nonlocal spoke
         if time.monotonic() - spoke >= 0.5:
             spoke = time.monotonic()
-            _SHARED["queue"].put((name, turn, None, report.waiting_text(what, done, total)))
+            _SHARED["queue"].put((name, turn, None, waiting_text(what, done, total)))
 
     return listening_to_progress(hear)
 
@@ -118,7 +121,7 @@ def work_in_worker(task: Task) -> str:
                 task.recipe, out=task.folder, data=_SHARED["data"](task.recipe), on_round=tell, progress=False,
                 resume=(task.folder / RECIPE).is_file(), should_stop=_SHARED["stop"].is_set,
             )  # fmt: skip
-        report.write_report([task.folder], task.folder / "report.html")
+        write_report([task.folder], task.folder / "report.html")
     except (InputError, RunError) as error:
         raise RunError(str(error)) from None
     except Exception as error:
@@ -227,12 +230,12 @@ class _WorkerCrew:
         self.place, self.settings, self.tell, self.data = place, settings, tell, data
         self.every = tasks(place, settings)
         self.todo = [task for task in self.every if not finished(task)]
-        self.ended: dict[report.State, dict[str, str]] = {"done": {}, "failed": {}, "stopped": {}}
-        self.seen = {task.name: report.RunEvent(task.name, "waiting", 0, task.recipe.rounds) for task in self.todo}
+        self.ended: dict[State, dict[str, str]] = {"done": {}, "failed": {}, "stopped": {}}
+        self.seen = {task.name: RunEvent(task.name, "waiting", 0, task.recipe.rounds) for task in self.todo}
         self.gone = ""
         for task in self.every:
             rounds = task.recipe.rounds
-            tell(self.seen.get(task.name) or report.RunEvent(task.name, "skipped", rounds, rounds))
+            tell(self.seen.get(task.name) or RunEvent(task.name, "skipped", rounds, rounds))
 
     def work(self, processes: int, threads: int) -> None:
         """Check the settings, then run what is to do; returns when all ended or were stopped."""
@@ -318,10 +321,10 @@ class _WorkerCrew:
 
     def _take(self, task: Task, future: Future[str]) -> None:
         """Note and tell how a task ended."""
-        state: report.State = "failed"
+        state: State = "failed"
         try:
             why = future.result()  # "", or why it ended before its last round
-            state = "stopped" if report.ASKED in why else "done"
+            state = "stopped" if ASKED in why else "done"
         except (BrokenProcessPool, RunError) as error:
             why = self.gone if isinstance(error, BrokenProcessPool) else str(error)
         self.ended[state][task.name] = why
@@ -343,7 +346,7 @@ def _collect(crew: _WorkerCrew) -> Comparison:
         mine = [task for task in crew.every if task.folder.parent.name == setting.slug]
         done = [task.folder for task in mine if task.name in crew.ended["done"] or finished(task)]
         if done:
-            groups.append(report.Group(setting.label, tuple(metrics.read_run(path) for path in done)))
+            groups.append(Group(setting.label, tuple(metrics.read_run(path) for path in done)))
             paths += done
             notes += _epsilon_note(groups[-1])
         if len(done) < len(mine):
@@ -355,22 +358,21 @@ def _collect(crew: _WorkerCrew) -> Comparison:
         groups = [replace(group, style=style) for style, group in enumerate(groups)]
         table = tables.comparison_table(groups)
         _write_tables(folder, groups, table)
-        page = report.write_report(paths, folder / "report.html")
+        page = write_report(paths, folder / "report.html")
     failed, left = crew.ended["failed"], len(crew.ended["stopped"])
     return Comparison(folder, page, table, tuple(notes), failed, left, len(crew.every))
 
 
-def _write_tables(folder: Path, groups: list[report.Group], table: tables.Comparison) -> None:
+def _write_tables(folder: Path, groups: list[Group], table: tables.Comparison) -> None:
     """Write the table in every form, every run in one file, and the first figure that there is."""
-    files = {f"table.{ending}": tables.RENDERERS[kind](table) for ending, kind in FILES.items()}
-    for name, text in (files | {"runs.csv": tables.runs_csv(groups)}).items():
+    for name, text in (tables.files(table) | {"runs.csv": tables.runs_csv(groups)}).items():
         durable.replace(folder / name, text, mode=0o644)
-    figures = {figure.key: figure for figure in report.figures_of_groups(groups)}
+    figures = {figure.key: figure for figure in figures_of_groups(groups)}
     for key in [key for key in ("by-epsilon", "accuracy", "loss") if key in figures][:1]:
-        report.write_figure(figures[key], folder, ("pdf",))
+        write_figure(figures[key], folder, ("pdf",))
 
 
-def _epsilon_note(group: report.Group) -> list[str]:
+def _epsilon_note(group: Group) -> list[str]:
     """Return a sentence where the seeds of a setting do not share one ε (the table shows the largest)."""
     found = {metrics.proven_epsilon(run) for run in group.runs}
     texts = [*map(metrics.epsilon_text, sorted(found, key=lambda each: math.inf if each is None else each))]

@@ -31,7 +31,7 @@ from fedflat.privacy.statement import refuse_seeded
 from fedflat.records import checkpoint
 from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, SEALED, STATEMENT, TIMES, locked
 from fedflat.records.signing import SIGNATURE, TIPS, own_key
-from fedflat.report import Run, proven_epsilon, read_run, uncounted
+from fedflat.report.metrics import Run, proven_epsilon, read_run, uncounted
 from fedflat.simulation.inspection import refuse_damage
 from fedflat.simulation.recomputed import MODEL, PREPARATION, REPORT, SAYS, exported_recipe
 
@@ -111,7 +111,7 @@ def _public(run: Run) -> tuple[Run, dict[str, str]]:
 def _write(target: Path, source: Path, run: Run, state: RoundState, _: object, facts: Mapping[str, Any]) -> None:
     from safetensors.torch import save
 
-    from fedflat.report import render
+    from fedflat.report.html import render
 
     made_for = facts.get("made_for") or {}
     about = {**SAYS, "round": str(state.round), "made_for": json.dumps(made_for)}

@@ -548,7 +548,8 @@ OTHER = "shows something else than the records; fedflat report or card makes it 
 
 def check_page(run: Records) -> tuple[Verdict, str]:
     """Compare report.html with the page that these records give, whatever the folder is called."""
-    from fedflat.report import public, read_run, render
+    from fedflat.report.html import public, render
+    from fedflat.report.metrics import read_run
 
     path, text = run.folder, (run.folder / REPORT).read_text("utf-8", "replace")
     titles = [html.unescape(each) for each in re.findall(r"<(?:h1|title)>([^<]*)<", text)]
@@ -590,7 +591,7 @@ def _of_any_folder(text: str) -> str:
 def check_card(run: Records, name: str) -> tuple[Verdict, str]:
     """Compare a card with the one that these records give; what ``--with`` added is not covered."""
     from fedflat.report import card as making
-    from fedflat.report import read_run
+    from fedflat.report.metrics import read_run
 
     made, text = making.card(read_run(run.folder)), (run.folder / name).read_text("utf-8", "replace")
     again = making.html(made) if name.endswith(".html") else making.markdown(made)

@@ -30,7 +30,8 @@ from fedflat.models.representation import FILE, KEPT
 from fedflat.privacy.statement import is_seeded
 from fedflat.records import checkpoint
 from fedflat.records.folder import LOCKED, METRICS, PRIVATE, RECIPE, STATEMENT, locked, read_lines
-from fedflat.report import cautions, own_metrics, summary_rows
+from fedflat.report.metrics import own_metrics
+from fedflat.report.summary import cautions, summary_rows
 from fedflat.simulation.export import Exported, programs, write_export
 from fedflat.simulation.inspection import refuse_damage
 from fedflat.simulation.recomputed import MODEL
@@ -157,7 +158,7 @@ class Result:
         return f"<fedflat run: {', '.join(texts)}>"
 
     def _repr_html_(self) -> str:
-        from fedflat.report import filled
+        from fedflat.report.wording import filled
 
         return filled("result.html", rows=summary_rows(self), warnings=self.warnings)
 

@@ -33,7 +33,7 @@ from fedflat.records import checkpoint, keys
 from fedflat.records.folder import OPENING, RECIPE, STATEMENT, RunFolder, check_kinds, check_new
 from fedflat.records.opening import Opening, refuse_older
 from fedflat.records.signing import Operator, check_outside, sign_run
-from fedflat.report import Progress
+from fedflat.report.progress import Progress
 from fedflat.simulation.result import Result
 
 

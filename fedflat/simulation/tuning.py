@@ -35,7 +35,7 @@ from fedflat.privacy.tuning import Selection
 from fedflat.records import keys
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.records.opening import Opening
-from fedflat.report import RunEvent
+from fedflat.report.progress import RunEvent
 from fedflat.simulation import settings as space
 from fedflat.simulation.experiment import Comparison, compare
 from fedflat.simulation.settings import CHARGE, PUBLIC, WINNER, Axis, Settings, expand, tasks
@@ -231,7 +231,7 @@ def score(run: Path, recipe: Recipe, inputs: Tensor, targets: Tensor) -> float:
 
 def _release(place: Path, drawn: Mapping[str, Any]) -> None:
     """Move the winner's folder out of ``private/``, and delete the losers', their noise keys and marks."""
-    from fedflat.report import write_report
+    from fedflat.report.html import write_report
 
     trials, target = place / TRIALS, place / WINNER
     for run in sorted(trials.glob("*/*/recipe.yaml")):

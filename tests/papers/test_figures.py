@@ -199,9 +199,8 @@ def landscape() -> dict[str, Any]:
 
     settings = {"on": "test", "seed": 0, "rho": 0.05, "noise": [0.1], "points": 5}
     model = {"run": "a", "examples": 10, "curvature_examples": 10}
-    cost = {"seconds": 1.0, "cpu_seconds": 1.0, "threads": 1, "peak_memory_mib": 1.0}
     groups = [group("dp-fedavg", 0, 0.5), group("dp-fedsam", 1, 2.0)]
-    return {"settings": settings, "groups": groups, "models": [model], "notes": [], "cost": cost}
+    return {"settings": settings, "groups": groups, "models": [model], "notes": []}
 
 
 @pytest.mark.usefixtures("quick_workers")

@@ -24,7 +24,9 @@ ROWS = [
 def test_tau_is_scipys_and_one_seed_tells_nothing() -> None:
     found = judge(ROWS)
     assert found is not None and found.tau == pytest.approx(kendalltau([50, 51, 53], [40.1, 45.1, 44.1]).statistic)
-    assert not any(each.told for each in judge([ranked("a", "1.0", [5.0]), ranked("b", "2.0", [6.0])]).orderings)  # type: ignore[union-attr]
+    far = math.inf  # a seed that never got there tells nothing either
+    for one, other in (([5.0], [6.0]), ([far, 5.0], [6.0, far]), ([far, 5.0], [far, 6.0]), ([5.0, 5.1], [6.0, far])):
+        assert (alone := judge([ranked("a", "1.0", one), ranked("b", "2.0", other)])) and not alone.orderings[0].told
 
 
 def test_either_of_two_equal_methods_is_told_better_in_one_pair_of_twenty() -> None:
@@ -66,8 +68,7 @@ def test_one_ordering_holds() -> None:
 def test_nothing_to_compare() -> None:
     assert judge(ROWS[:1]) is None and judge([ranked("a", "–", [1.0]), ranked("b", "2.0", [])]) is None
     assert sentences(None) == []
-    same = judge([ranked("a", "1.0", [5.0]), ranked("b", "2.0", [5.0])])
-    assert same is not None and same.tau is None
+    assert (same := judge([ranked("a", "1.0", [5.0]), ranked("b", "2.0", [5.0])])) and same.tau is None
     assert sentences(same)[0] == "Rank agreement: Kendall τ cannot be given: all are equal."
 
 

@@ -44,8 +44,7 @@ def group(label: str, style: int, model: str = "global", surface: bool = True) -
 def found(*groups: dict[str, Any]) -> dict[str, Any]:
     model = {"run": "a", "examples": 100, "curvature_examples": 50}
     settings = {"on": "test", "seed": 0, "noise": [0.1, 0.2, 0.3], "rho": 0.05}
-    cost = {"seconds": 12.0, "cpu_seconds": 20.0, "threads": 2, "peak_memory_mib": 300.0}
-    return {"settings": settings, "groups": list(groups), "models": [model], "notes": ["<note>"], "cost": cost}
+    return {"settings": settings, "groups": list(groups), "models": [model], "notes": ["<note>"]}
 
 
 def test_levels_are_in_geometric_steps_and_none_if_it_is_flat() -> None:

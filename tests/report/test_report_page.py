@@ -307,7 +307,7 @@ def test_the_epsilon_of_a_seeded_run_is_called_that_of_the_mechanism_wherever_it
         catalogue.runs(tmp_path / name)
         said = {
             "page": page, "comparison": together, "terminal": tables.to_terminal(table),
-            "table": tables.to_markdown(table), "runs": capsys.readouterr().out,
+            "table": tables.files(table)["table.md"], "runs": capsys.readouterr().out,
         }  # fmt: skip
         assert {what: "of the mechanism" in text or PLAINLY in text for what, text in said.items()} == dict.fromkeys(
             said, mechanism

@@ -44,9 +44,10 @@ def test_the_total_is_that_of_all_rounds_in_every_format(tmp_path: Path) -> None
     assert cost.total.epsilon == pytest.approx(3 * 9.37) and cost.same_clients
     sentence = "All 3 private runs published together: ε = 28.11 at δ = 0.006 (add-remove)."
     assert tables.notes(table)[:2] == [table.headline, sentence]
-    for render in tables.RENDERERS.values():
-        assert "private runs published together" in " ".join(render(table).split())
-    assert json.loads(tables.to_json(table))["together"][0]["epsilon"] == cost.total.epsilon
+    files = tables.files(table)
+    for text in (tables.to_terminal(table), *files.values()):
+        assert "private runs published together" in " ".join(text.split())
+    assert json.loads(files["table.json"])["together"][0]["epsilon"] == cost.total.epsilon
     page = write_report(folders, tmp_path / "page.html").read_text(encoding="utf-8")
     statements = page[page.index('<section id="guarantee"') :]
     assert sentence in page[: page.index('<section id="guarantee"')] and sentence in statements
