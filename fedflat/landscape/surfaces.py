@@ -133,6 +133,10 @@ def trace(product: Product, size: int, seed: int, draws: int = 30) -> dict[str, 
     return {"mean": float(np.mean(found)), "error": error, "draws": draws}
 
 
+VANISHING = 1e-18
+"""Norm below which a gradient moves nothing: a float32 norm of entries under 1e-23 is 0, whatever their direction."""
+
+
 def sharpness(objective: Objective, weights: Tensor, rho: float, steps: int = 10) -> dict[str, float]:
     """Return max_{‖ε‖ ≤ ρ} L(w + ε) − L(w) from below (Foret et al. 2021): ``one_step`` at SAM's ε = ρ·g/‖g‖ (Shi et
     al. 2023a, Eq. 6), ``ascent`` at the best of a few projected steps.
@@ -141,11 +145,11 @@ def sharpness(objective: Objective, weights: Tensor, rho: float, steps: int = 10
     point: a lower bound on the maximum that is at least the one-step value.
     """
     base, gradient = objective.gradient(weights)
-    moved = normalize(gradient, dim=0, eps=1e-30) * rho
+    moved = normalize(gradient, dim=0, eps=VANISHING) * rho
     one_step, gradient = objective.gradient(weights + moved)
     worst = one_step
     for _ in range(steps):
-        moved = moved + 0.5 * rho * normalize(gradient, dim=0, eps=1e-30)
+        moved = moved + 0.5 * rho * normalize(gradient, dim=0, eps=VANISHING)
         moved = moved * min(1.0, rho / max(float(torch.linalg.vector_norm(moved)), 1e-30))
         value, gradient = objective.gradient(weights + moved)
         worst = max(worst, value)
