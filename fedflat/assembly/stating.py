@@ -19,7 +19,7 @@ from fedflat.core.checks import RunError
 from fedflat.core.types import Algorithm, ClientState, Phase
 from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.sources import HELD_OUT
-from fedflat.engine.job import Job, Outcome, interrupted
+from fedflat.engine.job import SEEN, Job, Outcome, interrupted
 from fedflat.methods import noise as noising
 from fedflat.methods import published
 from fedflat.methods.plans import DDGaussPlan
@@ -129,7 +129,7 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome, *, deployment: boo
     return stated(
         recipe, settled(recipe, job.parts, job.data.clients, job.problem.pristine), job.parts.plan,
         Terms.of(recipe, job, deployment=deployment), rounds=outcome.state.round, entries=outcome.entries,
-        tested=tested(history),
+        tested=tested(history), seen=outcome.seen,
     )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def restated(
 
 def stated(
     recipe: Recipe, base: Mapping[str, Any], plan: Plan, terms: Terms, *, rounds: int, entries: Entries,
-    tested: bool,
+    tested: bool, seen: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the statement of ``rounds`` finished rounds whose ledger has ``entries``. base: the settled recipe."""
     plan = plan.standing(entries)
@@ -187,6 +187,7 @@ def stated(
     if not terms.deployment:
         last = min(plan.rounds, plan.rounds_within_budget(plan.again(entries)))
         found["reasons"] += interrupted(plan, found["rounds_charged"], last)
+    found["warnings"] += [SEEN] if seen else []
     return found
 
 

@@ -110,8 +110,8 @@ def _callbacks(recipe: Recipe, progress: Progress) -> dict[str, Any]:
         job.tell = _note
 
     def after_round(released: dict[str, Any], state: Any) -> None:
-        progress.round(released, state._private)
-        if warning := divergence.round(released, state._private):
+        progress.round(released, state.private)
+        if warning := divergence.round(released, state.private):
             _note(warning)
 
     return {"on_start": begin, "on_round": after_round}

@@ -29,6 +29,7 @@ from fedflat.records.signing import Operator
 Record = dict[str, Any]
 Metric = Any
 """(outputs, targets) of the test set -> a number; or an object as torchmetrics has them."""
+SEEN = "should_stop ended the run after on_round had read state.private: if that decided the end, no ε covers it."
 NOT_RUN = "planned and not run, since what was released ended the run"
 
 
@@ -41,15 +42,15 @@ def marked_released(module: nn.Module) -> nn.Module:
 
 
 class RoundResult:
-    """The state after a round, as it is released.
+    """The state after a round, as it is released, and what only a simulation knows beside it.
 
-    round: rounds finished. The round's private record is not here but in the run's private/private.jsonl: an end that
-    it decided, no ε would cover. ``_private`` is for what the command line shows.
+    round: rounds finished. A run cannot be ended by what ``private`` says, which no ε covers.
     """
 
     def __init__(self, state: RoundState, private: Record, made: Callable[[], nn.Module]) -> None:
         self.round = state.round
         self._state, self._private, self._made = state, private, made
+        self.read_private = False
 
     def model(self) -> nn.Module:
         """Return a module of its own with the released weights, in eval mode."""
@@ -64,6 +65,12 @@ class RoundResult:
     def slots(self) -> Mapping[str, Tensor]:
         """What the server carries along (momentum, a direction), copies; released like the weights."""
         return {name: value.clone() for name, value in self._state.slots.items()}
+
+    @property
+    def private(self) -> Record:
+        """The round's record that no guarantee covers (private/private.jsonl)."""
+        self.read_private = True
+        return self._private
 
 
 def charge_remaining_rounds(ledger: Ledger, plan: Plan, rounds: range, bound: float) -> None:
@@ -171,12 +178,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Outcome(Start):
-    """Where a run ended. ``stopped`` says why, if before the last round."""
+    """Where a run ended. ``stopped`` says why, if before the last round; seen: on request, after private values were
+    read, and by no signal."""
 
     entries: list[Record]
     stopped: str = ""
     notes: tuple[str, ...] = ()
     complete: bool = True
+    seen: bool = False
 
 
 class MemoryLedger:

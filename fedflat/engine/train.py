@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedflat.core.checks import RunError, counted
+from fedflat.core.checks import RunError, counted, wrong
 from fedflat.core.durable import digest_of
 from fedflat.core.params import Layout, PersonalState
-from fedflat.core.process import in_background
+from fedflat.core.process import in_background, stop_signal
 from fedflat.core.types import AVERAGE, Broadcast, RoundState
 from fedflat.engine import evaluate
 from fedflat.engine.device import exact
@@ -44,7 +44,7 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
         state, heads, history, private = start.state, start.heads, start.history, start.private
         before = max(ledger.rounds_recorded(), default=-1)
         update_plan(job, ledger, start.state.round, state.round)
-        stopped = ""
+        stopped, peeked, seen = "", False, False
         # The newest checkpoint may still be on its way to the disk when the loop ends, or breaks.
         saved: Callable[[], object] = nullcontext
         stack.callback(lambda: saved())
@@ -55,6 +55,7 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
                 break
             if should_stop is not None and should_stop():
                 stopped = f"stopped as asked after {counted(state.round, 'round')}"
+                seen = peeked and not stop_signal()
                 break
             turn = _Round(job, state, charge_drawn(job, ledger, state.round))
             for cohort, broadcast in turn.cohorts():
@@ -73,7 +74,12 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
             if on_round is None:
                 continue
             after = RoundResult(state, hidden, functools.partial(_module, job, state, heads))
-            if on_round(dict(released), after) is True and state.round < job.last_round:
+            ended = on_round(dict(released), after) is True
+            peeked = peeked or after.read_private
+            if ended and state.round < job.last_round:
+                if peeked:  # no ε covers an end that private values decided
+                    given = "a run ended by a function that has read state.private"
+                    raise wrong("on_round", given, "True only from a function of the released record and state.model()")
                 rest = range(state.round, job.last_round)
                 charge_remaining_rounds(ledger, job.parts.plan, rest, job.parts.clip.bound(state.clip))
                 stopped = f"ended early after {counted(state.round, 'round')} by what was released"
@@ -81,7 +87,7 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
         complete = state.round >= job.last_round
         if malformed := [count for record in private if (count := record.get(MALFORMED))]:
             job.say(f"{counted(sum(malformed), 'malformed message')}, counted as zero (rounds: {len(malformed)})")
-        return Outcome(state, heads, history, private, list(ledger.entries), stopped, tuple(job.notes), complete)
+        return Outcome(state, heads, history, private, list(ledger.entries), stopped, tuple(job.notes), complete, seen)
 
 
 @contextlib.contextmanager

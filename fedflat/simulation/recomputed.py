@@ -23,6 +23,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.core.durable import contents_of, digest_of, read_about
 from fedflat.data.encoding import clean
+from fedflat.engine.job import SEEN
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import CHAIN, REASONS, RUN, Entry, Scan, run_of, scan
 from fedflat.privacy.plan import Plan
@@ -41,8 +42,6 @@ MOST = 10**6
 MODEL, REPORT, CARDS = "model.safetensors", "report.html", ("card.html", "card.md")
 SAYS = {"format": "pt", "fedflat": "shared weights as released"}
 """What an exported model says of itself besides its round and what it was made for."""
-SEEN = "should_stop ended the run after on_round had read state.private: if that decided the end, no ε covers it."
-"""A warning in statements of versions in which a callback could read the private record."""
 UNREADABLE = (
     InputError, OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError, yaml.YAMLError,
 )  # fmt: skip

@@ -58,7 +58,7 @@ def run(
     key: the private key that signs the run's records (``fedflat keys new``); default: the one in the usual place, if
     somebody made one, else the run is not signed.
     on_round: called after each round with its released record and the state it left (``state.model()`` is the released
-    module); True ends the run, which then costs what its whole plan costs.
+    module, ``state.private`` the private record); True ends the run, which then costs what its whole plan costs.
     on_start: called with the job before the first round. should_stop: asked before each round; for interruptions, which
     no release decides: the ε stated is that of the rounds taken. One that follows private values has no ε at all.
     progress: whether stderr shows how far the run is; None: where stderr is a terminal.

@@ -126,7 +126,8 @@ def test_who_comes_too_early_counts_as_zero_and_is_counted(monkeypatch: pytest.M
     """A schedule that asks somebody every round: the server leaves them out, in its own count."""
     monkeypatch.setattr(MinSeparation, "select_at", lambda self, round, generator: np.array([0, 1 + round % 5]))
     made = job_of()
-    seen = train(made).private
+    seen: list[dict[str, Any]] = []
+    train(made, on_round=lambda released, state: seen.append(state.private))
     assert [line["cohort"] for line in seen] == [2, 1, 1, 2, 1, 1, 2, 1, 1]
     assert [line.get("left_out", 0) for line in seen] == [0, 1, 1, 0, 1, 1, 0, 1, 1]
 

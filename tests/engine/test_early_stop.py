@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fedflat
+from fedflat.core import process
 from fedflat.engine.job import NOT_RUN
 from fedflat.privacy.accounting.epsilon import epsilon
 from fedflat.privacy.ledger import read
@@ -90,9 +91,12 @@ def test_with_correlated_noise_the_planned_run_is_stated_anyway() -> None:
     assert early.privacy["proven_epsilon"] == fedflat.run(made, **given()).privacy["proven_epsilon"]
 
 
-def test_private_values_are_not_in_reach_of_what_may_end_a_run() -> None:
-    with pytest.raises(AttributeError, match="private"):
-        fedflat.run(recipe(), **given(), on_round=lambda record, state: state.private["cohort"] > 0)
+def test_an_end_that_private_values_may_have_decided_is_refused() -> None:
+    def peek(record: dict[str, object], state: fedflat.RoundResult) -> bool:
+        return state.private["cohort"] > 0
+
+    with pytest.raises(fedflat.InputError, match=r"on_round: found a run ended by .* read state\.private"):
+        fedflat.run(recipe(), **given(), on_round=peek)
 
 
 @pytest.mark.parametrize("returned", [None, 1, "yes"])
@@ -117,6 +121,23 @@ def test_an_interruption_says_under_what_condition_its_epsilon_holds() -> None:
     assert cut["proven_epsilon"] < whole_plan() and f"ε = {whole_plan():.4g}" in said and "2 rounds, of 6" in said
     for ended in (fedflat.run(recipe(), **given()), fedflat.run(recipe(), **given(), on_round=end_after(2))):
         assert not any("decided when to stop" in reason for reason in ended.privacy["reasons"])
+
+
+def test_an_end_after_private_values_were_read_is_warned_of() -> None:
+    seen: list[object] = []
+    looks = lambda record, state: seen.append(state.private) or False  # type: ignore[func-returns-value]  # noqa: E731
+    counts = lambda record, state: seen.append(record) or False  # type: ignore[func-returns-value]  # noqa: E731
+    for on_round, warned in ((looks, True), (counts, False)):
+        seen.clear()
+        cut = fedflat.run(recipe(), **given(), on_round=on_round, should_stop=lambda: len(seen) == 2)
+        assert len(cut.history) == 2 and any("no ε covers it" in said for said in cut.warnings) is warned
+    process._asked.append(2)  # by Ctrl-C: the command line shows private values, and they decide nothing
+    try:
+        seen.clear()
+        cut = fedflat.run(recipe(), **given(), on_round=looks, should_stop=lambda: len(seen) == 2)
+    finally:
+        process.forget_signals()
+    assert len(cut.history) == 2 and not any("no ε covers it" in said for said in cut.warnings)
 
 
 def test_what_cannot_be_called_is_told_before_anything_is_trained() -> None:
