@@ -18,9 +18,6 @@ from fedflat.core.held import difference, equal, global_generators, snapshot
 from fedflat.core.process import using_threads
 from fedflat.core.rng import seeded_torch
 
-ITSELF = "the module itself"
-"""How messages name what has no name in a module."""
-
 
 class FixedNorm(nn.Module):
     """Batch norm with constant statistics: (x − mean)/√(var + eps) · weight + bias, per channel.
@@ -34,14 +31,21 @@ class FixedNorm(nn.Module):
 
     def __init__(self, norm: _NormBase) -> None:
         super().__init__()
-        for name in ("running_mean", "running_var"):
-            self.register_buffer(name, norm.get_buffer(name).detach().clone())
+        mean, variance = norm.running_mean, norm.running_var
+        if mean is None or variance is None:
+            raise wrong("freeze_batch_norm", "a norm without running statistics", "one with them")
         self.eps = norm.eps
+        self.register_buffer("running_mean", mean.detach().clone())
+        self.register_buffer("running_var", variance.detach().clone())
         self.weight = norm.weight  # given a copy by freeze_batch_norm; sharing keeps tied weights tied
         self.bias = norm.bias
 
     def forward(self, x: Tensor) -> Tensor:
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+
+
+def _path(name: str) -> str:
+    return name or "the module itself"
 
 
 def _replaced(module: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
@@ -54,9 +58,13 @@ def _replaced(module: nn.Module, make: Callable[[str, nn.Module], nn.Module | No
         made = make(name, child)
         if made is not None:
             new[id(child)] = made.train(child.training)
+    if id(result) in new:
+        return new[id(result)]
     for parent in list(result.modules()):
-        parent._modules.update({key: new[id(held)] for key, held in parent._modules.items() if id(held) in new})
-    return new.get(id(result), result)
+        for key, held in parent._modules.items():
+            if held is not None and id(held) in new:
+                parent._modules[key] = new[id(held)]
+    return result
 
 
 def freeze_batch_norm(module: nn.Module) -> nn.Module:
@@ -83,7 +91,7 @@ def group_norm_instead(module: nn.Module, groups: int = 32) -> nn.Module:
         if not isinstance(child, _BatchNorm):
             return None
         if child.num_features % groups:
-            raise wrong("groups", groups, f"a divisor of the {child.num_features} channels of {name or ITSELF}")
+            raise wrong("groups", groups, f"a divisor of the {child.num_features} channels of {_path(name)}")
         norm = nn.GroupNorm(groups, child.num_features, child.eps, child.affine)
         if child.affine:
             norm.weight, norm.bias = child.weight, child.bias
@@ -111,7 +119,7 @@ def _refuse_running_statistics(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, _NormBase) and child.running_mean is not None:
             raise InputError(
-                f"model: {name or ITSELF} is {type(child).__name__} with running statistics; they would leave every "
+                f"model: {_path(name)} is {type(child).__name__} with running statistics; they would leave every "
                 "client unclipped and without noise. Remedy: group norm (fedflat.models.group_norm_instead), or, if "
                 "its statistics are public, fedflat.models.freeze_batch_norm(module)."
             )
