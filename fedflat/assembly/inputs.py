@@ -145,6 +145,9 @@ def options_for(
     """
     from fedflat.models import takes
 
+    for key in ("input_shape", "classes", "seed"):  # what a model is built for besides its options
+        if key in recipe.model.options:
+            raise wrong(f"model.{key}", recipe.model.options[key], "none: data and seed give it")
     of_data: dict[str, Any] = {"vocabulary": vocabulary, "padding": padding} if vocabulary else {}
     if preparation is not None:
         of_data["pixels"] = {"mean": preparation.get("mean", [0.0]), "std": preparation.get("std", [1.0])}

@@ -43,8 +43,8 @@ CACHED_ENTRIES = 1_000_000
 AT_MOST, FACTORS_AT_MOST = 128, 256
 """Clients of a block with weights written out and as factors, at most: several times what fills the cores' vector
 units, and a block is still a small part of a cohort."""
-PER_BLOCK = 32
-"""What a block costs beside its clients, in clients."""
+PER_BLOCK, LEAN = 32, 10_000
+"""What a block costs beside its clients, in clients as factors or of at most so many parameters written out."""
 PER_WORKER = 1.1
 """Time of a client in a worker process over that in this one: messages go through shared memory."""
 TOGETHER = 0.75
@@ -169,7 +169,8 @@ class _Makers:
         # A small federation goes into a few blocks without empty places.
         even = {size for turns in range(1, 9) if (size := -(-self.clients // turns)) <= most}
         sizes = even | {max(1, most >> half) for half in range(9)}
-        return min(sorted(sizes, reverse=True), key=lambda size: self.places(size) * (1 + PER_BLOCK / size))
+        beside = PER_BLOCK if factors else PER_BLOCK * min(1.0, LEAN / self.parts.layout.size)
+        return min(sorted(sizes, reverse=True), key=lambda size: self.places(size) * (1 + beside / size))
 
     def places(self, block: int) -> float:
         """Return the places computed for each client of the expected cohort: 1 where every block is full."""

@@ -7,6 +7,7 @@ the same modules of it before anything else of a run is unpacked (``user_files``
 import hashlib
 import importlib
 import importlib.util
+import io
 import linecache
 import os
 import sys
@@ -14,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,9 +92,10 @@ def _made(place: str, text: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     module = ModuleType(name)
-    module.__file__, module.__package__ = place, ""
-    # Tracebacks and inspect.getsource show the text that ran, whatever the file holds by then.
-    linecache.cache[place] = (len(text), None, text.splitlines(keepends=True), place)
+    module.__file__, module.__package__, module.__spec__ = place, "", ModuleSpec(name, None, origin=place)
+    # Tracebacks and inspect.getsource show the text that ran, whatever the file holds by then. Lines end where the
+    # compiler ends them: str.splitlines would also cut at a page break.
+    linecache.cache[place] = (len(text), None, io.StringIO(text).readlines(), place)
     sys.modules[name] = module  # dataclasses of the file look their module up while they are made
     try:
         exec(compile(text, place, "exec", dont_inherit=True), vars(module))

@@ -244,7 +244,10 @@ def record_of(table: Comparison) -> dict[str, Any]:
     together = [
         {"dataset": cost.dataset, "same_clients": cost.same_clients, **asdict(cost.total)} for cost in table.together
     ]
-    rows = [{**row.pop("spreads"), **row} for row in map(asdict, table.rows)]
+    rows = [
+        {"method": row.pop("method"), "seeds": row.pop("seeds"), **row.pop("spreads"), **row}
+        for row in map(asdict, table.rows)
+    ]
     found: dict[str, Any] = plain({"rows": rows, "together": together})
     return found | {"notes": notes(table)}
 

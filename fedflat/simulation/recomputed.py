@@ -330,7 +330,7 @@ def second_account(run: Records) -> Verification:
     path, metrics = run.folder / STATEMENT, run.folder / METRICS
     body, rows = run.statement, files.whole_lines(metrics)
     if body is None:
-        raise wrong(str(path), "a damaged record", "a run's privacy statement")
+        raise wrong(str(path), "an unreadable record", "a run's privacy statement")
     if rows is None:
         raise wrong(str(metrics), "a damaged line", "one JSON record per line, each with its round")
     stated, shown = body.get("proven_epsilon"), [row.get("epsilon") for row in rows]

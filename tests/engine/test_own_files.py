@@ -81,6 +81,7 @@ def test_a_method_a_model_and_a_loss_of_one_file_run_in_workers_and_on_ray(folde
 
 
 def test_a_file_that_is_gone_still_shows_the_text_that_ran(folder: Path) -> None:
+    (folder / "mine.py").write_text(f"\x0c{FILE}", encoding="utf-8")  # a page break ends no line
     signed = imported("algorithm.name", f"{folder}/mine.py:Signed")
     (folder / "mine.py").unlink()
     assert "torch.sign(gradient(w))" in inspect.getsource(signed)

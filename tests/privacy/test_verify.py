@@ -280,8 +280,8 @@ def test_a_run_that_promises_nothing_needs_no_ledger(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("privacy.json", "{", "privacy.json: found a damaged record; allowed: a run's privacy statement"),
-        ("privacy.json", "[]", "privacy.json: found a damaged record"),
+        ("privacy.json", "{", "privacy.json: found an unreadable record; allowed: a run's privacy statement"),
+        ("privacy.json", "[]", "privacy.json: found an unreadable record"),
         ("privacy.json", f'{{"proven_epsilon": {10**400}}}', "privacy.json: proven_epsilon: found 1000"),
         ("privacy.json", '{"proven_epsilon": NaN}', "privacy.json: proven_epsilon: found nan"),
         ("metrics.jsonl", '{"round": Infinity}\n', "metrics.jsonl: found a damaged line; allowed: one JSON record"),
