@@ -184,6 +184,8 @@ class GridAccumulator(Accumulator):
 
     def _sum(self, messages: Tensor, factors: Tensor) -> None:
         super()._sum(messages, factors)
+        there = messages.any(1)  # zero is zero on every grid: all clients without data would be written out at once
+        messages, factors = messages[there], factors[there]
         parts = zip(self.tensors, factors.T) if factors.dim() > 1 else [(slice(None), factors)]
         clipped = [messages[:, where].double() * part[:, None] for where, part in parts]
         self.exact = self.exact + self.encode(torch.cat(clipped, 1))

@@ -4,7 +4,7 @@ Kairouz et al. 2021, algorithms 1 and 2. A client calls `encode`; anybody may ad
 aggregation does); the server calls `decode`. The ε is in `fedflat.privacy.accounting.discrete`.
 """
 
-import itertools
+import hashlib
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -153,15 +153,18 @@ class SharedDiscreteNoise(Mechanism):
     def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> tuple[Encode, None]:
         """Return what rotates, rounds and reduces a round's clipped messages; their noise comes with the release.
 
-        No pitch: without noise the modular sum is nobody's to read; diagnostics use the plain clipped sum.
+        A message's rounding bits follow from the key and its own numbers: by its place among the others, one client's
+        coin would round everybody behind it anew. No pitch: without noise the modular sum is nobody's to read;
+        diagnostics use the plain clipped sum.
         """
-        signs, number, mechanism = self._signs(broadcast), itertools.count(), self.mechanism
+        signs, mechanism = self._signs(broadcast), self.mechanism
 
         def encode(clipped: Tensor) -> Integers:
             total = np.zeros(mechanism.padded, dtype=np.int64)
             for message in clipped:
-                if bool(message.any()):  # else zero whatever the bits; so its place among the others does not matter
-                    bits = self._source(key, "rounding", broadcast.round, next(number))
+                if bool(message.any()):  # else zero, whatever the bits
+                    own = int.from_bytes(hashlib.sha256(message.cpu().numpy().tobytes()).digest())
+                    bits = self._source(key, "rounding", broadcast.round, own)
                     total += mechanism.wrap(mechanism.round_to_grid(message, signs, bits))
             return total
 

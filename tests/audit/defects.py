@@ -183,13 +183,9 @@ def plant(defect: str, bench: Bench) -> Bench:
 
 
 DEFECTS: dict[str, tuple[int, ...]] = {
-    "per-tensor clip": (1,),
-    "published clip": (1,),
-    "weighted mean": (2,),
-    "mask after noise": (3,),
-    "realised denominator": (4, 2),
-    "unclipped buffer": (),
-}
+    "per-tensor clip": (1,), "published clip": (1,), "weighted mean": (2,), "mask after noise": (3,),
+    "realised denominator": (4, 2), "unclipped buffer": (),
+}  # fmt: skip
 """Each defect and the places of the pairs (of ``pairs_of``) that show it."""
 
 METHODS = {"published clip": "dp-fedsam"}

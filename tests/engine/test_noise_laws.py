@@ -76,14 +76,11 @@ def shares_of(parts: RoundParts, n: int) -> float:
 
 
 CASES = {
-    "central": ("dp-fedavg", {}),
-    "central secure": ("dp-fedavg", {"secure_rng": True}),
-    "distributed": ("dp-fedavg", {"trust": "distributed"}),
-    "local": ("dp-fedavg", {"trust": "local"}),
-    "local secure": ("dp-fedavg", {"trust": "local", "secure_rng": True}),
-    "ddgauss": ("ddgauss", {}),
+    "central": ("dp-fedavg", {}), "central secure": ("dp-fedavg", {"secure_rng": True}),
+    "distributed": ("dp-fedavg", {"trust": "distributed"}), "local": ("dp-fedavg", {"trust": "local"}),
+    "local secure": ("dp-fedavg", {"trust": "local", "secure_rng": True}), "ddgauss": ("ddgauss", {}),
     "ddgauss secure": ("ddgauss", {"secure_rng": True}),
-}
+}  # fmt: skip
 MIN_P = 1e-4
 
 

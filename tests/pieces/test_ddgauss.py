@@ -10,7 +10,8 @@ from scipy import linalg, stats
 from fedflat.core.checks import InputError
 from fedflat.core.discrete import SecureBits, default_granularity, exact_square
 from fedflat.core.rng import stream
-from fedflat.methods.ddgauss import DistributedDiscreteGaussian, hadamard
+from fedflat.core.types import Broadcast
+from fedflat.methods.ddgauss import DistributedDiscreteGaussian, SharedDiscreteNoise, hadamard
 
 torch.set_num_threads(1)
 
@@ -141,6 +142,12 @@ def test_default_granularity_leaves_four_standard_deviations():
     tight = mechanism(dimension=d, min_cohort=20, messages=n, noise_multiplier=0.0, granularity=silent.granularity / 8)
     fits, wraps = ((run(mech, one.repeat(n, 1)) - n * one).std() for mech in (silent, tight))
     assert wraps > 100 * fits
+
+
+def test_a_message_rounds_alike_whoever_else_is_there():
+    noise, rows = SharedDiscreteNoise(mechanism(bits=8), seed=0, shares=10), updates(3, 100, 0.3).double()
+    encode, _ = noise.encoder(bytes(32), Broadcast(0, torch.zeros(100), 1.0, 1.0), 1.0, 100)
+    assert np.array_equal(encode(rows) - encode(rows[1:]), encode(rows[:1]))
 
 
 def test_the_rotation_is_public_and_shared():
