@@ -162,10 +162,9 @@ class SharedDiscreteNoise(Mechanism):
         def encode(clipped: Tensor) -> Integers:
             total = np.zeros(mechanism.padded, dtype=np.int64)
             for message in clipped:
-                if bool(message.any()):  # else zero, whatever the bits
-                    own = int.from_bytes(hashlib.sha256(message.cpu().numpy().tobytes()).digest())
-                    bits = self._source(key, "rounding", broadcast.round, own)
-                    total += mechanism.wrap(mechanism.round_to_grid(message, signs, bits))
+                own = int.from_bytes(hashlib.sha256(message.cpu().numpy().tobytes()).digest())
+                bits = self._source(key, "rounding", broadcast.round, own)
+                total += mechanism.wrap(mechanism.round_to_grid(message, signs, bits))
             return total
 
         return encode, None
