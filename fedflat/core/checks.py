@@ -118,8 +118,7 @@ def users_code(where: str, allowed: str, during: str = "in a trial", hint: str =
     except InputError:
         raise
     except Exception as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise wrong(where, f"{type(error).__name__} {during} ({line})", allowed, hint=hint) from error
+        raise wrong(where, f"{type(error).__name__} {during} ({first_line(error)})", allowed, hint=hint) from error
 
 
 def insist(holds: bool, error: Exception) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import wrong
+from fedflat.core.checks import first_line, wrong
 from fedflat.core.durable import cache_folder, keep, read_tensors
 from fedflat.core.imports import hub
 
@@ -108,9 +108,8 @@ def pretrained(texts: Sequence[Text], tokenizer: str, length: int = LENGTH) -> t
         with hub():
             tool = AutoTokenizer.from_pretrained(tokenizer)
     except Exception as error:  # the hub client raises many unrelated types
-        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
         allowed = "a folder with a transformers tokenizer, or a hub id that can be reached or is in HF_HOME's cache"
-        raise wrong("data.tokenizer", tokenizer, allowed, hint=f"({reason})") from None
+        raise wrong("data.tokenizer", tokenizer, allowed, hint=f"({first_line(error)})") from None
     if tool.pad_token_id is None:
         raise wrong("data.tokenizer", tokenizer, "a tokenizer with a padding token")
     columns = list(zip(*[(text,) if isinstance(text, str) else tuple(text) for text in texts]))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
 
-from fedflat.core.checks import RunError, require, wrong
+from fedflat.core.checks import RunError, first_line, require, wrong
 from fedflat.core.loss import Objective
 from fedflat.core.params import Layout, at_fault, flatten, usable
 from fedflat.core.process import CRASHES, set_meanwhile
@@ -110,7 +110,7 @@ def difference(
         with exact(device):
             found = gradient(device, precision)
     except Exception as error:  # a layer may fail there in a way of its own
-        return f"training fails: {(str(error) or type(error).__name__).splitlines()[0]}"
+        return f"training fails: {first_line(error)}"
     whole = expected.norm().clamp_min(TINY)
     apart, allowed = float((found - expected).norm() / whole), TOLERANCE["fp32"]
     if precision != "fp32":

@@ -6,6 +6,7 @@ aggregation does); the server calls `decode`. The ε is in `fedflat.privacy.acco
 
 import hashlib
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -153,17 +154,18 @@ class SharedDiscreteNoise(Mechanism):
     def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> tuple[Encode, None]:
         """Return what rotates, rounds and reduces a round's clipped messages; their noise comes with the release.
 
-        A message's rounding bits follow from the key and its own numbers: by its place among the others, one client's
-        coin would round everybody behind it anew. No pitch: without noise the modular sum is nobody's to read;
-        diagnostics use the plain clipped sum.
+        A message's rounding bits follow from the key, its own numbers, and how many equal ones came before it: by its
+        place among all, one client's coin would round everybody behind it anew. No pitch: without noise the modular sum
+        is nobody's to read; diagnostics use the plain clipped sum.
         """
-        signs, mechanism = self._signs(broadcast), self.mechanism
+        signs, mechanism, equal = self._signs(broadcast), self.mechanism, Counter[int]()
 
         def encode(clipped: Tensor) -> Integers:
             total = np.zeros(mechanism.padded, dtype=np.int64)
             for message in clipped:
                 own = int.from_bytes(hashlib.sha256(message.cpu().numpy().tobytes()).digest())
-                bits = self._source(key, "rounding", broadcast.round, own)
+                bits = self._source(key, "rounding", broadcast.round, own, equal[own])
+                equal[own] += 1
                 total += mechanism.wrap(mechanism.round_to_grid(message, signs, bits))
             return total
 

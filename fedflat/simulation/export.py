@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fedflat.core.checks import InputError, RunError, require, wrong
+from fedflat.core.checks import InputError, RunError, first_line, require, wrong
 from fedflat.core.imports import missing
 from fedflat.core.types import RoundState
 from fedflat.models.representation import FILE
@@ -171,7 +171,7 @@ def _onnx(program: torch.export.ExportedProgram) -> bytes:
             found: Any = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **names)
             return bytes(found.model_proto.SerializeToString())
     except Exception as error:
-        raise RunError(f"--onnx: this model has no ONNX form ({_first_line(error)}).") from error
+        raise RunError(f"--onnx: this model has no ONNX form ({first_line(error)}).") from error
 
 
 def _traced(result: Any, option: str) -> torch.export.ExportedProgram:
@@ -188,15 +188,11 @@ def _traced(result: Any, option: str) -> torch.export.ExportedProgram:
     try:
         found = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
     except Exception as error:  # it fails in as many ways as there are models
-        raise RunError(f"{option}: torch.export cannot follow this model ({_first_line(error)}).") from error
+        raise RunError(f"{option}: torch.export cannot follow this model ({first_line(error)}).") from error
     for part in found.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)  # names files and folders of this machine
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager

@@ -56,16 +56,12 @@ def duplicated() -> Data:
 
 
 HOSTILE: dict[str, tuple[Data, float]] = {
-    "opposite labels": (opposite(1.0), 1.0),
-    "opposite labels, 1e6": (opposite(1e6), 1.0),
-    "opposite labels, 1e14": (opposite(1e14), 1.0),
-    "raw pixels": (pixels(), 0.05),
-    "one row many times": (duplicated(), 0.05),
-    "tiny inputs": ((ordinary(1)[0][0] * 1e-30, ordinary(1)[0][1]), 1e-30),
-    "tiny clip": (pixels(), 1e-30),
-    "huge inputs": ((ordinary(1)[0][0] * 1e18, ordinary(1)[0][1]), 1.0),
+    "opposite labels": (opposite(1.0), 1.0), "opposite labels, 1e6": (opposite(1e6), 1.0),
+    "opposite labels, 1e14": (opposite(1e14), 1.0), "raw pixels": (pixels(), 0.05),
+    "one row many times": (duplicated(), 0.05), "tiny inputs": ((ordinary(1)[0][0] * 1e-30, ordinary(1)[0][1]), 1e-30),
+    "tiny clip": (pixels(), 1e-30), "huge inputs": ((ordinary(1)[0][0] * 1e18, ordinary(1)[0][1]), 1.0),
     "no clip reached": (ordinary(1)[0], 1e3),
-}
+}  # fmt: skip
 
 
 def train(backend: str, clients: list[Data], clip: float, hidden: bool, seed: int = 1) -> Tensor:

@@ -62,14 +62,10 @@ def federation(clients: int = 5) -> FederatedData:
 
 def recipe(**changes: Any) -> dict[str, Any]:
     return {
-        "rounds": 3,
-        "algorithm": {"name": "dp-fedsam"},
-        "local": {"steps": 3, "batch_size": 4, "lr": 0.5},
-        "cohort": {"size": 5, "sampling": "fixed"},
-        "privacy": {"clip": 0.5, "noise_multiplier": 0.5},
-        "engine": {"backend": "sequential"},
-        **changes,
-    }
+        "rounds": 3, "algorithm": {"name": "dp-fedsam"}, "local": {"steps": 3, "batch_size": 4, "lr": 0.5},
+        "cohort": {"size": 5, "sampling": "fixed"}, "privacy": {"clip": 0.5, "noise_multiplier": 0.5},
+        "engine": {"backend": "sequential"}, **changes,
+    }  # fmt: skip
 
 
 KEY = b"\5" * 32

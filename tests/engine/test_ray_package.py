@@ -41,13 +41,9 @@ def pairs(shape: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
 
 def inner(network: nn.Module, shape: tuple[int, ...] = (6,), held_back: float = 0.0) -> Sequential:
     recipe = {
-        "rounds": 1,
-        "data": {"client_test_fraction": held_back},
-        "algorithm": "fedavg",
-        "local": {"steps": 3, "batch_size": 2},
-        "cohort": {"size": 2},
-        "engine": {"backend": "sequential"},
-    }
+        "rounds": 1, "data": {"client_test_fraction": held_back}, "algorithm": "fedavg",
+        "local": {"steps": 3, "batch_size": 2}, "cohort": {"size": 2}, "engine": {"backend": "sequential"},
+    }  # fmt: skip
     test = (torch.full((3, *shape), 77.0), torch.zeros(3, dtype=torch.int64))
     backend = prepare(Recipe.of(recipe), network, pairs(shape), test).backend
     assert isinstance(backend, Sequential)

@@ -181,13 +181,9 @@ def test_a_stopped_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     stop = iter([False, False, True])
     for resume, asked in (False, lambda: next(stop)), (True, None):
         found = fedflat.run(
-            recipe("dp2-fedsam", RAY, rounds=4),
-            model=module(),
-            clients=clients(),
-            out=tmp_path / "run",
-            resume=resume,
+            recipe("dp2-fedsam", RAY, rounds=4), model=module(), clients=clients(), out=tmp_path / "run", resume=resume,
             should_stop=asked,
-        )
+        )  # fmt: skip
     assert torch.equal(weights(found), weights(whole)) and len(found.history) == 4
     stored = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
     assert stored["engine"]["backend"] == "ray" and stored["engine"]["block"] is None

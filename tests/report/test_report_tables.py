@@ -194,8 +194,8 @@ def test_nothing_to_compare() -> None:
 @pytest.mark.parametrize(
     ("value", "text", "short"),
     [(8.2, "8.2 s", "0:08"), (59.96, "1 min 00 s", "1:00"), (185, "3 min 05 s", "3:05"),
-     (7800, "2 h 10 min", "2:10:00"), (950_400, "11 d", "264:00:00"), (None, "–", "")],
+     (7800, "2 h 10 min", "2:10:00"), (950_400, "11 d", "264:00:00")],
 )  # fmt: skip
-def test_durations(value: float | None, text: str, short: str) -> None:
-    assert wording.duration(value) == text
-    assert value is None or wording.clock(value) == short
+def test_durations(value: float, text: str, short: str) -> None:
+    assert wording.duration(value) == text and wording.duration(None) == "–"
+    assert wording.clock(value) == short
