@@ -174,7 +174,8 @@ def read_map(data: Any, size: int | None = None) -> dict[int, bytes]:
     while place < len(data):
         client, length = (int.from_bytes(data[place + a : place + b], "big") for a, b in ((0, 8), (8, 12)))
         value = data[place + 12 : place + 12 + length]
-        insist(client > last and len(value) == length and size in (None, length), Malformed("form"))
+        complete = place + 12 <= len(data) and len(value) == length
+        insist(client > last and complete and size in (None, length), Malformed("form"))
         values[client], last, place = value, client, place + 12 + length
     return values
 

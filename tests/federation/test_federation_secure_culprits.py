@@ -537,6 +537,8 @@ def test_nobody_complains_about_a_deal_for_other_keys(federation: Federation, mo
     monkeypatch.setattr(dealing, "keys_seen", lambda context, keys: context)  # the twin
     said, box = told_of_different_keys(federation)
     assert set(wire.read_map(said)) == {0}
+    with pytest.raises(wire.Malformed, match="form"):
+        wire.read_map(said + b"\xff" * 5)  # half an entry
     zero, two = federation.clients[0], federation.clients[2]
     held = zero.store.session()
     zero.store.keep_session({**held, "stage": dealing.CHECK, "shares": {}})
