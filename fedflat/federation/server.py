@@ -82,10 +82,10 @@ class Settings:
         """Read the settings from a Flower app's run config."""
         names = {"nodes": "wait-for-nodes", "beyond": "metrics-beyond-this-machine"}
         keys = {field.name: names.get(field.name, field.name.replace("_", "-")) for field in fields(cls)}
-        given = {name: config[key] for name, key in keys.items() if key in config}
-        given["out"] = Path(str(config["out"])).expanduser()
-        given["test"] = Path(str(given["test"])).expanduser() if given.get("test") else None
-        return cls(**given | {"beyond": given.get("beyond", False) is True})
+        values = {name: config[key] for name, key in keys.items() if key in config}
+        values["out"] = Path(str(config["out"])).expanduser()
+        values["test"] = Path(str(values["test"])).expanduser() if values.get("test") else None
+        return cls(**values | {"beyond": values.get("beyond", False) is True})
 
 
 def server_app(folder: str | Path) -> Any:
@@ -195,8 +195,8 @@ def job_of(task: Task, settings: Settings) -> Job:
     engine = task.recipe.engine.model_copy(update={"device": "cpu"})  # it trains nobody, and may have no GPU
     job = prepare(task.recipe.model_copy(update={"engine": engine}), data=task.form.federation(test=test))
     if (wanted := Limits.of(job)) != task.limits:
-        found, needed = (json.dumps(asdict(limits)) for limits in (task.limits, wanted))
-        raise wrong("task.json: bytes", found, f"{needed}, as the recipe's messages need")
+        stated, needed = (json.dumps(asdict(limits)) for limits in (task.limits, wanted))
+        raise wrong("task.json: bytes", stated, f"{needed}, as the recipe's messages need")
     if isinstance(job.parts.clip, MethodScale):  # messages come scaled; once more would be another message
         job.parts = replace(job.parts, clip=whole_vector(job.threshold))
     if job.parts.plan.trust == "local" and job.parts.plan.private:
@@ -219,8 +219,8 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
         require(not (out / LEDGER).exists(), "out", f"{out}, a run without its {RECIPE}", allowed)
         dump = settled(task.recipe, job.parts, job.data.clients, job.problem.pristine)
         name = new_run(task.pin, out)
-        known = versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting"))
-        text = reading.dumped({**dump, "versions": {**known, "run": name, "task": task.identity}})
+        installed = versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting"))
+        text = reading.dumped({**dump, "versions": {**installed, "run": name, "task": task.identity}})
         terms = Terms.of(task.recipe, job, deployment=True).record()
         job.opening = Opening.of(job.identity, fresh_key(), text, {}, name, terms)
         job.opening.write(out)
@@ -239,9 +239,9 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
 
 def stored_outcome(job: Job, out: Path) -> Outcome:
     """Return the run in ``out`` as its checkpoint and ledger have it, without touching either."""
-    found = checkpoint.newest(out / "checkpoints")
+    newest = checkpoint.newest(out / "checkpoints")
     size = job.parts.layout.dimension
-    state = job.parts.first_state(job.initial_weights[:size], job.threshold) if found is None else found[0]
+    state = job.parts.first_state(job.initial_weights[:size], job.threshold) if newest is None else newest[0]
     entries = read_ledger(out / LEDGER) if (out / LEDGER).exists() else []
     plan = job.parts.plan.standing(entries)
     last = min(plan.rounds, plan.rounds_within_budget(plan.again(entries)))

@@ -107,8 +107,8 @@ def write_request(common: Any, client: int, nonce: bytes, pin: str, **facts: Any
     """Return the server's message to one client. common: what all of the cohort get, packed once for all of them."""
     from flwr.app import ConfigRecord, RecordDict
 
-    own = {"client": client, "nonce": nonce, "pin": pin, **facts}
-    return RecordDict({ARRAYS: common[ARRAYS], FACTS: ConfigRecord({**common[FACTS], **own})})
+    question = {"client": client, "nonce": nonce, "pin": pin, **facts}
+    return RecordDict({ARRAYS: common[ARRAYS], FACTS: ConfigRecord({**common[FACTS], **question})})
 
 
 def write_broadcast(broadcast: Broadcast) -> Any:
@@ -128,16 +128,16 @@ def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> R
     """
     arrays, facts = parts_of(content)
     insist(set(arrays) - {"mask"} == {"shared", *(VECTOR + name for name in vectors)}, Malformed("form"))
-    found = {
+    unpacked = {
         name: unpack(value, "uint8" if name == "mask" else "float32", (dimension,)) for name, value in arrays.items()
     }
-    mask = found.get("mask")
+    mask = unpacked.get("mask")
     broadcast = Broadcast(
-        round=number(facts, "round"), shared=torch.from_numpy(found["shared"]), clip=_positive(facts, "clip"),
-        rate=_positive(facts, "rate"), vectors={name: torch.from_numpy(found[VECTOR + name]) for name in vectors},
+        round=number(facts, "round"), shared=torch.from_numpy(unpacked["shared"]), clip=_positive(facts, "clip"),
+        rate=_positive(facts, "rate"), vectors={name: torch.from_numpy(unpacked[VECTOR + name]) for name in vectors},
         mask=None if mask is None else torch.from_numpy(mask.astype(bool)), draw=number(facts, "draw"),
     )  # fmt: skip
-    insist(all(np.isfinite(value).all() for value in found.values()), Malformed("not finite"))
+    insist(all(np.isfinite(value).all() for value in unpacked.values()), Malformed("not finite"))
     pin = facts.get("pin")
     insist(isinstance(pin, str), Malformed("form"))
     return Request(number(facts, "client"), sixteen(facts, "nonce"), pin, broadcast)
