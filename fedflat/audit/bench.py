@@ -103,8 +103,8 @@ def linear_message(
     slope = torch.cat([-update / (local.lr * local.steps), torch.zeros(*update.shape[:-1], personal.numel())], -1)
     weights = torch.cat([broadcast.shared, personal]).expand(slope.shape).clone()
     problem = LinearProblem(layout)
-    own = ClientContext({state.name: torch.zeros_like(update) for state in algorithm.client_state})
-    return train_client(algorithm, problem, broadcast, local, LinearData(slope), weights, own).message
+    context = ClientContext({state.name: torch.zeros_like(update) for state in algorithm.client_state})
+    return train_client(algorithm, problem, broadcast, local, LinearData(slope), weights, context).message
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ def prepare_job(
     inputs: Tensor | None = None,
 ) -> Job:  # fmt: skip
     """Return a live job of the audit's federation; ``inputs`` ``(12,)`` is the last client's only example."""
-    given = {key: dict(value) for key, value in (sections or {}).items()}
-    privacy: dict[str, Any] = {"clip": CLIP} | given.get("privacy", {})
+    sections = {key: dict(value) for key, value in (sections or {}).items()}
+    privacy: dict[str, Any] = {"clip": CLIP} | sections.get("privacy", {})
     privacy |= {"noise_multiplier": SIGMA, "delta": DELTA, "epsilon": None, "budget": None, "noise_cohort": None}
     recipe = Recipe.of(
         {
@@ -175,7 +175,7 @@ def prepare_job(
             "cohort": {"size": CLIENTS},
             "local": {"steps": 1, "batch_size": 1, "lr": 0.1},
             "privacy": privacy,
-            "server": given.get("server", {}),
+            "server": sections.get("server", {}),
             "engine": {"device": "cpu", "backend": "sequential"},
         }
     )
@@ -265,8 +265,8 @@ def side_by_side(neighbours: Neighbours, world: World, key: bytes, copies: int) 
     method, mask = bench.parts.algorithm, world.broadcast.mask
     algorithm = replace(method, server=tuple(_EachStep(step, copies) for step in method.server))
     # The real server optimiser on each of the copies.
-    each = replace(bench.parts, optimizer=lambda view: functools.partial(_each, bench.parts.optimizer(view), copies))
-    parts = replace(each, algorithm=algorithm)
+    parts = replace(bench.parts, optimizer=lambda view: functools.partial(_vmap, bench.parts.optimizer(view), copies))
+    parts = replace(parts, algorithm=algorithm)
     slots = {name: value.repeat(copies) for name, value in bench.state.slots.items()}
     state = replace(bench.state, shared=bench.state.shared.repeat(copies), slots=slots)
     broadcast = replace(world.broadcast, shared=state.shared, mask=None if mask is None else mask.repeat(copies))
@@ -300,9 +300,9 @@ def must_loop(neighbours: Neighbours, law: bool = True) -> bool:
         if not torch.equal(worlds[0].aggregate.total, worlds[1].aggregate.total):
             # Messages are random where clients add their own noise.
             return True
-        alone = single(neighbours, present, keys[0], worlds[0])
+        separate = single(neighbours, present, keys[0], worlds[0])
         first = side_by_side(neighbours, worlds[0], keys[0], 3)[0]
-        if alone.shape != first.shape or not torch.allclose(alone, first, rtol=1e-4, atol=1e-5):
+        if separate.shape != first.shape or not torch.allclose(separate, first, rtol=1e-4, atol=1e-5):
             return True
         if law and _law_differs(neighbours, present, worlds[0]):
             return True
@@ -331,7 +331,7 @@ def _law_differs(neighbours: Neighbours, present: bool, world: World) -> bool:
 
 
 def coupled_difference(neighbours: Neighbours) -> Tensor:
-    """Return the world 1 minus world 0 under the same noise key ``(width,)``: noise cancels where it does not see the
+    """Return world 1 minus world 0 under the same noise key ``(width,)``: noise cancels where it does not see the
     data.
     """
     one, zero = (single(neighbours, present, run_key(0, "coupled", 0)) for present in (True, False))
@@ -357,12 +357,12 @@ class _EachStep:
         def one(mean: Tensor, slots: Slots) -> Stepped:
             return cast(Stepped, self.step(mean, replace(view, slots=slots)))
 
-        return _each(one, self.copies, mean, view.slots)
+        return _vmap(one, self.copies, mean, view.slots)
 
 
-def _each(function: Callable[..., Stepped], copies: int, *given: Any) -> Stepped:
-    """Return what ``function`` makes of each copy, when ``copies`` of every tensor lie side by side."""
-    rows = tree_map(lambda tensor: tensor.reshape(copies, -1), given)
+def _vmap(function: Callable[..., Stepped], copies: int, *tensors: Any) -> Stepped:
+    """Return what ``function`` makes of each copy, where ``copies`` of every tensor lie side by side."""
+    rows = tree_map(lambda tensor: tensor.reshape(copies, -1), tensors)
     return cast(Stepped, tree_map(lambda tensor: tensor.reshape(-1), torch.func.vmap(function)(*rows)))
 
 
