@@ -55,7 +55,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(form: str) -> None:
-    """fedflat's own log lines, once, where Flower shows an app's output. form: one of ``FORMATS``.
+    """Write fedflat's own log lines, once, where Flower shows an app's output. form: one of ``FORMATS``.
 
     Raises:
         InputError: another form.

@@ -73,7 +73,7 @@ class Federation:
         self.stop()
 
     def start(self, clients: Sequence[int] | None = None) -> None:
-        """SuperLink and the SuperNodes of ``clients`` (default: all); nothing is started if one port is taken."""
+        """Start SuperLink and the SuperNodes of ``clients`` (default: all); nothing is started if one port is taken."""
         chosen = range(self.task.form.clients) if clients is None else clients
         for host, port in (self.addresses.listen, self.addresses.control):
             processes.must_be_free(str(self.project / ADDRESSES_FILE), host, port)
@@ -110,7 +110,7 @@ class Federation:
         self._spawn(f"client-{client}", supernode_command(self.project, client, self.host, self.port, self.task.pin))
 
     def run(self, *, config: str = "") -> int:
-        """``flwr run``: submit the app; returns Flower's run id."""
+        """Submit the app with ``flwr run``; return Flower's run id."""
         command = ["flwr", "run", str(self.project / "app"), "fedflat", "--format", "json"]
         late = RunError(f"flwr run had no answer in {self.patience:g} s; see {self.log}")
         with turning(subprocess.TimeoutExpired, late):
@@ -128,7 +128,10 @@ class Federation:
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=self.patience, check=False)
 
     def status(self, run: int, suffix: str = "") -> str:
-        """Return Flower's status of a run, like ``finished:completed``, as the SuperLink noted it last; or REASON."""
+        """Return Flower's status of a run, like ``finished:completed``, as the SuperLink noted it last.
+
+        suffix: ``REASON``, for why the run ended instead.
+        """
         path = self.project / "server" / STATUS
         with suppress(OSError, ValueError, AttributeError):  # none yet, or damaged: the SuperLink writes it anew
             return str(json.loads(path.read_bytes()).get(f"run {run}{suffix}", "unknown"))
@@ -158,7 +161,7 @@ class Federation:
         return status
 
     def stop(self) -> None:
-        """Stop every process started here: asked first, then killed."""
+        """Stop every process started here: it is asked first, then killed."""
         processes.end([process.pid for process in self.processes.values()], GRACE)
         self.processes.clear()
 

@@ -70,7 +70,7 @@ def program(usage: str) -> Callable[[Callable[..., object]], Callable[[Sequence[
 
 
 def private() -> None:
-    """From here on: files that only this account reads (umask 077), and no core dumps (they would hold updates)."""
+    """Let only this account read what is written from here on (umask 077); no core dumps, which would hold updates."""
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

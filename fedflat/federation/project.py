@@ -88,9 +88,7 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
 
 
 def _for_nodes(recipe: Recipe, nodes: int | None) -> Recipe:
-    """The recipe with M = ``nodes``; the cohort must fit, since q is a promise and not to be changed behind one's
-    back.
-    """
+    """Return the recipe with M = ``nodes``; the cohort must fit, since q is a promise that nothing here may change."""
     dump = recipe.dump()
     dump["engine"] |= {"backend": "sequential", "processes": None, "compile": None}
     if dump["engine"]["device"] == "auto":  # clients on one machine would share its GPU

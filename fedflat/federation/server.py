@@ -266,7 +266,7 @@ def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:
 
 
 def _tell_start(job: Job, outcome: Outcome) -> None:
-    """One log line of what is to be done, and what was done before."""
+    """Log in one line what is to be done, and what was done before."""
     plan, done = job.parts.plan.standing(outcome.entries), outcome.state.round
     charged = done + plan.again(outcome.entries)
     spent = (plan.epsilon(charged) if charged else 0.0) if plan.private else math.inf
@@ -275,7 +275,7 @@ def _tell_start(job: Job, outcome: Outcome) -> None:
 
 
 def _announce(released: dict[str, Any], state: object) -> None:
-    """One log line of a round, of what was released anyway."""
+    """Log in one line what a round released."""
     number = released["round"]
     figures = {name: released.get(name) for name in ("epsilon", "test_accuracy")}
     more = {"round": number, "finished": number + 1, "aborted": bool(released.get("aborted"))}

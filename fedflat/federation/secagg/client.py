@@ -165,7 +165,7 @@ def _give_shares(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
 
 
 def _complain(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
-    """Signed complaints about those who dealt this client no true shares.
+    """Return signed complaints about those who dealt this client no true shares.
 
     A box that its dealer did not sign is the server's doing: no complaint, no further step.
     """

@@ -145,9 +145,7 @@ def prg(seed: bytes, size: int, bits: int) -> Vector:
 
 
 def masked(own: Secrets, keys: Mapping[int, PublicKeys], others: Iterable[int], vector: Vector, bits: int) -> Vector:
-    """Step 2: the vector ``(d,)`` with PRG(b) and, for each other client v, +PRG(s_uv) if u < v and −PRG(s_uv) if u >
-    v.
-    """
+    """Step 2: return the vector ``(d,)`` plus PRG(b) and, for each other client v, PRG(s_uv) if u < v, else −PRG(s_uv)."""
     total = vector + prg(own.seed, vector.size, bits)
     for other in others:
         if other != own.client:
@@ -156,8 +154,8 @@ def masked(own: Secrets, keys: Mapping[int, PublicKeys], others: Iterable[int], 
 
 
 def _pair_mask(secret: bytes, client: int, key: bytes, other: int, context: bytes, size: int, bits: int) -> Vector:
-    """±PRG of two clients' common secret; bound to both numbers, or a second client with the same key, or with its
-    negative, would cancel the first one's mask.
+    """Return ±PRG of two clients' common secret. It is bound to both numbers: else a second client with the same key,
+    or with its negative, would cancel the first one's mask.
     """
     common = ec.derive_private_key(int.from_bytes(secret, "big"), sharing.CURVE).exchange(ec.ECDH(), _mask_point(key))
     pair = b"".join(number.to_bytes(8, "big") for number in sorted((client, other)))
