@@ -145,7 +145,7 @@ def prg(seed: bytes, size: int, bits: int) -> Vector:
 
 
 def masked(own: Secrets, keys: Mapping[int, PublicKeys], others: Iterable[int], vector: Vector, bits: int) -> Vector:
-    """Step 2: return the vector ``(d,)`` plus PRG(b) and, for each other client v, PRG(s_uv) if u < v, else −PRG(s_uv)."""
+    """Step 2: return the vector ``(d,)`` with PRG(b), and PRG(s_uv) for each other client v, −PRG(s_uv) if u > v."""
     total = vector + prg(own.seed, vector.size, bits)
     for other in others:
         if other != own.client:
