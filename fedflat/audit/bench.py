@@ -354,10 +354,7 @@ class _EachStep:
         return cast(dict[str, Tensor], self.step.initial(shared))
 
     def __call__(self, mean: Tensor, view: ServerView) -> Stepped:
-        def one(mean: Tensor, slots: Slots) -> Stepped:
-            return cast(Stepped, self.step(mean, replace(view, slots=slots)))
-
-        return _vmap(one, self.copies, mean, view.slots)
+        return _vmap(lambda mean, slots: self.step(mean, replace(view, slots=slots)), self.copies, mean, view.slots)
 
 
 def _vmap(function: Callable[..., Stepped], copies: int, *tensors: Any) -> Stepped:

@@ -22,7 +22,7 @@ from fedflat.audit.noise import cosine
 from fedflat.audit.worlds import SLACK, Case, Engine, Maker, Movement, Scenario, Worlds, recorded_run, world_recipe
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError
+from fedflat.core.checks import InputError, insist
 from fedflat.core.params import layout_of
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
@@ -68,8 +68,7 @@ def audit_worlds(
         subject = f"{method.name}, which is not private" if not method.private else "a published protocol"
         return _skipped(method, f"{subject}: no bound is claimed that a message keeps.")
     if folder is not None and is_given(recipe, model, clients):
-        if thorough:
-            raise InputError(_unavailable(folder))
+        insist(not thorough, InputError(_unavailable(folder)))
         return _skipped(method, _unavailable(folder))
     data = data_of(recipe, clients, test)
     module, _, _ = module_of(recipe, model, data)

@@ -149,9 +149,7 @@ def _noise(job: Job) -> tuple[Floats, list[dict[str, Any]], float]:
 def _mask(job: Job, round: int) -> Tensor:
     """Return the common mask of a round, drawn from public randomness; all of the sum where there is none."""
     state = replace(job.parts.first_state(job.initial_weights, job.threshold), round=round)
-    mask = None
-    if job.parts.algorithm.mask is not None:
-        mask = broadcast_of(job.parts, state, job.seed, lambda: torch.zeros_like(state.shared)).mask
+    mask = broadcast_of(job.parts, state, job.seed, lambda: torch.zeros_like(state.shared)).mask
     return torch.ones(job.parts.message_length, dtype=torch.bool) if mask is None else mask
 
 

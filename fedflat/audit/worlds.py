@@ -406,9 +406,8 @@ def world_recipe(recipe: Recipe, clients: int, engine: Engine, rounds: int, case
     """Return the recipe for a few clients that all take part: no noise (or σ = 1) and few local steps."""
     dump = recipe.dump()
     trust, method = dump["privacy"]["trust"], algorithm_of(recipe) if ":" not in recipe.algorithm.name else None
-    discrete = method is not None and method.kind == "ddgauss"
     cohort: dict[str, Any] = {"size": clients}
-    if discrete or trust == "distributed":
+    if trust == "distributed" or (method is not None and method.kind == "ddgauss"):
         cohort["min"] = clients - 1
     if trust == "local":
         cohort["max_participations"] = rounds

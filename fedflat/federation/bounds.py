@@ -95,11 +95,9 @@ class Limits:
     @classmethod
     def of(cls, job: Job) -> Limits:
         """Return the limits that a job's model, method, clients and rounds need."""
-        parts, plan = job.parts, job.parts.plan
+        parts, plan, noise = job.parts, job.parts.plan, job.parts.mechanism
         cohort = job.data.clients if plan.trust == "distributed" else 0
-        reply = 4 * parts.message_length
-        if isinstance(parts.mechanism, SharedDiscreteNoise):
-            reply = 8 * parts.mechanism.mechanism.padded
+        reply = 8 * noise.mechanism.padded if isinstance(noise, SharedDiscreteNoise) else 4 * parts.message_length
         arrays = parts.layout.dimension * (4 * (1 + len(parts.broadcast)) + 1)  # and a mask
         facts = FACTS + 512 * cohort  # keys and boxes of a cohort
         # The ledger's signed history, and everybody's commitments to everybody; FACTS more for heads of arrays.
@@ -114,8 +112,7 @@ def _unpacked(content: bytes, contents: Mapping[str, bytes], limit: Limit) -> in
     if not head.startswith(b"Array "):
         return 0
     insist(bool(divider) and len(content) - len(head) <= limit.facts, Malformed("size"))
-    kinds = (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError)
-    with turning(kinds, Malformed("form")):
+    with turning((ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError), Malformed("form")):
         children = head.decode("ascii").split(" ")[1].split(",")
         array = json.loads(content[len(head) + 1 :])
         size = math.prod(max(int(length), 0) for length in array["shape"])

@@ -125,14 +125,12 @@ class Client:
         # One thread and exact arithmetic: a client's message has the same bits here as in the simulation.
         with using_threads(1), exact(job.problem.device):
             result = backend.one(self.number, broadcast, torch.cat([broadcast.shared, head]), states)
-        outgoing = self._outgoing(backend, result, broadcast, personal)
+        outgoing = self._outgoing(result, broadcast, personal)
         after = personal.of(self.number), states_of(parts.algorithm, personal, self.number, broadcast.shared)
         self.store.keep_personal(broadcast.round, (head, states), after)
         return outgoing, len(rows) if parts.weighted else 0
 
-    def _outgoing(
-        self, backend: Sequential, result: LocalResult, broadcast: Broadcast, personal: PersonalState
-    ) -> Tensor:
+    def _outgoing(self, result: LocalResult, broadcast: Broadcast, personal: PersonalState) -> Tensor:
         """Return what leaves: clipped here already; as it is where the server counts clipped messages (adaptive clip).
 
         What stays goes to ``personal``; a state is moved by the message as clipped here.
@@ -141,8 +139,8 @@ class Client:
         noised = parts.plan.trust == "local" and parts.plan.private
         plain = Accumulator(parts.clip, broadcast.clip, parts.message_tensors, parts.message_length)
         accumulator = accumulator_of(parts, broadcast, key) if noised else plain
-        trained = Trained.of([self.number], [len(backend.data.parts[self.number])], result)
-        RoundSum(backend.algorithm, backend.local, broadcast, accumulator, personal).add(trained)
+        trained = Trained.of([self.number], [len(self.job.data.parts[self.number])], result)
+        RoundSum(parts.algorithm, parts.local, broadcast, accumulator, personal).add(trained)
         if noised:
             return noisy_sum(parts, broadcast, accumulator.result(), key).to(torch.float32)
         if parts.clip.moves:

@@ -138,8 +138,7 @@ def main(app: str, run: str) -> None:
     print(f"{out}: ended after {rounds}, {cost}; {key_state}")
     if key == "missing":  # it may still lie somewhere
         hint = "close the run again as the account, and with the XDG_STATE_HOME, that the server ran under"
-        fault = f"no noise key {run_id(out)} in {keys.folder()}"
-        raise RunError(f"{fault}; {hint}, or delete the file there by hand")
+        raise RunError(f"no noise key {run_id(out)} in {keys.folder()}; {hint}, or delete the file there by hand")
 
 
 if __name__ == "__main__":

@@ -110,8 +110,7 @@ def _taking_turns(recipe: Recipe, unnamed: bool) -> tuple[Recipe, str]:
     method = algorithm_of(recipe)
     if not unnamed or not method.private:
         return recipe, ""
-    why = _unfit(recipe, method, trust_of(recipe, method))
-    if why:
+    if why := _unfit(recipe, method, trust_of(recipe, method)):
         return recipe, KEPT.format(why=why)
     kind = "banded" if recipe.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
     apart = int((recipe.data.clients or 0) / recipe.cohort.size)

@@ -59,8 +59,8 @@ class Store:
 
     def node_lock(self) -> IO[bytes]:
         """Return the lock that this client's SuperNode holds while it runs; InputError if another one holds it."""
-        found = f"{self.folder}, of a SuperNode that is running"
-        with turning(BlockingIOError, wrong("state", found, "one SuperNode a client")):
+        taken = f"{self.folder}, of a SuperNode that is running"
+        with turning(BlockingIOError, wrong("state", taken, "one SuperNode a client")):
             return durable.lock_file(self.folder / RUNNING, wait=False)
 
     def personal(self, first: Tensor, round: int) -> Personal:

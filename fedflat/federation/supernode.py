@@ -65,8 +65,8 @@ def serve(args: argparse.Namespace) -> None:
     processes.begin()
     from flwr.common.config import parse_config_args
 
-    fault = wrong("--node-config", args.node_config, 'keys as in client=0 data="FILE"')
-    with turning(Exception, fault):  # Flower's own, of click
+    # What Flower raises here is click's.
+    with turning(Exception, wrong("--node-config", args.node_config, 'keys as in client=0 data="FILE"')):
         config = parse_config_args([args.node_config])
     log_to_stderr(str(config.get("log", "text")))
     client = client_of(task, config)  # said now, and not when a round asks first

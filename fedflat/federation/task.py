@@ -123,8 +123,7 @@ class Roster:
         with reading(path, "no roster", "the file that fedflat deploy wrote"):
             value = json.loads(path.read_text(encoding="utf-8"))
             keys = tuple(str(entry["public_key"]) for entry in value["clients"])
-            numbers = [entry["client"] for entry in value["clients"]]
-        ordered = numbers == list(range(len(keys)))
+            ordered = [entry["client"] for entry in value["clients"]] == list(range(len(keys)))
         require(ordered, str(path), "client numbers with gaps or in another order", "0, 1, 2, …")
         roster = cls(keys)
         _ = roster.loaded  # checks them all
@@ -214,8 +213,7 @@ def replace_key(app: Path, client: str, key: Path) -> str:
     if not re.fullmatch(r"\d{1,9}", client) or int(client) >= task.form.clients:
         raise wrong("CLIENT", client[:20], f"0 to {task.form.clients - 1}")
     with reading(key, "no key", "the client's auth.pub"):
-        words = key.read_text(encoding="ascii").split()
-    text = " ".join(words[:2])
+        text = " ".join(key.read_text(encoding="ascii").split()[:2])
     load_key(text)
     keys = list(task.roster.keys)
     keys[int(client)] = text

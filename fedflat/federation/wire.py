@@ -79,8 +79,7 @@ def unpack(array: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return the array in a Flower ``Array``, if it is exactly of this type and shape; otherwise ``Malformed``."""
     wanted = np.dtype(dtype)
     insist(array.stype == RAW and array.dtype == wanted.str, Malformed("dtype"))
-    if tuple(array.shape) != shape or len(array.data) != wanted.itemsize * math.prod(shape):
-        raise Malformed("shape")
+    insist(tuple(array.shape) == shape and len(array.data) == wanted.itemsize * math.prod(shape), Malformed("shape"))
     return np.frombuffer(array.data, wanted).reshape(shape).copy()
 
 
@@ -128,9 +127,8 @@ def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> R
     """
     arrays, facts = parts_of(content)
     insist(set(arrays) - {"mask"} == {"shared", *(VECTOR + name for name in vectors)}, Malformed("form"))
-    unpacked = {
-        name: unpack(value, "uint8" if name == "mask" else "float32", (dimension,)) for name, value in arrays.items()
-    }
+    kinds = {"mask": "uint8"}
+    unpacked = {name: unpack(value, kinds.get(name, "float32"), (dimension,)) for name, value in arrays.items()}
     mask = unpacked.get("mask")
     broadcast = Broadcast(
         round=number(facts, "round"), shared=torch.from_numpy(unpacked["shared"]), clip=_positive(facts, "clip"),

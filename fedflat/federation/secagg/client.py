@@ -108,16 +108,15 @@ def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str,
     """Return the session so far, if this step is its next; step 0 opens a new one and forgets any other."""
     left = wire.Refused(f"this client's vector of round {round} has left already")
     if stage == dealing.KEYS:
-        if round in client.store.answered():
-            raise left
+        insist(round not in client.store.answered(), left)
         client.store.end_session()
         return {"session": session.hex(), "round": round}
     state: dict[str, Any] = client.store.session()
     if state.get("session") != session.hex() or state.get("round") != round:
         raise wire.Refused("a step of a session that is not open")
     insist(state.get("stage") in _BEFORE[stage], wire.Refused(f"step {stage} after step {state.get('stage')}"))
-    if stage == dealing.VECTOR and round in client.store.answered():  # killed after it noted that the vector leaves
-        raise left
+    # Killed after it noted that the vector leaves.
+    insist(stage != dealing.VECTOR or round not in client.store.answered(), left)
     return state
 
 
@@ -196,9 +195,8 @@ def _answer_complaints(client: Client, content: Any, state: dict[str, Any]) -> _
         insist(receiver in set(keys) - {client.number}, Aborted("a complaint that cannot be"))
         if not dealing.is_signed(receiver, keys[receiver], signature, dealing.COMPLAINT, seen, client.number):
             raise Aborted("a complaint without its client's signature")
-    return _Reply(
-        {"keys": wire.write_map({receiver: dealing.key_of_box(secrets, receiver) for receiver in complaints})}, {}
-    )
+    keys_of_boxes = {receiver: dealing.key_of_box(secrets, receiver) for receiver in complaints}
+    return _Reply({"keys": wire.write_map(keys_of_boxes)}, {})
 
 
 def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
