@@ -63,8 +63,8 @@ def audit_run(
     if "mechanism" in chosen:
         privacy = parsed.privacy.model_dump(mode="json", include=AUDITED)
         sections = {"privacy": privacy, "server": parsed.server.model_dump(mode="json")}
-        named = parsed.algorithm
-        results.append(audit_method(named.name, options=named.options, sections=sections, runs=runs))
+        method = parsed.algorithm
+        results.append(audit_method(method.name, options=method.options, sections=sections, runs=runs))
     return results
 
 

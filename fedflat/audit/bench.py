@@ -26,7 +26,7 @@ from fedflat.audit.bounds import Floats
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import ClientContext, Layout
 from fedflat.core.rng import digest, stream
-from fedflat.core.types import Aggregate, Algorithm, Broadcast, Local, Part, RoundState, ServerView
+from fedflat.core.types import Aggregate, Broadcast, Part, RoundState, ServerView
 from fedflat.engine.client import train_client
 from fedflat.engine.job import Job
 from fedflat.engine.problem import Batch, Gradient
@@ -94,19 +94,6 @@ class LinearData:
         return torch.full((*self.slope.shape[:-1], classes), 1 / classes)
 
 
-def linear_message(
-    algorithm: Algorithm, layout: Layout, local: Local, broadcast: Broadcast, update: Tensor, personal: Tensor
-) -> Tensor:
-    """Return the messages ``(…, d)`` of clients that pull into ``update`` ``(…, d)``, through the real
-    ``train_client``.
-    """
-    slope = torch.cat([-update / (local.lr * local.steps), torch.zeros(*update.shape[:-1], personal.numel())], -1)
-    weights = torch.cat([broadcast.shared, personal]).expand(slope.shape).clone()
-    problem = LinearProblem(layout)
-    context = ClientContext({state.name: torch.zeros_like(update) for state in algorithm.client_state})
-    return train_client(algorithm, problem, broadcast, local, LinearData(slope), weights, context).message
-
-
 @dataclass(frozen=True)
 class Bench:
     """Real parts and a public state to start the round from."""
@@ -122,6 +109,15 @@ class Bench:
     def random(self, purpose: str) -> Tensor:
         """Return a standard normal vector ``(d,)`` of a named public stream."""
         return torch.from_numpy(stream(0, "audit: " + purpose).standard_normal(self.state.shared.numel())).float()
+
+    def messages(self, broadcast: Broadcast, update: Tensor) -> Tensor:
+        """Return the messages ``(…, d)`` of clients that pull into ``update`` ``(…, d)``, by real local training."""
+        algorithm, local, personal = self.parts.algorithm, self.parts.local, self.personal
+        slope = torch.cat([-update / (local.lr * local.steps), torch.zeros(*update.shape[:-1], personal.numel())], -1)
+        weights = torch.cat([broadcast.shared, personal]).expand(slope.shape).clone()
+        problem = LinearProblem(self.parts.layout)
+        context = ClientContext({state.name: torch.zeros_like(update) for state in algorithm.client_state})
+        return train_client(algorithm, problem, broadcast, local, LinearData(slope), weights, context).message
 
 
 @dataclass(frozen=True)
@@ -225,10 +221,7 @@ class Neighbours:
         accumulator = accumulator_of(parts, broadcast, key)
         for client in select_cohort(parts, key, state.round).tolist():
             if (chosen := canary if client == CLIENTS - 1 else self.others) is not None:
-                message = linear_message(
-                    parts.algorithm, parts.layout, parts.local, broadcast, chosen.update[None], self.bench.personal
-                )
-                accumulator.add(message, [chosen.size])
+                accumulator.add(self.bench.messages(broadcast, chosen.update[None]), [chosen.size])
         return World(broadcast, accumulator.result(), accumulator.divisor)
 
 

@@ -239,16 +239,14 @@ def cohort_faults(recipe: Recipe) -> tuple[str, ...]:
     if kind not in ("poisson", "truncated", "fixed"):
         return ()
     one, other = (_cohorts(kind, number) for number in (1, 2))
-    faults = []
-    if any(a == b for a, b in zip(one, other)):
-        faults.append("cohorts are the same under two keys: they can be computed")
-    if len(set(one)) < len(one):
-        faults.append("two rounds of a run have the same cohort")
-    drawn = sum(map(len, [*one, *other]))
-    places = 2 * COHORT_ROUNDS * COHORT_CLIENTS
-    if kind == "poisson" and stats.binomtest(drawn, places, 0.5).pvalue < FAILURE:
-        faults.append(f"{drawn} of {places} coins fell where half of them should")
-    return tuple(faults)
+    drawn, places = sum(map(len, [*one, *other])), 2 * COHORT_ROUNDS * COHORT_CLIENTS
+    uneven = kind == "poisson" and stats.binomtest(drawn, places, 0.5).pvalue < FAILURE
+    faults = {
+        "cohorts are the same under two keys: they can be computed": any(a == b for a, b in zip(one, other)),
+        "two rounds of a run have the same cohort": len(set(one)) < len(one),
+        f"{drawn} of {places} coins fell where half of them should": uneven,
+    }
+    return tuple(fault for fault, holds in faults.items() if holds)
 
 
 def _cohorts(kind: str, number: int) -> list[tuple[int, ...]]:

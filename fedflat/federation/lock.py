@@ -169,9 +169,8 @@ def write_client_keys(folder: Path) -> str:
     """Write auth.key (0600) and auth.pub, a P-384 pair in OpenSSH form; returns the public key."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP384R1())
-    secret = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     public: bytes = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    durable.create(folder / "auth.key", secret)
+    durable.create(folder / "auth.key", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     durable.create(folder / "auth.pub", public + b"\n", 0o644)
     return public.decode()
 

@@ -174,8 +174,7 @@ def client_folder(out: Path, client: int) -> Path:
 
 def _write_client(folder: Path, data: FederatedData, client: int) -> str:
     public = lock.write_client_keys(folder)
-    inputs, targets = data.client(client)
-    write_examples(folder / DATA, inputs.contiguous(), targets)
+    write_examples(folder / DATA, *data.client(client))
     return public
 
 

@@ -98,8 +98,8 @@ class ReplyTracker:
         pending = self._open.get(asked)
         if pending is None:
             raise Malformed("unasked")
-        if reply.metadata.src_node_id != pending.node:  # somebody else's reply does not use up the question
-            raise Malformed(UNREACHABLE if reply.has_error() else "sender")
+        # Somebody else's reply does not use up the question.
+        insist(reply.metadata.src_node_id == pending.node, Malformed(UNREACHABLE if reply.has_error() else "sender"))
         self._closed[asked] = self._open.pop(asked)
         if reply.has_error() or not reply.has_content():
             raise Malformed(CODES.get(reply.error.code if reply.has_error() else 0, "failed"))

@@ -122,8 +122,8 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         # A complete run needs no key and no clients, only its statement; if its mark is ahead, it is charged first.
         if not outcome.complete or keys.compare(folder.run, outcome.entries)[0]:
             culprits = Culprits(operator_file(folder.run, ".excluded"), settings.exclusion_limit, settings.abort_limit)
-            job.backend = _backend(grid, task, job, settings, culprits)
-            job.check_ins = _check_ins(grid, task, job, culprits, folder.run, outcome)
+            job.backend = backend = _backend(grid, task, job, settings, culprits)
+            job.check_ins = _check_ins(backend, job, folder.run, outcome)
             _tell_start(job, outcome)
             for note in drowned(task.recipe, job):
                 log.warning(note)
@@ -156,9 +156,7 @@ def _backend(grid: Any, task: Task, job: Job, settings: Settings, culprits: Culp
     return SecureFlower(**common, plan=plan, mechanism=job.parts.mechanism.inner.mechanism, left_open=left_open)
 
 
-def _check_ins(
-    grid: Any, task: Task, job: Job, culprits: Culprits, run: str, outcome: Outcome
-) -> Callable[[RoundState], Any] | None:
+def _check_ins(backend: Flower, job: Job, run: str, outcome: Outcome) -> Callable[[RoundState], Any] | None:
     """Return what chooses the cohorts where clients take turns as they come; None where the law alone does."""
     sampler = job.parts.plan.sampler
     if not isinstance(sampler, MinSeparation):
@@ -166,9 +164,7 @@ def _check_ins(
     lost, _ = keys.compare(run, outcome.entries)  # a folder put back has fewer lines than the mark beside the key
     charged = frozenset(entry["round"] for entry in (*outcome.entries, *lost))
     asks = operator_file(run, ".check-ins")
-    return CheckIns(
-        sampler, lambda: task.roster.connected(grid.get_nodes()).keys() - culprits.off, asks, charged
-    ).cohort
+    return CheckIns(sampler, backend.present, asks, charged).cohort
 
 
 def _train(job: Job) -> Outcome:

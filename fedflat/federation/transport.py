@@ -130,6 +130,10 @@ class Flower:
     _against: int = 0
     """Refusals since anybody answered."""
 
+    def present(self) -> set[int]:
+        """Return the clients that are connected, without those that are asked no more."""
+        return self.roster.connected(self.grid.get_nodes()).keys() - self.culprits.off
+
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Ask the connected clients of the cohort; yield what they answer. Nothing of a client is kept but the sum."""
         if not bool(torch.isfinite(broadcast.shared).all()):  # a lie under trust: local may have made it so
