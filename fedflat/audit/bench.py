@@ -181,15 +181,11 @@ def prepare_job(
     return prepare(recipe, AuditModel(), *examples_of(CLIENTS, inputs))
 
 
-def examples_of(
-    clients: int, inputs: Tensor | None = None
-) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
-    """Return a pair of one example for each client, of zeros but for the last client's ``inputs`` ``(12,)``; and test
-    data.
-    """
+def examples_of(clients: int, last: Tensor | None = None) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+    """Return a pair of one example for each client, of zeros but for the ``last`` client's ``(12,)``; and test data."""
     examples = [torch.zeros(1, ENTRIES) for _ in range(clients)]
-    if inputs is not None:
-        examples[-1] = inputs.reshape(1, ENTRIES)
+    if last is not None:
+        examples[-1] = last.reshape(1, ENTRIES)
     return [(x, torch.zeros(1, dtype=torch.int64)) for x in examples], (torch.zeros(2, ENTRIES), torch.tensor([0, 1]))
 
 

@@ -132,9 +132,8 @@ def _same_noise(bench: Bench, zero: World, one: World) -> bool:
     """Return whether the mechanism draws bit for bit the same noise in both worlds, key by key."""
     bound, noise = bench.parts.clip.bound(zero.broadcast.clip), bench.parts.mechanism.noise
     keys = [room.run_key(number, "exact noise", 0) for number in range(KEYS)]
-    return all(
-        torch.equal(*(noise(key, 0, world.broadcast, world.aggregate, bound) for world in (zero, one))) for key in keys
-    )
+    draws = ([noise(key, 0, world.broadcast, world.aggregate, bound) for world in (zero, one)] for key in keys)
+    return all(torch.equal(*pair) for pair in draws)
 
 
 def _hostile_messages(bench: Bench) -> list[tuple[str, str]]:

@@ -159,9 +159,8 @@ def read_answer(content: Any, size: int | None, dtype: str = "float32") -> Answe
 
 def write_map(values: Mapping[int, bytes]) -> bytes:
     """Return client numbers and values as one byte string: number (8), length (4), value."""
-    return b"".join(
-        client.to_bytes(8, "big") + len(value).to_bytes(4, "big") + value for client, value in sorted(values.items())
-    )
+    pairs = sorted(values.items())
+    return b"".join(client.to_bytes(8, "big") + len(value).to_bytes(4, "big") + value for client, value in pairs)
 
 
 def read_map(data: Any, size: int | None = None) -> dict[int, bytes]:

@@ -150,8 +150,7 @@ class SecureFlower(Flower):
         def add(client: int, answer: Any) -> None:
             boxes = wire.read_map(answer.facts.get("boxes"), dealing.SIGNED_BOX_BYTES)
             commitments = answer.facts.get("commitments")
-            fits = set(boxes) == set(keys) - {client} and isinstance(commitments, bytes)
-            insist(fits, wire.Malformed("form"))
+            insist(set(boxes) == set(keys) - {client} and isinstance(commitments, bytes), wire.Malformed("form"))
             if not all(dealing.is_dealt(keys[client], seen, client, to, commitments, box) for to, box in boxes.items()):
                 raise wire.Malformed("false signature")
             collector.points[client] = dealing.points_of(keys[client], commitments, collector.threshold)
