@@ -54,18 +54,18 @@ def audit_run(
     refuse_other_tasks("audit", parsed)
     folder = Path(recipe) if isinstance(recipe, (str, Path)) and Path(recipe).is_dir() and clients is None else folder
     chosen = {"quick": ("worlds", "noise", "mechanism"), "all": KINDS}.get(kind, (kind,))
-    given: dict[str, Any] = {"model": model, "clients": clients, "test": test}
-    found = []
+    inputs: dict[str, Any] = {"model": model, "clients": clients, "test": test}
+    results = []
     if "worlds" in chosen:
-        found.append(audit_worlds(parsed, thorough=kind != "quick", folder=folder, **given))
+        results.append(audit_worlds(parsed, thorough=kind != "quick", folder=folder, **inputs))
     if "noise" in chosen and not (folder is not None and is_given(parsed, model, clients)):
-        found.append(audit_noise(parsed, **given))
+        results.append(audit_noise(parsed, **inputs))
     if "mechanism" in chosen:
         privacy = parsed.privacy.model_dump(mode="json", include=AUDITED)
         sections = {"privacy": privacy, "server": parsed.server.model_dump(mode="json")}
-        named = parsed.algorithm
-        found.append(audit_method(named.name, options=named.options, sections=sections, runs=runs))
-    return found
+        method = parsed.algorithm
+        results.append(audit_method(method.name, options=method.options, sections=sections, runs=runs))
+    return results
 
 
 def write_audit(folder: Path, results: Sequence[AuditResult]) -> Path:

@@ -26,7 +26,7 @@ from fedflat.audit.bounds import Floats
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import ClientContext, Layout
 from fedflat.core.rng import digest, stream
-from fedflat.core.types import Aggregate, Algorithm, Broadcast, Local, Part, RoundState, ServerView
+from fedflat.core.types import Aggregate, Broadcast, Part, RoundState, ServerView
 from fedflat.engine.client import train_client
 from fedflat.engine.job import Job
 from fedflat.engine.problem import Batch, Gradient
@@ -94,19 +94,6 @@ class LinearData:
         return torch.full((*self.slope.shape[:-1], classes), 1 / classes)
 
 
-def linear_message(
-    algorithm: Algorithm, layout: Layout, local: Local, broadcast: Broadcast, update: Tensor, personal: Tensor
-) -> Tensor:
-    """Return the messages ``(…, d)`` of clients that pull into ``update`` ``(…, d)``, through the real
-    ``train_client``.
-    """
-    slope = torch.cat([-update / (local.lr * local.steps), torch.zeros(*update.shape[:-1], personal.numel())], -1)
-    weights = torch.cat([broadcast.shared, personal]).expand(slope.shape).clone()
-    problem = LinearProblem(layout)
-    own = ClientContext({state.name: torch.zeros_like(update) for state in algorithm.client_state})
-    return train_client(algorithm, problem, broadcast, local, LinearData(slope), weights, own).message
-
-
 @dataclass(frozen=True)
 class Bench:
     """Real parts and a public state to start the round from."""
@@ -122,6 +109,15 @@ class Bench:
     def random(self, purpose: str) -> Tensor:
         """Return a standard normal vector ``(d,)`` of a named public stream."""
         return torch.from_numpy(stream(0, "audit: " + purpose).standard_normal(self.state.shared.numel())).float()
+
+    def messages(self, broadcast: Broadcast, update: Tensor) -> Tensor:
+        """Return the messages ``(…, d)`` of clients that pull into ``update`` ``(…, d)``, by real local training."""
+        algorithm, local, personal = self.parts.algorithm, self.parts.local, self.personal
+        slope = torch.cat([-update / (local.lr * local.steps), torch.zeros(*update.shape[:-1], personal.numel())], -1)
+        weights = torch.cat([broadcast.shared, personal]).expand(slope.shape).clone()
+        problem = LinearProblem(self.parts.layout)
+        context = ClientContext({state.name: torch.zeros_like(update) for state in algorithm.client_state})
+        return train_client(algorithm, problem, broadcast, local, LinearData(slope), weights, context).message
 
 
 @dataclass(frozen=True)
@@ -164,8 +160,8 @@ def prepare_job(
     inputs: Tensor | None = None,
 ) -> Job:  # fmt: skip
     """Return a live job of the audit's federation; ``inputs`` ``(12,)`` is the last client's only example."""
-    given = {key: dict(value) for key, value in (sections or {}).items()}
-    privacy: dict[str, Any] = {"clip": CLIP} | given.get("privacy", {})
+    sections = {key: dict(value) for key, value in (sections or {}).items()}
+    privacy: dict[str, Any] = {"clip": CLIP} | sections.get("privacy", {})
     privacy |= {"noise_multiplier": SIGMA, "delta": DELTA, "epsilon": None, "budget": None, "noise_cohort": None}
     recipe = Recipe.of(
         {
@@ -175,7 +171,7 @@ def prepare_job(
             "cohort": {"size": CLIENTS},
             "local": {"steps": 1, "batch_size": 1, "lr": 0.1},
             "privacy": privacy,
-            "server": given.get("server", {}),
+            "server": sections.get("server", {}),
             "engine": {"device": "cpu", "backend": "sequential"},
         }
     )
@@ -185,15 +181,11 @@ def prepare_job(
     return prepare(recipe, AuditModel(), *examples_of(CLIENTS, inputs))
 
 
-def examples_of(
-    clients: int, inputs: Tensor | None = None
-) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
-    """Return a pair of one example for each client, of zeros but for the last client's ``inputs`` ``(12,)``; and test
-    data.
-    """
+def examples_of(clients: int, last: Tensor | None = None) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+    """Return a pair of one example for each client, of zeros but for the ``last`` client's ``(12,)``; and test data."""
     examples = [torch.zeros(1, ENTRIES) for _ in range(clients)]
-    if inputs is not None:
-        examples[-1] = inputs.reshape(1, ENTRIES)
+    if last is not None:
+        examples[-1] = last.reshape(1, ENTRIES)
     return [(x, torch.zeros(1, dtype=torch.int64)) for x in examples], (torch.zeros(2, ENTRIES), torch.tensor([0, 1]))
 
 
@@ -225,10 +217,7 @@ class Neighbours:
         accumulator = accumulator_of(parts, broadcast, key)
         for client in select_cohort(parts, key, state.round).tolist():
             if (chosen := canary if client == CLIENTS - 1 else self.others) is not None:
-                message = linear_message(
-                    parts.algorithm, parts.layout, parts.local, broadcast, chosen.update[None], self.bench.personal
-                )
-                accumulator.add(message, [chosen.size])
+                accumulator.add(self.bench.messages(broadcast, chosen.update[None]), [chosen.size])
         return World(broadcast, accumulator.result(), accumulator.divisor)
 
 
@@ -265,8 +254,8 @@ def side_by_side(neighbours: Neighbours, world: World, key: bytes, copies: int) 
     method, mask = bench.parts.algorithm, world.broadcast.mask
     algorithm = replace(method, server=tuple(_EachStep(step, copies) for step in method.server))
     # The real server optimiser on each of the copies.
-    each = replace(bench.parts, optimizer=lambda view: functools.partial(_each, bench.parts.optimizer(view), copies))
-    parts = replace(each, algorithm=algorithm)
+    parts = replace(bench.parts, optimizer=lambda view: functools.partial(_vmap, bench.parts.optimizer(view), copies))
+    parts = replace(parts, algorithm=algorithm)
     slots = {name: value.repeat(copies) for name, value in bench.state.slots.items()}
     state = replace(bench.state, shared=bench.state.shared.repeat(copies), slots=slots)
     broadcast = replace(world.broadcast, shared=state.shared, mask=None if mask is None else mask.repeat(copies))
@@ -300,9 +289,9 @@ def must_loop(neighbours: Neighbours, law: bool = True) -> bool:
         if not torch.equal(worlds[0].aggregate.total, worlds[1].aggregate.total):
             # Messages are random where clients add their own noise.
             return True
-        alone = single(neighbours, present, keys[0], worlds[0])
+        separate = single(neighbours, present, keys[0], worlds[0])
         first = side_by_side(neighbours, worlds[0], keys[0], 3)[0]
-        if alone.shape != first.shape or not torch.allclose(alone, first, rtol=1e-4, atol=1e-5):
+        if separate.shape != first.shape or not torch.allclose(separate, first, rtol=1e-4, atol=1e-5):
             return True
         if law and _law_differs(neighbours, present, worlds[0]):
             return True
@@ -331,7 +320,7 @@ def _law_differs(neighbours: Neighbours, present: bool, world: World) -> bool:
 
 
 def coupled_difference(neighbours: Neighbours) -> Tensor:
-    """Return the world 1 minus world 0 under the same noise key ``(width,)``: noise cancels where it does not see the
+    """Return world 1 minus world 0 under the same noise key ``(width,)``: noise cancels where it does not see the
     data.
     """
     one, zero = (single(neighbours, present, run_key(0, "coupled", 0)) for present in (True, False))
@@ -354,15 +343,12 @@ class _EachStep:
         return cast(dict[str, Tensor], self.step.initial(shared))
 
     def __call__(self, mean: Tensor, view: ServerView) -> Stepped:
-        def one(mean: Tensor, slots: Slots) -> Stepped:
-            return cast(Stepped, self.step(mean, replace(view, slots=slots)))
-
-        return _each(one, self.copies, mean, view.slots)
+        return _vmap(lambda mean, slots: self.step(mean, replace(view, slots=slots)), self.copies, mean, view.slots)
 
 
-def _each(function: Callable[..., Stepped], copies: int, *given: Any) -> Stepped:
-    """Return what ``function`` makes of each copy, when ``copies`` of every tensor lie side by side."""
-    rows = tree_map(lambda tensor: tensor.reshape(copies, -1), given)
+def _vmap(function: Callable[..., Stepped], copies: int, *tensors: Any) -> Stepped:
+    """Return what ``function`` makes of each copy, where ``copies`` of every tensor lie side by side."""
+    rows = tree_map(lambda tensor: tensor.reshape(copies, -1), tensors)
     return cast(Stepped, tree_map(lambda tensor: tensor.reshape(-1), torch.func.vmap(function)(*rows)))
 
 

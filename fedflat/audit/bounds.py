@@ -24,15 +24,15 @@ def lowest_rate(successes: Floats | Counts | int, trials: int, failure: float) -
 
 
 def highest_rate(successes: Floats | Counts | int, trials: int, failure: float) -> Floats:
-    """Clopper–Pearson: an upper limit of the success probability that is wrong with probability ≤ ``failure``."""
+    """Return an upper Clopper–Pearson limit of the success probability; it is wrong with probability ≤ ``failure``."""
     return cast(Floats, np.nan_to_num(beta.ppf(1 - failure, successes + 1, trials - successes), nan=1.0))
 
 
 def epsilon_from_rates(likely: Floats, unlikely: Floats, delta: float) -> Floats:
-    """ln((p − δ)/p') from a lower limit p in one world and an upper limit p' in the other; 0 where it is negative."""
+    """Return ln((p − δ)/p'): p a lower limit in one world, p' an upper limit in the other; 0 where it is negative."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        found: Floats = np.log(np.maximum(likely - delta, 0.0) / unlikely)
-    return np.maximum(np.nan_to_num(found, nan=0.0, neginf=0.0), 0.0)
+        log_ratio: Floats = np.log(np.maximum(likely - delta, 0.0) / unlikely)
+    return np.maximum(np.nan_to_num(log_ratio, nan=0.0, neginf=0.0), 0.0)
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ def choose_event(absent: Floats, present: Floats, delta: float, failure: float) 
     for above in (True, False):
         zero, one = over if above else (trials - over[0], trials - over[1])
         for first in (True, False):
-            found = bound_of(*((one, zero) if first else (zero, one)), trials, delta, failure)
-            place = int(found.argmax())
-            if found[place] > best[1]:
-                best = Event(float(thresholds[place]), above, first), float(found[place])
+            bounds = bound_of(*((one, zero) if first else (zero, one)), trials, delta, failure)
+            place = int(bounds.argmax())
+            if bounds[place] > best[1]:
+                best = Event(float(thresholds[place]), above, first), float(bounds[place])
     return best
 
 

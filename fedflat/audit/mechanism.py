@@ -55,7 +55,7 @@ def pairs_of(bench: Bench) -> dict[str, Neighbours]:
     # A top-k or LUS mask keeps all of a message with one entry in each tensor.
     sparse = torch.zeros_like(bench.state.shared)
     sparse[[where.start for where in layout]] = clip * LOUD
-    found = {
+    pairs = {
         "random direction at C": (silent, Client(along(bench.random("direction")))),
         "every tensor at C": (silent, Client(even("every tensor"))),
         "against the others, far more data": (Client(opposed), Client(-opposed, MANY)),
@@ -66,8 +66,8 @@ def pairs_of(bench: Bench) -> dict[str, Neighbours]:
     if "direction" in bench.state.slots:
         # PGN's clients add the broadcast direction back: the canary pulls against it, the others along it.
         pull = along(bench.state.slots["direction"])
-        found["against the re-added direction"] = Client(pull), Client(-pull)
-    return {name: Neighbours(bench, *pair) for name, pair in found.items()}
+        pairs["against the re-added direction"] = Client(pull), Client(-pull)
+    return {name: Neighbours(bench, *pair) for name, pair in pairs.items()}
 
 
 KEYS = 3
@@ -81,11 +81,11 @@ def contract_violations(bench: Bench, name: str = "", options: Mapping[str, Any]
 
     name, options, sections: as for ``bench_of``; with a name the whole released module is checked as well.
     """
-    found = [f"{name}: {fault}" for name, pair in pairs_of(bench).items() for fault in _differences(pair)]
-    found += [f"{label}: {fault}" for label, fault in _hostile_messages(bench)]
+    violations = [f"{name}: {fault}" for name, pair in pairs_of(bench).items() for fault in _differences(pair)]
+    violations += [f"{label}: {fault}" for label, fault in _hostile_messages(bench)]
     if name:
-        found += outside_faults(lambda inputs: room.prepare_job(name, options, sections, inputs))
-    return tuple(found)
+        violations += outside_faults(lambda inputs: room.prepare_job(name, options, sections, inputs))
+    return tuple(violations)
 
 
 def _allowed(bench: Bench, broadcast_clip: float) -> float:
@@ -132,17 +132,16 @@ def _same_noise(bench: Bench, zero: World, one: World) -> bool:
     """Return whether the mechanism draws bit for bit the same noise in both worlds, key by key."""
     bound, noise = bench.parts.clip.bound(zero.broadcast.clip), bench.parts.mechanism.noise
     keys = [room.run_key(number, "exact noise", 0) for number in range(KEYS)]
-    return all(
-        torch.equal(*(noise(key, 0, world.broadcast, world.aggregate, bound) for world in (zero, one))) for key in keys
-    )
+    draws = ([noise(key, 0, world.broadcast, world.aggregate, bound) for world in (zero, one)] for key in keys)
+    return all(torch.equal(*pair) for pair in draws)
 
 
 def _hostile_messages(bench: Bench) -> list[tuple[str, str]]:
-    """Return the messages that no honest client sends, straight into the accumulator beside an ordinary one."""
+    """Return which messages that no honest client sends move the sum too far, each added beside an ordinary one."""
     key, width = room.run_key(0, "hostile", 0), bench.parts.message_length
     broadcast = broadcast_of(bench.parts, bench.state, 0)
     ordinary = bench.random("ordinary").repeat(bench.parts.algorithm.vectors)[None]
-    limit, found = _allowed(bench, broadcast.clip), []
+    limit, faults = _allowed(bench, broadcast.clip), []
     if not bench.parts.plan.private:
         return []
     hostile = {
@@ -160,8 +159,8 @@ def _hostile_messages(bench: Bench) -> list[tuple[str, str]]:
         moved = float(torch.linalg.vector_norm((totals[1] - totals[0]).double()))
         random = not isinstance(accumulator, (PlainSum, GridAccumulator))
         if not math.isfinite(moved) or (moved > limit * (1 + ROUNDING) and not random):
-            found.append((label, f"a message moves the sum by {moved:.4g}, more than {limit:.4g}"))
-    return found
+            faults.append((label, f"a message moves the sum by {moved:.4g}, more than {limit:.4g}"))
+    return faults
 
 
 def outside_faults(make: Callable[[Tensor | None], Job]) -> list[str]:
@@ -225,7 +224,7 @@ def audit_method(
 
 
 def epsilons(plan: Plan) -> tuple[float, float]:
-    """(claimed, proven) ε of one round in which the client takes part; they differ for published procedures only."""
+    """Return (claimed, proven) ε of one round with the client in it; they differ for published procedures only."""
     proven, claimed = plan.epsilon(1), plan.account.claimed(plan, 1)
     return proven if claimed is None else claimed, proven
 
@@ -240,8 +239,8 @@ def audit_bench(
     if looped and room.on_a_grid(first.world(True, room.run_key(0, "grid", 0))):
         pairs = dict(islice(pairs.items(), GRID_CANARIES))
     count = min(runs, LOOPED_RUNS) if looped else runs
-    found = [audit_canary(name, pair, count, failure, looped) for name, pair in pairs.items()]
-    return max(found, key=lambda result: result.lower_bound or 0.0)
+    results = [audit_canary(name, pair, count, failure, looped) for name, pair in pairs.items()]
+    return max(results, key=lambda result: result.lower_bound or 0.0)
 
 
 def audit_votes(bench: Bench, runs: int, confidence: float) -> AuditResult:
@@ -253,8 +252,8 @@ def audit_votes(bench: Bench, runs: int, confidence: float) -> AuditResult:
     zero, one = (room.vote_releases(bench, present, runs) for present in (False, True))
     change = one[: runs // 2].mean(0) - zero[: runs // 2].mean(0)
     way = "One cohort draw; every run is a call of the real sum and its noise."
-    found = _bounded({LEARNED: zero @ change}, {LEARNED: one @ change}, 1 - confidence)
-    return replace(found, canary="a vote that nobody else casts", assumptions=(way,))
+    result = _bounded({LEARNED: zero @ change}, {LEARNED: one @ change}, 1 - confidence)
+    return replace(result, canary="a vote that nobody else casts", assumptions=(way,))
 
 
 def audit_canary(name: str, neighbours: Neighbours, runs: int, failure: float, looped: bool) -> AuditResult:
@@ -283,12 +282,12 @@ def statistics(states: Tensor, difference: Tensor, learned: Tensor, bench: Bench
     width = bench.state.shared.numel()
     safe = torch.nan_to_num(states, nan=1e12, posinf=1e12, neginf=-1e12)
     moved = safe[:, :width]
-    found = {
+    tensors = {
         "projection on the change": safe @ torch.nan_to_num(difference),
         LEARNED: safe @ torch.nan_to_num(learned),
         "energy": moved.square().sum(1, dtype=torch.float64),
         "support": (moved != 0).sum(1),
     }
     if safe.shape[1] % width:
-        found["next clip"] = safe[:, -1]
-    return {name: values.double().numpy() for name, values in found.items()}
+        tensors["next clip"] = safe[:, -1]
+    return {name: values.double().numpy() for name, values in tensors.items()}

@@ -22,7 +22,7 @@ from fedflat.audit.noise import cosine
 from fedflat.audit.worlds import SLACK, Case, Engine, Maker, Movement, Scenario, Worlds, recorded_run, world_recipe
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError
+from fedflat.core.checks import InputError, insist
 from fedflat.core.params import layout_of
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
@@ -43,51 +43,49 @@ def engines_for(recipe: Recipe, *, thorough: bool) -> tuple[Engine, ...]:
     """
     bf16 = recipe.engine.precision == "bf16"
     names = ["sequential", "vectorized", *(["vectorized-fp32"] if bf16 or thorough else []), "lowrank"]
-    found = [Engine(name) for name in names]
+    engines = [Engine(name) for name in names]
     if thorough:
-        found.append(Engine("vectorized", {"block": 2}))
+        engines.append(Engine("vectorized", {"block": 2}))
     if torch.cuda.is_available():
-        found += [Engine(name, {"device": "cuda"}) for name in ("sequential", "vectorized", "lowrank")]
-    found.append(Engine("workers", {"processes": 1}, most=FEW if thorough else 1))
+        engines += [Engine(name, {"device": "cuda"}) for name in ("sequential", "vectorized", "lowrank")]
+    engines.append(Engine("workers", {"processes": 1}, most=FEW if thorough else 1))
     if thorough and importlib.util.find_spec("ray") is not None:
-        found.append(Engine("ray", {"processes": 1}, most=FEW))
-    return tuple(found)
+        engines.append(Engine("ray", {"processes": 1}, most=FEW))
+    return tuple(engines)
 
 
 def audit_worlds(
     recipe: Recipe, *, thorough: bool = False, model: nn.Module | None = None, clients: Sequence[Any] | None = None,
     test: Any = None, folder: Path | None = None,
 ) -> AuditResult:  # fmt: skip
-    """Return the pairs of worlds of a recipe on every back end that applies; over C by more than rounding is a
-    violation.
+    """Compare pairs of worlds of a recipe on every back end that applies; more than C, and rounding, is a violation.
 
     thorough: every back end and all data, however long it takes; otherwise about ``SECONDS``. model, clients, test: as
     for ``fedflat.run``. folder: of the run that is audited; its own data are not in it.
     """
     began, method = time.perf_counter(), algorithm_of(recipe)
     if not method.private or recipe.privacy.protocol == "published":
-        what = f"{method.name}, which is not private" if not method.private else "a published protocol"
-        return _nothing(method, f"{what}: no bound is claimed that a message keeps.")
+        subject = f"{method.name}, which is not private" if not method.private else "a published protocol"
+        return _skipped(method, f"{subject}: no bound is claimed that a message keeps.")
     if folder is not None and is_given(recipe, model, clients):
-        if thorough:
-            raise InputError(_given(folder))
-        return _nothing(method, _given(folder))
+        insist(not thorough, InputError(_unavailable(folder)))
+        return _skipped(method, _unavailable(folder))
     data = data_of(recipe, clients, test)
     module, _, _ = module_of(recipe, model, data)
-    note = "" if folder is None else _of_a_run(folder, recipe, method, module, data)
+    note = "" if folder is None else _folder_note(folder, recipe, method, module, data)
     if note.startswith("audit:"):
-        return _nothing(method, note)
+        return _skipped(method, note)
     stage = Scenario(recipe, module, data)
-    found, left = measured(stage, engines_for(recipe, thorough=thorough), None if thorough else SECONDS)
+    movements, left = measured(stage, engines_for(recipe, thorough=thorough), None if thorough else SECONDS)
     shared = shared_noise(stage) if method.kind == "update" else ()
     plan = plan_of(recipe, method, data.clients, layout_of(module, method.head).dimension)
     proven = plan.epsilon(plan.rounds)
-    worst = max((m for m in found if not m.refused), key=lambda m: m.value)
+    worst = max((m for m in movements if not m.refused), key=lambda m: m.value)
     return AuditResult(
         "worlds", method.name, claimed=proven, proven=proven, canary=worst.case,
-        statistic=f"movement of the release over C, {worst.engine}", runs=sum(not m.stopped for m in found),
-        seconds=time.perf_counter() - began, violations=faults(found, shared), details=_details(found, worst, left),
-        assumptions=(*ASSUMPTIONS, *([note] if note else [])),
+        statistic=f"movement of the release over C, {worst.engine}", runs=sum(not m.stopped for m in movements),
+        seconds=time.perf_counter() - began, violations=faults(movements, shared),
+        details=_details(movements, worst, left), assumptions=(*ASSUMPTIONS, *([note] if note else [])),
     )  # fmt: skip
 
 
@@ -99,66 +97,66 @@ def is_given(recipe: Recipe, model: object, clients: object) -> bool:
 
 def measured(stage: Scenario, engines: Sequence[Engine], seconds: float | None = None) -> tuple[list[Movement], int]:
     """Return the movements of a stage case by case, and how many were left out for want of time."""
-    worlds, began, found, left = Worlds(stage), time.perf_counter(), list[Movement](), 0
+    worlds, began, movements, left = Worlds(stage), time.perf_counter(), list[Movement](), 0
     refused: set[tuple[str, str]] = set()
     # Back ends that start processes for each world come last, with few cases.
     slow = [(case, engine) for engine in engines if engine.most for case in stage.cases[: engine.most]]
     for case, engine in [*((case, e) for case in stage.cases for e in engines if not e.most), *slow]:
-        known = (engine.name, str(engine.settings))
-        if known in refused:
+        key = (engine.name, str(engine.settings))
+        if key in refused:
             continue
-        if seconds is not None and found and time.perf_counter() - began > seconds:
+        if seconds is not None and movements and time.perf_counter() - began > seconds:
             left += 1
             continue
-        found.append(worlds.movement(engine, case))
-        if found[-1].refused or found[-1].neither:
-            refused.add(known)
-    return found, left
+        movements.append(worlds.movement(engine, case))
+        if movements[-1].refused or movements[-1].neither:
+            refused.add(key)
+    return movements, left
 
 
-def faults(found: Sequence[Movement], shared: Sequence[str] = ()) -> tuple[str, ...]:
+def faults(movements: Sequence[Movement], shared: Sequence[str] = ()) -> tuple[str, ...]:
     """Return a sentence for every pair of worlds further apart than C allows, the worst first, and for shared noise."""
-    over = sorted((m for m in found if m.over), key=lambda m: -m.value)
-    said = [
+    over = sorted((m for m in movements if m.over), key=lambda m: -m.value)
+    sentences = [
         f"{m.engine}, {m.case}: {'neither world' if m.neither else 'only one of both worlds'} ends ({m.stopped})"
         if m.stopped
         else f"{m.engine}, {m.case}: the release moves by {m.value:.4g}·C, more than {1 + SLACK:g}·C"
         for m in over
     ]
-    return (*said, *(f"two runs that differ in {name} share their noise" for name in shared))
+    return (*sentences, *(f"two runs that differ in {name} share their noise" for name in shared))
 
 
-def _details(found: Sequence[Movement], worst: Movement, left: int) -> dict[str, Any]:
+def _details(movements: Sequence[Movement], worst: Movement, left: int) -> dict[str, Any]:
     table: dict[str, dict[str, float]] = {}
-    for m in found:
+    for m in movements:
         if not m.refused:
             row = table.setdefault(m.case, {})
             row[m.engine] = max(row.get(m.engine, 0.0), m.value)
     return {
         "movement": worst.value, "limit": 1 + SLACK, "back_end": worst.engine, "data": worst.case,
-        "weights_floor": worst.floor, "table": table, "refused": {m.engine: m.stopped for m in found if m.refused},
+        "weights_floor": worst.floor, "table": table, "refused": {m.engine: m.stopped for m in movements if m.refused},
         "left_out": left,
     }  # fmt: skip
 
 
-def _nothing(method: Algorithm, reason: str) -> AuditResult:
+def _skipped(method: Algorithm, reason: str) -> AuditResult:
     return AuditResult("worlds", method.name, assumptions=(reason,), details={"movement": None, "reason": reason})
 
 
-def _given(folder: Path) -> str:
+def _unavailable(folder: Path) -> str:
     return (
         f"audit: found {folder}, a run whose model or data were given in Python and are not in its folder; allowed: "
         "fedflat.audit.audit_run(folder, model=…, clients=…) in Python."
     )
 
 
-def _of_a_run(folder: Path, recipe: Recipe, method: Algorithm, module: nn.Module, data: FederatedData) -> str:
+def _folder_note(folder: Path, recipe: Recipe, method: Algorithm, module: nn.Module, data: FederatedData) -> str:
     """Return what must be said where the data at hand, or the model, are not those that the run in ``folder`` had."""
-    kept = checkpoint.newest(folder / "checkpoints")
-    if kept is None:
+    newest = checkpoint.newest(folder / "checkpoints")
+    if newest is None:
         return ""
-    if kept[0].shared.numel() != layout_of(module, method.head).dimension:
-        return _given(folder)
+    if newest[0].shared.numel() != layout_of(module, method.head).dimension:
+        return _unavailable(folder)
     if not (folder / OPENING).is_file():
         return "Nothing in the folder tells which data the run had: it is exported."
     plain = recipe.model_copy(update={"engine": type(recipe.engine)(backend="sequential", device="cpu")})
@@ -187,13 +185,13 @@ def shared_noise(stage: Scenario) -> tuple[str, ...]:
     if cosine(first, noise()) < ALIKE:
         return ("nothing at all (the same run twice has other noise)",)
     # Votes have no server rate.
-    kept = [text for text in OTHER if stage.method.kind != "votes" or not text.startswith("server.lr")]
-    found = {text.partition("=")[0]: noise(text) for text in kept} | {"data": noise(data="duplicated")}
-    return tuple(name for name, other in found.items() if cosine(first, other) >= ALIKE)
+    changes = [text for text in OTHER if stage.method.kind != "votes" or not text.startswith("server.lr")]
+    noises = {text.partition("=")[0]: noise(text) for text in changes} | {"data": noise(data="duplicated")}
+    return tuple(name for name, other in noises.items() if cosine(first, other) >= ALIKE)
 
 
 def _mean(stage: Scenario, changes: tuple[str, ...], kind: str, noise: bool) -> Floats:
     case, everybody = Case(kind, noise=noise), Maker(stage.template).everybody(kind, stage.clients)
     recipe = Recipe.of(world_recipe(stage.recipe, stage.clients, Engine("sequential"), 1, case), changes)
-    found = recorded_run(recipe, stage.module, stage, algorithm=stage.algorithm, data=everybody).mean
-    return np.zeros(1) if found is None else found.double().numpy()
+    mean = recorded_run(recipe, stage.module, stage, algorithm=stage.algorithm, data=everybody).mean
+    return np.zeros(1) if mean is None else mean.double().numpy()

@@ -86,14 +86,14 @@ def audit_noise(
     data = data_of(recipe, clients, test)
     module, _, _ = module_of(recipe, model, data)
     with using_threads(1):
-        found = measure(recipe, module, data)
-        faults = (*_size_faults(found), *_law_faults(found), *_correlation_faults(found), *cohort_faults(recipe))
-        if found.again and recipe.privacy.randomness == "secret":
+        sample = measure(recipe, module, data)
+        faults = (*_size_faults(sample), *_law_faults(sample), *_correlation_faults(sample), *cohort_faults(recipe))
+        if sample.again and recipe.privacy.randomness == "secret":
             faults += ("a second start of the same recipe has the same noise, though its randomness is secret",)
     return AuditResult(
         "noise", method.name, confidence=1 - FAILURE, canary="clients without data",
-        statistic="std over the planned one", runs=found.noise.shape[0], seconds=time.perf_counter() - began,
-        assumptions=ASSUMPTIONS, violations=faults, details={"ratio": math.sqrt(float(np.square(found.noise).mean()))},
+        statistic="std over the planned one", runs=sample.noise.shape[0], seconds=time.perf_counter() - began,
+        assumptions=ASSUMPTIONS, violations=faults, details={"ratio": math.sqrt(float(np.square(sample.noise).mean()))},
     )  # fmt: skip
 
 
@@ -125,9 +125,9 @@ def measure(recipe: Recipe, module: nn.Module, data: FederatedData) -> Measured:
 def _small(recipe: Recipe, data: FederatedData) -> tuple[Recipe, FederatedData]:
     """Return the recipe for a few clients that all take part, and their federation, which holds no data."""
     small = world_recipe(recipe, CLIENTS, Engine("sequential"), ROUNDS, Case("empty", noise=True))
-    own = recipe.privacy
-    kept = [f"privacy.noise_multiplier={own.noise_multiplier or 1.0}", f"privacy.randomness={own.randomness}"]
-    return Recipe.of(small, kept), Maker(data).everybody("empty", CLIENTS)
+    privacy = recipe.privacy
+    values = [f"privacy.noise_multiplier={privacy.noise_multiplier or 1.0}", f"privacy.randomness={privacy.randomness}"]
+    return Recipe.of(small, values), Maker(data).everybody("empty", CLIENTS)
 
 
 def _noise(job: Job) -> tuple[Floats, list[dict[str, Any]], float]:
@@ -140,19 +140,17 @@ def _noise(job: Job) -> tuple[Floats, list[dict[str, Any]], float]:
         job.parts = parts
     sums = [mean.double() * parts.plan.divisor for mean in recorder.means]
     masks = [_mask(job, t) for t in range(len(sums))]
-    left = torch.cat([torch.zeros(1), *(total[~mask] for total, mask in zip(sums, masks))])
-    kept = [total[mask] for total, mask in zip(sums, masks)]
-    width = min(map(len, kept))
-    return torch.stack([k[:width] for k in kept]).numpy(), outcome.entries, float(left.abs().max())
+    outside = torch.cat([torch.zeros(1), *(total[~mask] for total, mask in zip(sums, masks))])
+    inside = [total[mask] for total, mask in zip(sums, masks)]
+    width = min(map(len, inside))
+    return torch.stack([k[:width] for k in inside]).numpy(), outcome.entries, float(outside.abs().max())
 
 
 def _mask(job: Job, round: int) -> Tensor:
     """Return the common mask of a round, drawn from public randomness; all of the sum where there is none."""
     state = replace(job.parts.first_state(job.initial_weights, job.threshold), round=round)
-    found = None
-    if job.parts.algorithm.mask is not None:
-        found = broadcast_of(job.parts, state, job.seed, lambda: torch.zeros_like(state.shared)).mask
-    return torch.ones(job.parts.message_length, dtype=torch.bool) if found is None else found
+    mask = broadcast_of(job.parts, state, job.seed, lambda: torch.zeros_like(state.shared)).mask
+    return torch.ones(job.parts.message_length, dtype=torch.bool) if mask is None else mask
 
 
 def _plan(parts: RoundParts, lines: Sequence[dict[str, Any]]) -> tuple[Floats, Floats]:
@@ -167,51 +165,51 @@ def _plan(parts: RoundParts, lines: Sequence[dict[str, Any]]) -> tuple[Floats, F
     return np.array(base) * lengths, rows @ rows.T / np.outer(lengths, lengths)
 
 
-def _size_faults(found: Measured) -> list[str]:
-    """Return the ledger's own arithmetic, the std of each round, and coordinates without noise."""
-    said, noise = [], found.noise
-    if found.std < found.needed * (1 - 1e-9):
-        said.append(f"the ledger's std {found.std:.6g} is below σ × sensitivity, {found.needed:.6g}")
-    if found.outside:
-        said.append("something leaves outside the common mask")
+def _size_faults(sample: Measured) -> list[str]:
+    """Return what is wrong with the ledger's arithmetic, the std of each round, and the noise of each coordinate."""
+    faults, noise = [], sample.noise
+    if sample.std < sample.needed * (1 - 1e-9):
+        faults.append(f"the ledger's std {sample.std:.6g} is below σ × sensitivity, {sample.needed:.6g}")
+    if sample.outside:
+        faults.append("something leaves outside the common mask")
     for t in range(noise.shape[1]):
         squares, count = float(np.square(noise[:, t]).sum()), noise[:, t].size
         ratio = math.sqrt(squares / count)
         if stats.chi2.cdf(squares, count) < FAILURE:
-            said.append(f"round {t}: the noise's std is {ratio:.3f} of the planned one")
+            faults.append(f"round {t}: the noise's std is {ratio:.3f} of the planned one")
         elif ratio > TOO_MUCH and stats.chi2.sf(squares, count) < FAILURE:
-            said.append(f"round {t}: the noise's std is {ratio:.3f} times the planned one")
+            faults.append(f"round {t}: the noise's std is {ratio:.3f} times the planned one")
     silent = int((noise == 0).all(axis=(0, 1)).sum())
     weak = np.square(noise).sum((0, 1))
     limit = stats.chi2.ppf(FAILURE / noise.shape[2], noise.shape[0] * noise.shape[1])
     if silent or (weak < limit).any():
-        said.append(f"{int((weak < limit).sum()) or silent} of {noise.shape[2]} coordinates have too little noise")
-    return said
+        faults.append(f"{int((weak < limit).sum()) or silent} of {noise.shape[2]} coordinates have too little noise")
+    return faults
 
 
-def _law_faults(found: Measured) -> list[str]:
-    """Return whether the noise is Gaussian: Kolmogorov and Smirnov's test on a slice."""
-    test = stats.kstest(found.noise[..., :SLICE].ravel()[:SLICE], "norm")
+def _law_faults(sample: Measured) -> list[str]:
+    """Return a fault unless the noise is Gaussian, by Kolmogorov and Smirnov's test on a slice."""
+    test = stats.kstest(sample.noise[..., :SLICE].ravel()[:SLICE], "norm")
     # A grid, or 3 % of freedom in the std, is not a fault of the law.
     return ["the noise is not Gaussian"] if test.pvalue < FAILURE and test.statistic > 0.03 else []
 
 
-def _correlation_faults(found: Measured) -> list[str]:
+def _correlation_faults(sample: Measured) -> list[str]:
     """Return correlations that are not planned: between rounds, coordinates and runs."""
-    said, noise = [], found.noise[..., :SLICE]
+    faults, noise = [], sample.noise[..., :SLICE]
     limit = _limit(noise[:, 0].size)
     for s in range(noise.shape[1]):
         for t in range(s):
             seen = cosine(noise[:, s], noise[:, t])
-            if abs(seen - found.planned[s, t]) > limit:
-                said.append(f"rounds {t} and {s}: correlation {seen:.2f} where {found.planned[s, t]:.2f} is planned")
+            if abs(seen - sample.planned[s, t]) > limit:
+                faults.append(f"rounds {t} and {s}: correlation {seen:.2f} where {sample.planned[s, t]:.2f} is planned")
     one, other = noise[:-1], noise[1:]
     if one.size and abs(cosine(one, other)) > _limit(one.size):
-        said.append("runs under different keys share their noise")
+        faults.append("runs under different keys share their noise")
     lag, worst = _largest_lag(noise)
     if abs(worst) > _limit(noise.size, lags=noise.shape[2]):
-        said.append(f"coordinates {lag} apart have correlation {worst:.2f}")
-    return said
+        faults.append(f"coordinates {lag} apart have correlation {worst:.2f}")
+    return faults
 
 
 def _limit(count: int, lags: int = 1) -> float:
@@ -227,12 +225,12 @@ def cosine(a: Floats, b: Floats) -> float:
 def _largest_lag(noise: Floats) -> tuple[int, float]:
     """Return the distance of coordinates with the largest circular autocorrelation, and that correlation."""
     rows = noise.reshape(-1, noise.shape[2])
-    found = np.fft.irfft(np.square(np.abs(np.fft.rfft(rows, axis=1))).sum(0), rows.shape[1])
-    found = found[1 : rows.shape[1] // 2 + 1] / (found[0] or 1.0)
-    if not len(found):
+    correlations = np.fft.irfft(np.square(np.abs(np.fft.rfft(rows, axis=1))).sum(0), rows.shape[1])
+    correlations = correlations[1 : rows.shape[1] // 2 + 1] / (correlations[0] or 1.0)
+    if not len(correlations):
         return 0, 0.0
-    lag = int(np.abs(found).argmax())
-    return lag + 1, float(found[lag])
+    lag = int(np.abs(correlations).argmax())
+    return lag + 1, float(correlations[lag])
 
 
 def cohort_faults(recipe: Recipe) -> tuple[str, ...]:
@@ -241,16 +239,14 @@ def cohort_faults(recipe: Recipe) -> tuple[str, ...]:
     if kind not in ("poisson", "truncated", "fixed"):
         return ()
     one, other = (_cohorts(kind, number) for number in (1, 2))
-    said = []
-    if any(a == b for a, b in zip(one, other)):
-        said.append("cohorts are the same under two keys: they can be computed")
-    if len(set(one)) < len(one):
-        said.append("two rounds of a run have the same cohort")
-    drawn = sum(map(len, [*one, *other]))
-    places = 2 * COHORT_ROUNDS * COHORT_CLIENTS
-    if kind == "poisson" and stats.binomtest(drawn, places, 0.5).pvalue < FAILURE:
-        said.append(f"{drawn} of {places} coins fell where half of them should")
-    return tuple(said)
+    drawn, places = sum(map(len, [*one, *other])), 2 * COHORT_ROUNDS * COHORT_CLIENTS
+    uneven = kind == "poisson" and stats.binomtest(drawn, places, 0.5).pvalue < FAILURE
+    faults = {
+        "cohorts are the same under two keys: they can be computed": any(a == b for a, b in zip(one, other)),
+        "two rounds of a run have the same cohort": len(set(one)) < len(one),
+        f"{drawn} of {places} coins fell where half of them should": uneven,
+    }
+    return tuple(fault for fault, holds in faults.items() if holds)
 
 
 def _cohorts(kind: str, number: int) -> list[tuple[int, ...]]:

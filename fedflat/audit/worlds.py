@@ -60,9 +60,9 @@ class Case:
     @property
     def name(self) -> str:
         """The case's name in a table of movements."""
-        said = self.client if self.others == "ordinary" else f"{self.client} | {self.others}"
-        said += {"w0": "", "even": ", even", "later": ", round 2"}[self.start]
-        return said + (", last" if self.last else "") + (", same noise" if self.noise else "")
+        label = self.client if self.others == "ordinary" else f"{self.client} | {self.others}"
+        label += {"w0": "", "even": ", even", "later": ", round 2"}[self.start]
+        return label + (", last" if self.last else "") + (", same noise" if self.noise else "")
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class Maker:
         raise ValueError(kind)
 
     def _cancelling(self, u: Tensor, scale: float, y: Tensor) -> Pair:
-        """Nearly equal inputs, one of each class: where classes are about as likely, large rows of the gradient
-        cancel."""
+        """Return nearly equal inputs, one of each class: where classes are about as likely, large rows of the
+        gradient cancel."""
         same, labels = self.with_all_labels(u * scale, y)
         return same + scale * 1e-6 * torch.arange(len(same)).reshape(-1, *(1 for _ in u.shape)) * u.flip(0), labels
 
@@ -253,8 +253,8 @@ class Scenario:
         text = Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8")
         kind = "numbers" if self.template.inputs.is_floating_point() else "tokens"
         linear = any(isinstance(layer, nn.Linear) for layer in self.module.modules())
-        found = (Case(**each) for each in yaml.safe_load(text)[kind])
-        return tuple(case for case in found if linear or case.start != "even")
+        cases = (Case(**fields) for fields in yaml.safe_load(text)[kind])
+        return tuple(case for case in cases if linear or case.start != "even")
 
     @property
     def method(self) -> Algorithm:
@@ -279,16 +279,16 @@ class Recorder:
         return replace(parts, algorithm=replace(method, server=(self, *method.server)))
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        """No slot: it only records the mean."""
+        """Return no slot: it only records the mean."""
         return {}
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean, as it is."""
+        """Return the mean as it is."""
         self.means.append(mean.detach().clone())
         return mean, {}
 
 
-def recorded_run(recipe: Recipe, module: nn.Module, stage: Scenario | None = None, **given: Any) -> Recorder:
+def recorded_run(recipe: Recipe, module: nn.Module, stage: Scenario | None = None, **inputs: Any) -> Recorder:
     """Return the means of a run as a user's own has them, with the key that ``simulation.run`` takes. stage: whose
     change is made in its job."""
     recorder = Recorder()
@@ -298,7 +298,7 @@ def recorded_run(recipe: Recipe, module: nn.Module, stage: Scenario | None = Non
             stage.change(job)
         job.parts = recorder.in_front_of(job.parts)
 
-    simulation.run(recipe, module, on_start=start, progress=False, **given)
+    simulation.run(recipe, module, on_start=start, progress=False, **inputs)
     return recorder
 
 
@@ -335,26 +335,26 @@ class Worlds:
 
     def movement(self, engine: Engine, case: Case) -> Movement:
         """Return the pair of worlds of a case, on a back end."""
-        found = Movement(engine.name, case.name)
+        movement = Movement(engine.name, case.name)
         try:
             absent = self._without(engine, case)
         except (InputError, Aborted) as error:
-            return replace(found, stopped=_sentence(error), refused=True)
+            return replace(movement, stopped=_sentence(error), refused=True)
         except RunError as error:
             # A back end that dies is a fault, not a refusal.
-            return replace(found, stopped=_sentence(error), neither=True)
+            return replace(movement, stopped=_sentence(error), neither=True)
         try:
             present = self._release(engine, case, self.maker.make(case.client, 0))
         except (InputError, RunError) as error:
-            return replace(found, stopped=_sentence(error))
+            return replace(movement, stopped=_sentence(error))
         total = present.scale * _distance(present.mean, absent.mean)
         server = server_of(self.stage.recipe, self.stage.method)
         if server.optimizer != "sgd" or server.lr is None or self.stage.method.kind == "votes":
-            return replace(found, total=total)
+            return replace(movement, total=total)
         scale = present.scale / server.lr
         lengths = sum(float(torch.linalg.vector_norm(r.shared.double())) for r in (present, absent))
         weights = scale * _distance(present.shared, absent.shared)
-        return replace(found, total=total, weights=weights, floor=scale * HALF_ULP * lengths)
+        return replace(movement, total=total, weights=weights, floor=scale * HALF_ULP * lengths)
 
     def _without(self, engine: Engine, case: Case) -> _Release:
         """Return the world in which the client has no data; the same for every kind of data it might have."""
@@ -405,10 +405,9 @@ class Worlds:
 def world_recipe(recipe: Recipe, clients: int, engine: Engine, rounds: int, case: Case) -> Recipe:
     """Return the recipe for a few clients that all take part: no noise (or σ = 1) and few local steps."""
     dump = recipe.dump()
-    trust, own = dump["privacy"]["trust"], algorithm_of(recipe) if ":" not in recipe.algorithm.name else None
-    discrete = own is not None and own.kind == "ddgauss"
+    trust, method = dump["privacy"]["trust"], algorithm_of(recipe) if ":" not in recipe.algorithm.name else None
     cohort: dict[str, Any] = {"size": clients}
-    if discrete or trust == "distributed":
+    if trust == "distributed" or (method is not None and method.kind == "ddgauss"):
         cohort["min"] = clients - 1
     if trust == "local":
         cohort["max_participations"] = rounds
@@ -432,22 +431,22 @@ def world_recipe(recipe: Recipe, clients: int, engine: Engine, rounds: int, case
 
 def _without_public_examples(options: Mapping[str, Any], rounds: int) -> dict[str, Any]:
     """Return a method's options without public examples taken from clients, which would move two clients."""
-    found = dict(options)
-    if found["name"] in ("ae-dpfl", "ae-fl"):
-        return found | {"public": "test", "queries": rounds * int(found.get("labels_per_draw", 1)), "student_epochs": 1}
-    return found | {"public": None} if "public" in found else found
+    keys = dict(options)
+    if keys["name"] in ("ae-dpfl", "ae-fl"):
+        return keys | {"public": "test", "queries": rounds * int(keys.get("labels_per_draw", 1)), "student_epochs": 1}
+    return keys | {"public": None} if "public" in keys else keys
 
 
 def headless(module: nn.Module) -> nn.Module:
     """Return a copy whose last linear layer is zero: every class is as likely, whatever the input."""
-    found = copy.deepcopy(module)
-    zero(found, last_linear(found))
-    return found
+    copied = copy.deepcopy(module)
+    zero(copied, last_linear(copied))
+    return copied
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    found = float(torch.linalg.vector_norm(a.double() - b.double()))
-    return found if math.isfinite(found) else math.inf
+    distance = float(torch.linalg.vector_norm(a.double() - b.double()))
+    return distance if math.isfinite(distance) else math.inf
 
 
 def _sentence(error: Exception) -> str:

@@ -95,11 +95,9 @@ class Limits:
     @classmethod
     def of(cls, job: Job) -> Limits:
         """Return the limits that a job's model, method, clients and rounds need."""
-        parts, plan = job.parts, job.parts.plan
+        parts, plan, noise = job.parts, job.parts.plan, job.parts.mechanism
         cohort = job.data.clients if plan.trust == "distributed" else 0
-        reply = 4 * parts.message_length
-        if isinstance(parts.mechanism, SharedDiscreteNoise):
-            reply = 8 * parts.mechanism.mechanism.padded
+        reply = 8 * noise.mechanism.padded if isinstance(noise, SharedDiscreteNoise) else 4 * parts.message_length
         arrays = parts.layout.dimension * (4 * (1 + len(parts.broadcast)) + 1)  # and a mask
         facts = FACTS + 512 * cohort  # keys and boxes of a cohort
         # The ledger's signed history, and everybody's commitments to everybody; FACTS more for heads of arrays.
@@ -114,12 +112,11 @@ def _unpacked(content: bytes, contents: Mapping[str, bytes], limit: Limit) -> in
     if not head.startswith(b"Array "):
         return 0
     insist(bool(divider) and len(content) - len(head) <= limit.facts, Malformed("size"))
-    kinds = (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError)
-    with turning(kinds, Malformed("form")):
+    with turning((ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError), Malformed("form")):
         children = head.decode("ascii").split(" ")[1].split(",")
-        about = json.loads(content[len(head) + 1 :])
-        size = math.prod(max(int(length), 0) for length in about["shape"])
-        unpacked = sum(len(contents[children[place]]) for place in about["arraychunk_ids"])
+        array = json.loads(content[len(head) + 1 :])
+        size = math.prod(max(int(length), 0) for length in array["shape"])
+        unpacked = sum(len(contents[children[place]]) for place in array["arraychunk_ids"])
     insist(size <= limit.arrays, Malformed("shape"))
     return unpacked
 
@@ -150,16 +147,16 @@ def limit_answers(limit: Limit) -> None:
     import httpx
     from flwr.supercore.protobuf.client import ProtobufClient
 
-    made = ProtobufClient.__init__
+    initialise = ProtobufClient.__init__
 
-    def answered(response: Any) -> None:
+    def refuse_long(response: Any) -> None:
         length = response.headers.get("content-length", "")
         if "content-encoding" in response.headers or not length.isdigit() or int(length) > limit.total + ANSWER:
             raise httpx.DecodingError("an answer longer than a message can be", request=response.request)
 
-    def limited(self: Any, *given: Any, **named: Any) -> None:
-        made(self, *given, **named)
-        self._client.event_hooks = {"response": [answered]}
+    def limited(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        self._client.event_hooks = {"response": [refuse_long]}
 
     ProtobufClient.__init__ = limited  # type: ignore[method-assign]
 
@@ -186,23 +183,23 @@ class ReplyKeeper:
         self._give = state.get_message_res
         self._replies: dict[str, _Reply] = {}
         self._sessions: dict[str, _Reply] = {}
-        self._alone = threading.RLock()
+        self._lock = threading.RLock()
         state.store_message_and_object_tree, state.store_object = self.declare, self.store
-        state.get_message_res = self.whole
+        state.get_message_res = self.complete
 
     def declare(self, message: Any, tree: Any, session: str) -> tuple[bool, list[str]]:
         """Take a message and the tree of its objects; return whether it is kept, and which objects are wanted."""
         asked = message.metadata.reply_to_message_id
         # Flower's store is used from several threads; a reply must not grow between the look at it and its storage.
-        with self._alone:
+        with self._lock:
             if asked and not self._is_honest(message, tree, asked):
                 return self._refuse(message)
-            kept: tuple[bool, list[str]] = self._keep(message, tree, session)
-            if asked and kept[0]:
+            stored: tuple[bool, list[str]] = self._keep(message, tree, session)
+            if asked and stored[0]:
                 self._sessions[session] = self._replies[asked]
             elif asked:
                 self._replies.pop(asked)
-            return kept
+            return stored
 
     def _is_honest(self, message: Any, tree: Any, asked: str) -> bool:
         """Return whether a reply's tree is within the limit, its own, and the one that was declared before."""
@@ -219,7 +216,7 @@ class ReplyKeeper:
 
     def store(self, run_id: int, session: str, object_id: str, content: bytes) -> bool:
         """Take one object's content; return whether it is kept."""
-        with self._alone:
+        with self._lock:
             reply = self._sessions.get(session)
             if reply is not None:
                 reply.length += len(content)
@@ -230,22 +227,22 @@ class ReplyKeeper:
                     return False
         return bool(session and self._put(run_id, session, object_id, content))
 
-    def _half(self) -> dict[str, _Reply]:
+    def _incomplete(self) -> dict[str, _Reply]:
         """Return the replies that have not all arrived, by push session."""
-        open = self.state._object_push_sessions
-        return {name: one for name, one in self._sessions.items() if name in open and open[name].pending_object_ids}
+        pushes = self.state._object_push_sessions
+        return {name: one for name, one in self._sessions.items() if name in pushes and pushes[name].pending_object_ids}
 
-    def whole(self, message_ids: set[str], run_id: int) -> Any:
+    def complete(self, message_ids: set[str], run_id: int) -> Any:
         """Return the replies to some questions whose objects have all arrived: a slow upload holds nobody up."""
-        with self._alone:
-            half = {reply.message.metadata.reply_to_message_id for reply in self._half().values()}
-        return self._give(set(message_ids) - half, run_id)
+        with self._lock:
+            pending = {reply.message.metadata.reply_to_message_id for reply in self._incomplete().values()}
+        return self._give(set(message_ids) - pending, run_id)
 
     def blame(self, key: bytes) -> None:
         """Refuse whatever the node of a key has declared or was asked: the door did not read what it sent."""
         node = self.state.get_node_id_by_public_key(key)
-        with self._alone:
-            for name, reply in self._half().items():
+        with self._lock:
+            for name, reply in self._incomplete().items():
                 if reply.message.metadata.src_node_id == node:
                     self.state._cleanup_push_session(name, cleanup_messages=True)
                     self._refuse(reply.message)
@@ -274,9 +271,9 @@ def answer_to(question: Any) -> Any:
     return Message(RecordDict(), reply_to=question)
 
 
-def refusal(said: Any, reason: str) -> Any:
-    """Return the error that stands in for a refused reply, as from its sender. said: the reply's metadata."""
+def refusal(metadata: Any, reason: str) -> Any:
+    """Return the error that stands in for a refused reply, as from its sender. metadata: the reply's."""
     from flwr.app import Error
     from flwr.app.message import make_message
 
-    return make_message(copy(said), error=Error(TOO_LARGE if reason == "size" else DAMAGED, reason))
+    return make_message(copy(metadata), error=Error(TOO_LARGE if reason == "size" else DAMAGED, reason))

@@ -119,36 +119,36 @@ class Client:
         head, stored = self.store.personal(job.initial_weights[parts.layout.dimension :], broadcast.round)
         if len(rows) == 0:  # it answers all the same: who has no examples is nobody's to know
             return torch.zeros(parts.message_length), 0
-        alone = Sequential(parts.algorithm, job.problem, parts.local, job.data, job.seed)
-        kept = PersonalState(head, states={name: {self.number: state} for name, state in stored.items()})
-        states = states_of(parts.algorithm, kept, self.number, broadcast.shared)
+        backend = Sequential(parts.algorithm, job.problem, parts.local, job.data, job.seed)
+        personal = PersonalState(head, states={name: {self.number: state} for name, state in stored.items()})
+        states = states_of(parts.algorithm, personal, self.number, broadcast.shared)
         # One thread and exact arithmetic: a client's message has the same bits here as in the simulation.
         with using_threads(1), exact(job.problem.device):
-            result = alone.one(self.number, broadcast, torch.cat([broadcast.shared, head]), states)
-        outgoing = self._outgoing(alone, result, broadcast, kept)
-        after = kept.of(self.number), states_of(parts.algorithm, kept, self.number, broadcast.shared)
+            result = backend.one(self.number, broadcast, torch.cat([broadcast.shared, head]), states)
+        outgoing = self._outgoing(result, broadcast, personal)
+        after = personal.of(self.number), states_of(parts.algorithm, personal, self.number, broadcast.shared)
         self.store.keep_personal(broadcast.round, (head, states), after)
         return outgoing, len(rows) if parts.weighted else 0
 
-    def _outgoing(self, alone: Sequential, result: LocalResult, broadcast: Broadcast, kept: PersonalState) -> Tensor:
+    def _outgoing(self, result: LocalResult, broadcast: Broadcast, personal: PersonalState) -> Tensor:
         """Return what leaves: clipped here already; as it is where the server counts clipped messages (adaptive clip).
 
-        What stays goes to ``kept``; a state is moved by the message as clipped here.
+        What stays goes to ``personal``; a state is moved by the message as clipped here.
         """
         parts, key = self.job.parts, fresh_key()  # never stored: nobody can draw this noise again
         noised = parts.plan.trust == "local" and parts.plan.private
         plain = Accumulator(parts.clip, broadcast.clip, parts.message_tensors, parts.message_length)
-        own = accumulator_of(parts, broadcast, key) if noised else plain
-        size = len(alone.data.parts[self.number])
-        RoundSum(alone.algorithm, alone.local, broadcast, own, kept).add(Trained.of([self.number], [size], result))
+        accumulator = accumulator_of(parts, broadcast, key) if noised else plain
+        trained = Trained.of([self.number], [len(self.job.data.parts[self.number])], result)
+        RoundSum(parts.algorithm, parts.local, broadcast, accumulator, personal).add(trained)
         if noised:
-            return noisy_sum(parts, broadcast, own.result(), key).to(torch.float32)
+            return noisy_sum(parts, broadcast, accumulator.result(), key).to(torch.float32)
         if parts.clip.moves:
             return result.message.to(torch.float32)
         return plain.result().total.to(torch.float32)
 
 
-KNOWN = ("client", "data", "state", "pin", "key", "operator", "log")
+CONFIG_KEYS = ("client", "data", "state", "pin", "key", "operator", "log")
 """What a ``--node-config`` may say."""
 
 
@@ -158,16 +158,16 @@ def client_of(task: Task, config: Any) -> Client:
     for name in ("client", "data", "state"):
         require(name in config, "node config", "nothing", f"{name}=…, for example {example}")
     for name, value in config.items():
-        one_of("node config", name, KNOWN)
+        one_of("node config", name, CONFIG_KEYS)
         require("\0" not in str(value), f"node config: {name}", repr(value), "no character of code 0")
     if not isinstance(config["client"], int) or isinstance(config["client"], bool):
         raise wrong("node config: client", repr(config["client"]), "the client's number in the roster, unquoted")
     paths = {name: Path(str(config[name])) for name in ("data", "state", "key", "operator") if config.get(name)}
-    if given := paths.get("operator"):  # the key that was asked for, and no other that is seen first
-        require(given.is_file(), "node config: operator", f"{given}, no such file", "the operator's public key")
-    found = Client(task, config["client"], store=Store(paths.pop("state")), pin=str(config.get("pin", "")), **paths)
-    found.store.of_client(found.number)
-    return found
+    if operator := paths.get("operator"):  # the key that was asked for, and no other that is seen first
+        require(operator.is_file(), "node config: operator", f"{operator}, no such file", "the operator's public key")
+    client = Client(task, config["client"], store=Store(paths.pop("state")), pin=str(config.get("pin", "")), **paths)
+    client.store.of_client(client.number)
+    return client
 
 
 def client_app(folder: str | Path) -> Any:
@@ -195,7 +195,7 @@ def reply_to(message: Any, config: Any, app_folder: Path) -> Any:
     code = 0
     try:
         client = client_of(Task.read(app_folder), config)
-        with client.store.alone():
+        with client.store.answer_lock():
             client.store.note_node(message.metadata.dst_node_id)
             return Message(client.answer(message.content), reply_to=message)
     except (InputError, RunError, OSError) as error:  # a full disk of the client's

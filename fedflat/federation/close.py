@@ -51,9 +51,9 @@ def close(task: Task, out: Path) -> tuple[dict[str, Any], str]:
     with keys.alone(out), keys.alone(out, run):
         gone, operator = _deleted_before(out), Operator.of_account()
         restore_lines(out, run)
-        there, named = stored_outcome(job, out).state.round, max(tips_of(out), default=0)
-        if named > there + 1:  # the newest may be named and not yet written
-            raise wrong(str(out / "checkpoints"), f"none after round {there}", f"that of round {named}: put it back")
+        saved, named = stored_outcome(job, out).state.round, max(tips_of(out), default=0)
+        if named > saved + 1:  # the newest may be named and not yet written
+            raise wrong(str(out / "checkpoints"), f"none after round {saved}", f"that of round {named}: put it back")
         if operator is None and (out / SIGNATURE).is_file():
             raise wrong("operator's key", f"{place()}, which is gone", "the account that the server ran under")
         if job.parts.plan.private:
@@ -133,13 +133,12 @@ def main(app: str, run: str) -> None:
     facts, key = close(Task.read(Path(app)), out)
     epsilon = facts.get("epsilon")
     cost = "no finite ε" if epsilon is None else f"ε = {epsilon:.4g} at δ = {facts['delta']:g}"
-    about = {"deleted": "key deleted", "gone": "key deleted before", "missing": "KEY NOT DELETED"}[key]
+    key_state = {"deleted": "key deleted", "gone": "key deleted before", "missing": "KEY NOT DELETED"}[key]
     rounds = f"{counted(facts['rounds'], 'round')}, {facts['rounds_charged']} charged"
-    print(f"{out}: ended after {rounds}, {cost}; {about}")
+    print(f"{out}: ended after {rounds}, {cost}; {key_state}")
     if key == "missing":  # it may still lie somewhere
         hint = "close the run again as the account, and with the XDG_STATE_HOME, that the server ran under"
-        place = f"no noise key {run_id(out)} in {keys.folder()}"
-        raise RunError(f"{place}; {hint}, or delete the file there by hand")
+        raise RunError(f"no noise key {run_id(out)} in {keys.folder()}; {hint}, or delete the file there by hand")
 
 
 if __name__ == "__main__":

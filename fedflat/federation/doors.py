@@ -64,16 +64,16 @@ class Gate(socket.socket):
         super().__init__(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.name, self.most, self.seconds = name, strangers, seconds
         self._strangers: dict[Any, tuple[Guest, float]] = {}
-        self._known: dict[Any, dict[Any, Guest]] = {}
-        self._said: dict[str, float] = {}
+        self._guests: dict[Any, dict[Any, Guest]] = {}
+        self._logged: dict[str, float] = {}
         self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.bind((host, port))
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection, and make room for it."""
-        found, address = super().accept()
+        connection, address = super().accept()
         # asyncio keeps this object and closes it: a subclass is the one way to hear of that.
-        guest = Guest(self.family, self.type, self.proto, fileno=found.detach())
+        guest = Guest(self.family, self.type, self.proto, fileno=connection.detach())
         for option in ALIVE.keys() & vars(socket).keys():  # not every system has them all
             level = socket.SOL_SOCKET if option.startswith("SO_") else socket.IPPROTO_TCP
             guest.setsockopt(level, getattr(socket, option), ALIVE[option])
@@ -93,11 +93,11 @@ class Gate(socket.socket):
         guest, _ = self._strangers.pop(tuple(place), (None, 0.0))
         if guest is None:
             return
-        own = self._known.setdefault(key, {})
-        if len(own) >= EACH:
+        guests = self._guests.setdefault(key, {})
+        if len(guests) >= EACH:
             self.say("key", f"one key has {EACH} connections; its oldest are closed")
-            _shut(own.pop(next(iter(own))))
-        own[tuple(place)] = guest
+            _shut(guests.pop(next(iter(guests))))
+        guests[tuple(place)] = guest
 
     async def sweep(self) -> None:
         """Close strangers who have said nothing for too long; to be called every second."""
@@ -106,21 +106,21 @@ class Gate(socket.socket):
             self.say("time", f"connections without a credential are closed after {self.seconds:g} seconds")
             self._close(place)
 
-    def say(self, limit: str, what: str) -> None:
+    def say(self, limit: str, message: str) -> None:
         """Log that a limit was met, once a minute."""
         now = time.monotonic()
-        if now - self._said.get(limit, -SILENCE) >= SILENCE:
-            self._said[limit] = now
-            log.warning("%s: %s", self.name, what)
+        if now - self._logged.get(limit, -SILENCE) >= SILENCE:
+            self._logged[limit] = now
+            log.warning("%s: %s", self.name, message)
 
     def _close(self, place: Any) -> None:
         _shut(self._strangers.pop(place)[0])
 
     def _forget(self, place: Any) -> None:
         self._strangers.pop(place, None)
-        for key, own in list(self._known.items()):
-            if own.pop(place, None) is not None and not own:
-                del self._known[key]
+        for key, guests in list(self._guests.items()):
+            if guests.pop(place, None) is not None and not guests:
+                del self._guests[key]
 
 
 def _shut(guest: Guest) -> None:
@@ -129,15 +129,15 @@ def _shut(guest: Guest) -> None:
 
 
 def fleet_only(
-    app: Any, known: Container[bytes], limit: Limit, gate: Gate, blame: Callable[[bytes], object] = bool
+    app: Any, roster: Container[bytes], limit: Limit, gate: Gate, blame: Callable[[bytes], object] = bool
 ) -> Door:
     """Return the SuperLink's ASGI application as the network sees it: the SuperNodes' own interface and nothing else.
 
-    Nothing is read of a request without the signature of a ``known`` key (PEM), of one that is longer than a reply's
-    ``limit`` allows, or of one key's beyond what a reply comes to. blame: is called with the key of a request that was
-    too long by itself. Requests that are too long together may be one that was cut off and its repetition, which an
-    honest client sends: they are put off, and nobody is blamed. What an object takes that is asked for
-    counts until it was read.
+    Nothing is read of a request without the signature of a key of the ``roster`` (PEM), of one that is longer than a
+    reply's ``limit`` allows, or of one key's beyond what a reply comes to. blame: is called with the key of a request
+    that was too long by itself. Requests that are too long together may be one that was cut off and its repetition,
+    which an honest client sends: they are put off, and nobody is blamed. An object that is asked for counts as the
+    longest until it was read.
     """
     held: Counter[bytes] = Counter()
 
@@ -147,7 +147,7 @@ def fleet_only(
         headers, path = Headers(scope=scope), scope["path"]
         if not path.startswith(FLEET):
             return await _refuse(404, scope, receive, send)
-        if (key := _signed_by(headers, known)) is None:
+        if (key := _signed_by(headers, roster)) is None:
             return await _refuse(401, scope, receive, send)
         gate.welcome(scope["client"], key)
         most = limit.object + FACTS if path == FLEET + "push-object" else FACTS + 128 * limit.objects
@@ -203,12 +203,12 @@ async def _refuse(status: int, *connection: Any) -> None:
 def _length(headers: Headers) -> int | None:
     """Return the length that a request says its body has; None without one."""
     # Both headers together are how a request is smuggled past a proxy: that length is not believed.
-    said = headers.get("content-length", "")
-    return int(said) if said.isdecimal() and len(said) < 16 and "transfer-encoding" not in headers else None
+    length = headers.get("content-length", "")
+    return int(length) if length.isdecimal() and len(length) < 16 and "transfer-encoding" not in headers else None
 
 
-def _signed_by(headers: Headers, known: Container[bytes]) -> bytes | None:
-    """Return the known key that signed the request's time, if that is now. Flower asks whose node the request is of."""
+def _signed_by(headers: Headers, roster: Container[bytes]) -> bytes | None:
+    """Return the roster's key that signed a request's time, if that is now. Flower checks whose node sent it."""
     from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
     from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
     from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
@@ -219,7 +219,7 @@ def _signed_by(headers: Headers, known: Container[bytes]) -> bytes | None:
         time_said = headers[TIMESTAMP_HEADER]
         age = (datetime.now(UTC) - datetime.fromisoformat(time_said)).total_seconds()
         recent = -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
-        fits = recent and key in known and verify_signature(bytes_to_public_key(key), time_said.encode(), signature)
+        fits = recent and key in roster and verify_signature(bytes_to_public_key(key), time_said.encode(), signature)
     except (KeyError, ValueError, TypeError):  # TypeError: a time without a zone
         return None
     return key if fits else None

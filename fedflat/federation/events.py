@@ -55,7 +55,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(form: str) -> None:
-    """fedflat's own log lines, once, where Flower shows an app's output. form: one of ``FORMATS``.
+    """Write fedflat's own log lines, once, where Flower shows an app's output. form: one of ``FORMATS``.
 
     Raises:
         InputError: another form.
@@ -83,8 +83,8 @@ class Monitor(logging.Handler):
         self.ready = False
         self._last = time.monotonic()
 
-        def gauge(name: str, about: str) -> Any:
-            return Gauge(f"fedflat_{name}", about, registry=self.registry)
+        def gauge(name: str, description: str) -> Any:
+            return Gauge(f"fedflat_{name}", description, registry=self.registry)
 
         self._gauges = {
             "finished": gauge("rounds_finished", "Rounds finished, of the whole run."),
@@ -100,8 +100,8 @@ class Monitor(logging.Handler):
         since.set_function(lambda: time.monotonic() - self._last)
         gauge("ready", "1 while rounds are being run.").set_function(lambda: float(self.ready))
         self._aborted = Counter("fedflat_aborted_rounds", "Rounds that released nothing.", registry=self.registry)
-        about = "Replies that no honest client causes, by kind, since this server started."
-        self._refused = Counter("fedflat_refused_replies", about, ["kind"], registry=self.registry)
+        description = "Replies that no honest client causes, by kind, since this server started."
+        self._refused = Counter("fedflat_refused_replies", description, ["kind"], registry=self.registry)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Take the facts of one event."""

@@ -73,7 +73,7 @@ class Federation:
         self.stop()
 
     def start(self, clients: Sequence[int] | None = None) -> None:
-        """SuperLink and the SuperNodes of ``clients`` (default: all); nothing is started if one port is taken."""
+        """Start SuperLink and the SuperNodes of ``clients`` (default: all); nothing is started if one port is taken."""
         chosen = range(self.task.form.clients) if clients is None else clients
         for host, port in (self.addresses.listen, self.addresses.control):
             processes.must_be_free(str(self.project / ADDRESSES_FILE), host, port)
@@ -99,10 +99,10 @@ class Federation:
         """Raise RunError, with the last line of its log, if a process that was started here has ended by itself."""
         for name, process in self.processes.items():
             if process.poll() is not None:
-                said = (self.logs / f"{name}.log").read_bytes()[self.begun[name] :].decode(errors="replace").strip()
-                last = said.splitlines()[-1].strip().removeprefix("error: ") if said else "no word"
-                last = last if process.returncode >= 0 else how_it_ended(process.returncode, said)
-                last = last if process.returncode else (*BESIDE.findall(said), "it was told to, by a signal")[0]
+                output = (self.logs / f"{name}.log").read_bytes()[self.begun[name] :].decode(errors="replace").strip()
+                last = output.splitlines()[-1].strip().removeprefix("error: ") if output else "no word"
+                last = last if process.returncode >= 0 else how_it_ended(process.returncode, output)
+                last = last if process.returncode else (*BESIDE.findall(output), "it was told to, by a signal")[0]
                 raise RunError(f"{name} has ended: {last} (see {self.logs / name}.log)")
 
     def start_node(self, client: int) -> None:
@@ -110,28 +110,31 @@ class Federation:
         self._spawn(f"client-{client}", supernode_command(self.project, client, self.host, self.port, self.task.pin))
 
     def run(self, *, config: str = "") -> int:
-        """``flwr run``: submit the app; returns Flower's run id."""
+        """Submit the app with ``flwr run``; return Flower's run id."""
         command = ["flwr", "run", str(self.project / "app"), "fedflat", "--format", "json"]
         late = RunError(f"flwr run had no answer in {self.patience:g} s; see {self.log}")
         with turning(subprocess.TimeoutExpired, late):
-            found = self._flwr([*command, *(["--run-config", config] if config else [])])
-        said = (found.stdout + found.stderr)[-500:]
+            completed = self._flwr([*command, *(["--run-config", config] if config else [])])
+        message = (completed.stdout + completed.stderr)[-500:]
         with suppress(ValueError, KeyError):
-            answer = json.loads(found.stdout[found.stdout.index("{") :])
+            answer = json.loads(completed.stdout[completed.stdout.index("{") :])
             if answer["success"]:
                 return int(answer["run-id"])
-            said = answer["error-message"]
-        raise RunError(f"flwr run failed: {' '.join(said.split()).replace('run `flwr login`', TOKEN)}")
+            message = answer["error-message"]
+        raise RunError(f"flwr run failed: {' '.join(message.split()).replace('run `flwr login`', TOKEN)}")
 
     def _flwr(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         env = self._environment()
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=self.patience, check=False)
 
-    def status(self, run: int, what: str = "") -> str:
-        """Return Flower's status of a run, like ``finished:completed``, as the SuperLink noted it last; or REASON."""
+    def status(self, run: int, suffix: str = "") -> str:
+        """Return Flower's status of a run, like ``finished:completed``, as the SuperLink noted it last.
+
+        suffix: ``REASON``, for why the run ended instead.
+        """
         path = self.project / "server" / STATUS
         with suppress(OSError, ValueError, AttributeError):  # none yet, or damaged: the SuperLink writes it anew
-            return str(json.loads(path.read_bytes()).get(f"run {run}{what}", "unknown"))
+            return str(json.loads(path.read_bytes()).get(f"run {run}{suffix}", "unknown"))
         return "unknown"
 
     def wait(self, run: int, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> str:
@@ -152,13 +155,13 @@ class Federation:
             if (now := file.stat().st_mtime_ns if file.exists() else 0) != last:
                 last, noted = now, time.monotonic()
             if time.monotonic() - noted > self.patience:
-                said = f"the SuperLink has not written {file} for {self.patience:g} s"
-                raise RunError(f"{said}: is the disk full? see {self.log}; nothing is lost")
+                fault = f"the SuperLink has not written {file} for {self.patience:g} s"
+                raise RunError(f"{fault}: is the disk full? see {self.log}; nothing is lost")
             time.sleep(0.5)
         return status
 
     def stop(self) -> None:
-        """Stop every process started here: asked first, then killed."""
+        """Stop every process started here: it is asked first, then killed."""
         processes.end([process.pid for process in self.processes.values()], GRACE)
         self.processes.clear()
 
@@ -175,25 +178,25 @@ class Federation:
         }
 
     def _spawn(self, name: str, command: list[str]) -> None:
-        own, env = os.getpid(), self._environment()
+        parent, env = os.getpid(), self._environment()
 
-        def born() -> None:
+        def prepare() -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.END_SIGNALS)
             processes.private()
-            processes.dies_with(own)
+            processes.dies_with(parent)
 
         with os.fdopen(os.open(self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
             self.begun[name] = log.tell()
             with waiting(processes.END_SIGNALS):
                 self.processes[name] = subprocess.Popen(
-                    command, preexec_fn=born, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
+                    command, preexec_fn=prepare, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
                 )
 
 
 def _only_one(federation: Federation) -> IO[bytes]:
     """Return the lock that a run on this machine holds; InputError if another one holds it."""
-    found = f"{federation.project}, which runs already"
-    with turning(BlockingIOError, wrong("PROJECT", found, "one run of it at a time")):
+    taken = f"{federation.project}, which runs already"
+    with turning(BlockingIOError, wrong("PROJECT", taken, "one run of it at a time")):
         return lock_file(federation.logs / "local.lock", wait=False)
 
 
@@ -213,13 +216,13 @@ def _whole_run(project: Path) -> None:
         seen = len(read_lines(records))
         run = federation.run()
         print(f"run {run} started; logs in {federation.logs}", file=sys.stderr)
-        with Progress(federation.task.recipe, what="clients connect", stderr=True) as shown:
+        with Progress(federation.task.recipe, what="clients connect", stderr=True) as progress:
 
             def tell() -> None:
                 nonlocal seen
                 rows = read_lines(records)
                 for row in rows[seen:]:
-                    shown.round(row, {})
+                    progress.round(row, {})
                 seen = len(rows)
 
             status = federation.wait(run, float("inf"), tell)

@@ -45,9 +45,9 @@ def write_lock(lock: Path, credentials: Path, address: str) -> None:
     """Write a new operator's token: its hash for the SuperLink, itself for ``flwr`` (in FLWR_HOME); both 0600."""
     token = secrets.token_urlsafe(32)
     entry = f"flower.account-auth.{address}."
-    kept = {"authn-type": "oidc", "oidc-access-token": token, "oidc-refresh-token": "none"}
-    found = {entry + name: base64.b64encode(value.encode()).decode() for name, value in kept.items()}
-    texts = {credentials: json.dumps(found, indent=1), lock: hashlib.sha256(token.encode()).hexdigest()}
+    values = {"authn-type": "oidc", "oidc-access-token": token, "oidc-refresh-token": "none"}
+    encoded = {entry + name: base64.b64encode(value.encode()).decode() for name, value in values.items()}
+    texts = {credentials: json.dumps(encoded, indent=1), lock: hashlib.sha256(token.encode()).hexdigest()}
     fresh = {path.with_name(f"{path.name}.new"): path for path in texts}
     try:
         for place, path in fresh.items():  # JSON is YAML, which Flower reads its credentials as
@@ -63,10 +63,10 @@ def write_lock(lock: Path, credentials: Path, address: str) -> None:
 def read_lock(path: Path) -> bytes:
     """Return the hash of the operator's token; InputError if there is none, or if others could change or read it."""
     with reading(path, "no lock", "the file that fedflat deploy wrote"):
-        found, mode = bytes.fromhex(path.read_text(encoding="ascii").strip()), path.stat().st_mode
-    require(len(found) == 32, str(path), f"{len(found)} bytes", "the hash of the operator's token")
+        token_hash, mode = bytes.fromhex(path.read_text(encoding="ascii").strip()), path.stat().st_mode
+    require(len(token_hash) == 32, str(path), f"{len(token_hash)} bytes", "the hash of the operator's token")
     require(not mode & 0o077, str(path), f"mode {mode & 0o777:04o}", "0600, for the SuperLink's account alone")
-    return found
+    return token_hash
 
 
 def address_of(where: str, text: Any) -> tuple[str, int]:
@@ -96,14 +96,14 @@ class OperatorOnly:
         from flwr.common.constant import ACCESS_TOKEN_KEY, NOOP_FLWR_AID
         from flwr.supercore.auth.typing import AccountInfo
 
-        given = dict(metadata).get(ACCESS_TOKEN_KEY, "")
-        if not self.is_token(given.decode("latin-1") if isinstance(given, bytes) else given):
+        token = dict(metadata).get(ACCESS_TOKEN_KEY, "")
+        if not self.is_token(token.decode("latin-1") if isinstance(token, bytes) else token):
             return False, None
         return True, AccountInfo(flwr_aid=NOOP_FLWR_AID, account_name="operator")
 
-    def is_token(self, given: str) -> bool:
+    def is_token(self, token: str) -> bool:
         """Return whether this is the operator's token."""
-        return hmac.compare_digest(hashlib.sha256(given.encode()).digest(), self.lock)
+        return hmac.compare_digest(hashlib.sha256(token.encode()).digest(), self.lock)
 
     def get_login_details(self) -> None:
         """Nobody logs in: the token is a file."""
@@ -128,10 +128,10 @@ class Addresses:
         """Return what ``server/superlink.toml`` of a project says; InputError unless orders come from this machine."""
         path = project / ADDRESSES_FILE
         with reading(path, "no addresses", "what fedflat deploy wrote"):
-            found = tomllib.loads(path.read_text(encoding="utf-8"))
-        listen, control = (address_of(f"{path}: {door}", found.get(door)) for door in ("listen", "control"))
+            config = tomllib.loads(path.read_text(encoding="utf-8"))
+        listen, control = (address_of(f"{path}: {door}", config.get(door)) for door in ("listen", "control"))
         allowed = f"an address of this machine alone, as 127.0.0.1:{control[1]}"
-        require(is_loopback(control[0]), f"{path}: control", str(found["control"]), allowed)
+        require(is_loopback(control[0]), f"{path}: control", str(config["control"]), allowed)
         require(listen[1] != control[1], f"{path}: control", f"port {control[1]}, as in listen", "another port")
         return cls(listen, control)
 
@@ -161,17 +161,16 @@ def write_authority_and_server(folder: Path, hosts: list[str], *, keep: bool = T
     for name, key in (("ca", authority), ("server", server)) if keep else (("server", server),):
         durable.create(folder / f"{name}.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     durable.create(folder / "ca.crt", _certificate(signers, signers, authority.public_key(), authority, []), 0o644)
-    own = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedflat SuperLink")])
-    durable.create(folder / "server.crt", _certificate(own, signers, server.public_key(), authority, hosts), 0o644)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedflat SuperLink")])
+    durable.create(folder / "server.crt", _certificate(subject, signers, server.public_key(), authority, hosts), 0o644)
 
 
 def write_client_keys(folder: Path) -> str:
     """Write auth.key (0600) and auth.pub, a P-384 pair in OpenSSH form; returns the public key."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP384R1())
-    secret = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     public: bytes = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    durable.create(folder / "auth.key", secret)
+    durable.create(folder / "auth.key", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     durable.create(folder / "auth.pub", public + b"\n", 0o644)
     return public.decode()
 

@@ -57,7 +57,7 @@ def program(usage: str) -> Callable[[Callable[..., object]], Callable[[Sequence[
     needed, _, optional = usage.partition(" [")
     counts = {len(needed.split()) - 1, len(f"{needed} {optional}".split()) - 1}
 
-    def made(work: Callable[..., object]) -> Callable[[Sequence[str]], int]:
+    def decorate(work: Callable[..., object]) -> Callable[[Sequence[str]], int]:
         def main(arguments: Sequence[str]) -> int:
             if "--help" in arguments or len(arguments) not in counts:
                 print(f"usage: python -m fedflat.federation.{usage}", file=sys.stderr)
@@ -66,11 +66,11 @@ def program(usage: str) -> Callable[[Callable[..., object]], Callable[[Sequence[
 
         return main
 
-    return made
+    return decorate
 
 
 def private() -> None:
-    """From here on: files that only this account reads (umask 077), and no core dumps (they would hold updates)."""
+    """Let only this account read what is written from here on (umask 077); no core dumps, which would hold updates."""
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -78,10 +78,10 @@ def private() -> None:
 def must_be_free(where: str, host: str, port: int) -> None:
     """Raise InputError, before Flower starts, if another program listens on this port or there is no such port."""
     require(port <= 65535, where, f"{host}:{port}", "a port up to 65535")
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Flower's own: a closed one may be left over
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Flower's own: a closed one may be left over
         try:
-            found.bind((host, port))
+            probe.bind((host, port))
         except OSError as error:  # anything else is Flower's to say: a name, an address of another network
             if error.errno == errno.EADDRINUSE:
                 raise wrong(where, f"{host}:{port}, which another program uses", "a free port") from error
@@ -125,9 +125,9 @@ def check_trusted(folder: Path, host: str) -> None:
             with suppress(ssl.SSLWantReadError):
                 end.do_handshake()
     except ssl.SSLError as error:
-        found = getattr(error, "verify_message", None) or error.reason
+        reason = getattr(error, "verify_message", None) or error.reason
         allowed = f"a certificate for {host}, valid today and signed by ca.crt"
-        raise wrong(f"{folder / 'server.crt'}", found, allowed) from error
+        raise wrong(f"{folder / 'server.crt'}", reason, allowed) from error
 
 
 def raise_descriptor_limit() -> int:
@@ -204,7 +204,7 @@ def forked(work: Callable[[], object]) -> int:
 def task(name: str, work: Callable[[], object]) -> int:
     """Do a task in a forked process, the leader of a group of its own that ``ps`` shows under a name."""
 
-    def alone() -> None:
+    def run_task() -> None:
         with suppress(OSError):
             os.setpgid(0, 0)
         # A task has nothing to tidy up, and must not run the end of the process that started it.
@@ -213,7 +213,7 @@ def task(name: str, work: Callable[[], object]) -> int:
             _LIBC.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
         work()
 
-    child = forked(alone)
+    child = forked(run_task)
     with suppress(OSError):
         os.setpgid(child, child)
     return child
@@ -225,11 +225,11 @@ def start_companion(work: Callable[[], object]) -> None:
     To be called before any thread is started: a fork of a process with threads may inherit a lock that nobody frees.
     """
 
-    def alone() -> None:
+    def run_companion() -> None:
         end_with_an_exit()
         work()
 
-    child = forked(alone)
+    child = forked(run_companion)
 
     def end_after() -> None:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -260,12 +260,12 @@ def ended(child: int) -> int | None:
     What it left behind in its group is killed then.
     """
     try:
-        found, status = os.waitpid(child, os.WNOHANG)
+        reaped, status = os.waitpid(child, os.WNOHANG)
     except ChildProcessError:
-        found, status = child, 0
-    if found:
+        reaped, status = child, 0
+    if reaped:
         _signal_group(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(status) if found else None
+    return os.waitstatus_to_exitcode(status) if reaped else None
 
 
 def _signal_group(group: int, number: int) -> None:
@@ -282,9 +282,9 @@ def check_flower() -> None:
     lines = resources.files("fedflat").joinpath("tested.txt").read_text(encoding="ascii").splitlines()
     minor = ".".join(dict(line.split("==") for line in lines)["flwr"].split(".")[:2])
     with turning(metadata.PackageNotFoundError, missing("deploy", f"flwr {minor}.*", "federation")):
-        found = metadata.version("flwr")
-    if ".".join(found.split(".")[:2]) != minor:
-        raise wrong("flwr", found, f"{minor}.*, whose inner parts are used: pip install 'flwr=={minor}.*'")
+        version = metadata.version("flwr")
+    if ".".join(version.split(".")[:2]) != minor:
+        raise wrong("flwr", version, f"{minor}.*, whose inner parts are used: pip install 'flwr=={minor}.*'")
 
 
 def draw_apart() -> None:

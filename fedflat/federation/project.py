@@ -88,9 +88,7 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
 
 
 def _for_nodes(recipe: Recipe, nodes: int | None) -> Recipe:
-    """The recipe with M = ``nodes``; the cohort must fit, since q is a promise and not to be changed behind one's
-    back.
-    """
+    """Return the recipe with M = ``nodes``; the cohort must fit, since q is a promise that nothing here may change."""
     dump = recipe.dump()
     dump["engine"] |= {"backend": "sequential", "processes": None, "compile": None}
     if dump["engine"]["device"] == "auto":  # clients on one machine would share its GPU
@@ -112,8 +110,7 @@ def _taking_turns(recipe: Recipe, unnamed: bool) -> tuple[Recipe, str]:
     method = algorithm_of(recipe)
     if not unnamed or not method.private:
         return recipe, ""
-    why = _unfit(recipe, method, trust_of(recipe, method))
-    if why:
+    if why := _unfit(recipe, method, trust_of(recipe, method)):
         return recipe, KEPT.format(why=why)
     kind = "banded" if recipe.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
     apart = int((recipe.data.clients or 0) / recipe.cohort.size)
@@ -177,8 +174,7 @@ def client_folder(out: Path, client: int) -> Path:
 
 def _write_client(folder: Path, data: FederatedData, client: int) -> str:
     public = lock.write_client_keys(folder)
-    inputs, targets = data.client(client)
-    write_examples(folder / DATA, inputs.contiguous(), targets)
+    write_examples(folder / DATA, *data.client(client))
     return public
 
 
@@ -200,9 +196,9 @@ def supernode_command(out: Path, client: int, host: str, port: int, pin: str) ->
 def _places(out: Path, client: int, host: str, port: int, pin: str = "", at: str | None = None) -> dict[str, Any]:
     """Return what the commands of one client name. at: the project's folder, where it is not the absolute path."""
     at = f"{out.absolute()}/" if at is None else at
-    own = f"{at}{client_folder(Path(), client)}"
+    folder = f"{at}{client_folder(Path(), client)}"
     where = {"host": lock.bracketed(host), "port": port}
-    return {"at": at, "own": own, "client": client, "pin": pin, "package": PACKAGE, **where}
+    return {"at": at, "folder": folder, "client": client, "pin": pin, "package": PACKAGE, **where}
 
 
 def words_of(template: str, places: Mapping[str, Any]) -> list[str]:
@@ -210,7 +206,7 @@ def words_of(template: str, places: Mapping[str, Any]) -> list[str]:
     return [" ".join(word.split()).format_map(places) for word in shlex.split(_template(template))]
 
 
-def _shown(template: str, places: Mapping[str, Any]) -> str:
+def _as_typed(template: str, places: Mapping[str, Any]) -> str:
     """Return a command as one types it: an option to a line, but for the lines inside quotes."""
     return _template(template).strip().replace("\n    --", " \\\n    --").replace("\n", "\n    ").format_map(places)
 
@@ -228,7 +224,7 @@ def _readme(recipe: Recipe, out: Path, job: Job, places: dict[str, Any]) -> dict
         **places, "name": recipe.name, "clients": clients, "exports": "\n    ".join(exports), "trust": plan.trust,
         "epsilon": f"{epsilon:.4g}" if epsilon < float("inf") else "infinite", "delta": f"{plan.delta:g}",
         "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds, "method": job.parts.algorithm.name,
-        "node": _shown("supernode.txt", places),
+        "node": _as_typed("supernode.txt", places),
     }  # fmt: skip
 
 

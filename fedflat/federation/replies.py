@@ -98,8 +98,8 @@ class ReplyTracker:
         pending = self._open.get(asked)
         if pending is None:
             raise Malformed("unasked")
-        if reply.metadata.src_node_id != pending.node:  # somebody else's reply does not use up the question
-            raise Malformed(UNREACHABLE if reply.has_error() else "sender")
+        # Somebody else's reply does not use up the question.
+        insist(reply.metadata.src_node_id == pending.node, Malformed(UNREACHABLE if reply.has_error() else "sender"))
         self._closed[asked] = self._open.pop(asked)
         if reply.has_error() or not reply.has_content():
             raise Malformed(CODES.get(reply.error.code if reply.has_error() else 0, "failed"))
@@ -109,7 +109,7 @@ class ReplyTracker:
         return pending.client, answer
 
     def close(self) -> tuple[str, ...]:
-        """Return the round is over: whoever has not answered is missing. Returns the ids that are still open."""
+        """End the round: whoever has not answered is missing. Return the ids of the questions that were still open."""
         left = self.waiting
         self.refused["missing"] += len(left)
         self._closed.update(self._open)
@@ -135,7 +135,7 @@ def read_journal(path: Path, parse: Callable[[Any], Any], hint: str) -> list[Any
     Raises:
         RunError: the file cannot be read, or the line that is not as it was written; ``hint`` is what to know of that.
     """
-    found: list[Any] = []
+    entries: list[Any] = []
     try:
         *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
         if last:
@@ -146,12 +146,12 @@ def read_journal(path: Path, parse: Callable[[Any], Any], hint: str) -> list[Any
                 log.warning("%s, line %d: unfinished, as a kill leaves it; taken out", path, len(lines) + 1)
             durable.replace(path, b"".join(line + b"\n" for line in lines))
         for line in lines:
-            found.append(parse(json.loads(line)))
+            entries.append(parse(json.loads(line)))
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); {hint}") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise RunError(f"{path}, line {len(found) + 1}: not as it was written; {hint}") from error
-    return found
+        raise RunError(f"{path}, line {len(entries) + 1}: not as it was written; {hint}") from error
+    return entries
 
 
 @dataclass
@@ -171,8 +171,8 @@ class Culprits:
     _in_vain: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        found = read_journal(self.path, lambda line: [*map(int, line["excluded"])], "mend it, and start again")
-        self.strikes = Counter(client for clients in found for client in clients)
+        exclusions = read_journal(self.path, lambda line: [*map(int, line["excluded"])], "mend it, and start again")
+        self.strikes = Counter(client for clients in exclusions for client in clients)
 
     @property
     def off(self) -> set[int]:
@@ -180,9 +180,7 @@ class Culprits:
         return {client for client, count in self.strikes.items() if count >= self.limit}
 
     def note(self, round: int, excluded: Mapping[int, str]) -> set[int]:
-        """Add one round's exclusions, durably; the clients that are put off from now on."""
-        if not excluded:
-            return set()
+        """Add one round's exclusions, durably; return the clients that are put off from now on."""
         before = self.off
         line = json.dumps({"round": round, "excluded": {str(client): excluded[client] for client in sorted(excluded)}})
         durable.append(self.path, line.encode() + b"\n")
@@ -228,8 +226,8 @@ class CheckIns:
 
         asked = read_journal(self.path, parse, "nobody's last turn is known")
         if lost := self.charged.difference(round for round, _ in asked):
-            about = "which was charged; somebody may come back early (ε counts each start on its own, and holds)"
-            log.warning("%s: no line for round %s, %s", self.path, min(lost), about)
+            hint = "which was charged; somebody may come back early (ε counts each start on its own, and holds)"
+            log.warning("%s: no line for round %s, %s", self.path, min(lost), hint)
         for round, clients in asked:
             if round in self.charged:
                 self._last[clients] = np.maximum(self._last[clients], round)

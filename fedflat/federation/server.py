@@ -82,10 +82,10 @@ class Settings:
         """Read the settings from a Flower app's run config."""
         names = {"nodes": "wait-for-nodes", "beyond": "metrics-beyond-this-machine"}
         keys = {field.name: names.get(field.name, field.name.replace("_", "-")) for field in fields(cls)}
-        given = {name: config[key] for name, key in keys.items() if key in config}
-        given["out"] = Path(str(config["out"])).expanduser()
-        given["test"] = Path(str(given["test"])).expanduser() if given.get("test") else None
-        return cls(**given | {"beyond": given.get("beyond", False) is True})
+        values = {name: config[key] for name, key in keys.items() if key in config}
+        values["out"] = Path(str(config["out"])).expanduser()
+        values["test"] = Path(str(values["test"])).expanduser() if values.get("test") else None
+        return cls(**values | {"beyond": values.get("beyond", False) is True})
 
 
 def server_app(folder: str | Path) -> Any:
@@ -122,8 +122,8 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
         # A complete run needs no key and no clients, only its statement; if its mark is ahead, it is charged first.
         if not outcome.complete or keys.compare(folder.run, outcome.entries)[0]:
             culprits = Culprits(operator_file(folder.run, ".excluded"), settings.exclusion_limit, settings.abort_limit)
-            job.backend = _backend(grid, task, job, settings, culprits)
-            job.check_ins = _check_ins(grid, task, job, culprits, folder.run, outcome)
+            job.backend = backend = _backend(grid, task, job, settings, culprits)
+            job.check_ins = _check_ins(backend, job, folder.run, outcome)
             _tell_start(job, outcome)
             for note in drowned(task.recipe, job):
                 log.warning(note)
@@ -156,9 +156,7 @@ def _backend(grid: Any, task: Task, job: Job, settings: Settings, culprits: Culp
     return SecureFlower(**common, plan=plan, mechanism=job.parts.mechanism.inner.mechanism, left_open=left_open)
 
 
-def _check_ins(
-    grid: Any, task: Task, job: Job, culprits: Culprits, run: str, outcome: Outcome
-) -> Callable[[RoundState], Any] | None:
+def _check_ins(backend: Flower, job: Job, run: str, outcome: Outcome) -> Callable[[RoundState], Any] | None:
     """Return what chooses the cohorts where clients take turns as they come; None where the law alone does."""
     sampler = job.parts.plan.sampler
     if not isinstance(sampler, MinSeparation):
@@ -166,9 +164,7 @@ def _check_ins(
     lost, _ = keys.compare(run, outcome.entries)  # a folder put back has fewer lines than the mark beside the key
     charged = frozenset(entry["round"] for entry in (*outcome.entries, *lost))
     asks = operator_file(run, ".check-ins")
-    return CheckIns(
-        sampler, lambda: task.roster.connected(grid.get_nodes()).keys() - culprits.off, asks, charged
-    ).cohort
+    return CheckIns(sampler, backend.present, asks, charged).cohort
 
 
 def _train(job: Job) -> Outcome:
@@ -195,8 +191,8 @@ def job_of(task: Task, settings: Settings) -> Job:
     engine = task.recipe.engine.model_copy(update={"device": "cpu"})  # it trains nobody, and may have no GPU
     job = prepare(task.recipe.model_copy(update={"engine": engine}), data=task.form.federation(test=test))
     if (wanted := Limits.of(job)) != task.limits:
-        found, needed = (json.dumps(asdict(limits)) for limits in (task.limits, wanted))
-        raise wrong("task.json: bytes", found, f"{needed}, as the recipe's messages need")
+        stated, needed = (json.dumps(asdict(limits)) for limits in (task.limits, wanted))
+        raise wrong("task.json: bytes", stated, f"{needed}, as the recipe's messages need")
     if isinstance(job.parts.clip, MethodScale):  # messages come scaled; once more would be another message
         job.parts = replace(job.parts, clip=whole_vector(job.threshold))
     if job.parts.plan.trust == "local" and job.parts.plan.private:
@@ -219,8 +215,8 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
         require(not (out / LEDGER).exists(), "out", f"{out}, a run without its {RECIPE}", allowed)
         dump = settled(task.recipe, job.parts, job.data.clients, job.problem.pristine)
         name = new_run(task.pin, out)
-        known = versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting"))
-        text = reading.dumped({**dump, "versions": {**known, "run": name, "task": task.identity}})
+        installed = versions(("fedflat", "flwr", "torch", "numpy", "dp-accounting"))
+        text = reading.dumped({**dump, "versions": {**installed, "run": name, "task": task.identity}})
         terms = Terms.of(task.recipe, job, deployment=True).record()
         job.opening = Opening.of(job.identity, fresh_key(), text, {}, name, terms)
         job.opening.write(out)
@@ -239,9 +235,9 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
 
 def stored_outcome(job: Job, out: Path) -> Outcome:
     """Return the run in ``out`` as its checkpoint and ledger have it, without touching either."""
-    found = checkpoint.newest(out / "checkpoints")
+    newest = checkpoint.newest(out / "checkpoints")
     size = job.parts.layout.dimension
-    state = job.parts.first_state(job.initial_weights[:size], job.threshold) if found is None else found[0]
+    state = job.parts.first_state(job.initial_weights[:size], job.threshold) if newest is None else newest[0]
     entries = read_ledger(out / LEDGER) if (out / LEDGER).exists() else []
     plan = job.parts.plan.standing(entries)
     last = min(plan.rounds, plan.rounds_within_budget(plan.again(entries)))
@@ -266,7 +262,7 @@ def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:
 
 
 def _tell_start(job: Job, outcome: Outcome) -> None:
-    """One log line of what is to be done, and what was done before."""
+    """Log in one line what is to be done, and what was done before."""
     plan, done = job.parts.plan.standing(outcome.entries), outcome.state.round
     charged = done + plan.again(outcome.entries)
     spent = (plan.epsilon(charged) if charged else 0.0) if plan.private else math.inf
@@ -275,7 +271,7 @@ def _tell_start(job: Job, outcome: Outcome) -> None:
 
 
 def _announce(released: dict[str, Any], state: object) -> None:
-    """One log line of a round, of what was released anyway."""
+    """Log in one line what a round released."""
     number = released["round"]
     figures = {name: released.get(name) for name in ("epsilon", "test_accuracy")}
     more = {"round": number, "finished": number + 1, "aborted": bool(released.get("aborted"))}

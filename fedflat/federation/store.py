@@ -29,16 +29,16 @@ def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
     """
     from safetensors.torch import save
 
-    whole = {"inputs": inputs.detach().cpu().contiguous(), "targets": targets.detach().cpu().contiguous()}
-    durable.replace(Path(path), save(whole))
+    tensors = {"inputs": inputs.detach().cpu().contiguous(), "targets": targets.detach().cpu().contiguous()}
+    durable.replace(Path(path), save(tensors))
 
 
 def read_examples(path: str | Path) -> tuple[Tensor, Tensor]:
     """Return the examples in a file; InputError if it is none."""
     allowed = "a safetensors file with inputs and targets (fedflat.federation.write_examples writes one)"
     with reading(path, "no examples", allowed):
-        found, _ = durable.contents_of(Path(path))
-        return found["inputs"], found["targets"]
+        tensors, _ = durable.contents_of(Path(path))
+        return tensors["inputs"], tensors["targets"]
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Store:
         except OSError as error:
             raise wrong("state", f"{self.folder} ({error.strerror})", "a folder you may write to") from error
 
-    def alone(self) -> IO[bytes]:
+    def answer_lock(self) -> IO[bytes]:
         """Return the lock of the folder: one answer at a time, which counts what it counts before the next asks."""
         return durable.lock_file(self.folder / LOCK, wait=True)
 
-    def only_node(self) -> IO[bytes]:
+    def node_lock(self) -> IO[bytes]:
         """Return the lock that this client's SuperNode holds while it runs; InputError if another one holds it."""
-        found = f"{self.folder}, of a SuperNode that is running"
-        with turning(BlockingIOError, wrong("state", found, "one SuperNode a client")):
+        taken = f"{self.folder}, of a SuperNode that is running"
+        with turning(BlockingIOError, wrong("state", taken, "one SuperNode a client")):
             return durable.lock_file(self.folder / RUNNING, wait=False)
 
     def personal(self, first: Tensor, round: int) -> Personal:
@@ -73,13 +73,13 @@ class Store:
         if not path.exists():
             return first.clone(), {}
         with reading(path, "a personal part that cannot be read", "the file fedflat wrote, or none to start anew"):
-            tensors, about = durable.contents_of(path)
-            when = "before" if int(about["round"]) >= round else "after"
-            kept = {name.removeprefix(when): value for name, value in tensors.items() if name.startswith(when)}
-        head = kept.pop("", first[:0])
+            tensors, metadata = durable.contents_of(path)
+            when = "before" if int(metadata["round"]) >= round else "after"
+            states = {name.removeprefix(when): value for name, value in tensors.items() if name.startswith(when)}
+        head = states.pop("", first[:0])
         if head.shape != first.shape:
             raise wrong(str(path), f"{head.numel()} personal parameters", f"{first.numel()}, as the model has")
-        return head, kept
+        return head, states
 
     def keep_personal(self, round: int, before: Personal, after: Personal) -> None:
         """Store durably what a round began with and what it left; a personal part that is not finite is not kept."""
@@ -95,10 +95,10 @@ class Store:
 
     def of_client(self, number: int) -> None:
         """Note whose folder this is. Raises InputError if it is another client's, whose answers it counts."""
-        found = _read(self.folder / OWNER)
-        if found is None:
+        owner = _read(self.folder / OWNER)
+        if owner is None:
             durable.replace(self.folder / OWNER, json.dumps({"client": number}).encode())
-        elif found != {"client": number}:
+        elif owner != {"client": number}:
             raise wrong("state", f"{self.folder}, with {OWNER} of another client", f"a folder of client {number}'s own")
 
     def answered(self) -> list[int]:
@@ -107,12 +107,12 @@ class Store:
         if not path.exists():
             return []
         require(path.is_file(), str(path), "no file", "the file that fedflat wrote")
-        whole = path.read_bytes()
+        content = path.read_bytes()
         # A line that a kill tore may stand before the next one; without its end it may have left too.
-        sound = [re.fullmatch(rb'[{"round: \d}]*\{"round": \d+\}|', line) for line in whole.split(b"\n")[:-1]]
+        sound = [re.fullmatch(rb'[{"round: \d}]*\{"round": \d+\}|', line) for line in content.split(b"\n")[:-1]]
         bad = f"{path}, line {sound.index(None) + 1 if None in sound else 0}"
         require(None not in sound, bad, "what no client wrote", "the file that fedflat wrote: put it back")
-        return [int(round) for round in re.findall(rb'\{"round": (\d+)\}', whole)]
+        return [int(round) for round in re.findall(rb'\{"round": (\d+)\}', content)]
 
     def keep_session(self, session: dict[str, Any]) -> None:
         """Keep the secrets of one secure aggregation until its end; there is one at a time."""
@@ -120,8 +120,8 @@ class Store:
 
     def session(self) -> dict[str, Any]:
         """Return the session that is open; an empty one where there is none, or where its file is damaged."""
-        found = _read(self.folder / SESSION)
-        return found if isinstance(found, dict) else {}
+        session = _read(self.folder / SESSION)
+        return session if isinstance(session, dict) else {}
 
     def end_session(self) -> None:
         """Forget a session's secrets, also in a file that a kill left half written."""
@@ -130,8 +130,8 @@ class Store:
 
     def node(self) -> int | None:
         """Return Flower's number of this client's SuperNode, if it was ever asked anything."""
-        found = _read(self.folder / NODE)
-        node = found.get("node") if isinstance(found, dict) else None
+        note = _read(self.folder / NODE)
+        node = note.get("node") if isinstance(note, dict) else None
         return node if isinstance(node, int) else None
 
     def note_node(self, node: int) -> None:

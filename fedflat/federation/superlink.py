@@ -73,15 +73,15 @@ def serve(project: Path) -> None:
     os.environ.update(environment(project))
     for former in ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"):
         os.environ.pop(former, None)  # each would open a door of Flower's former protocol beside ours
-    own = (project / CONTROL_CERTIFICATE).parent.absolute()
+    certs = (project / CONTROL_CERTIFICATE).parent.absolute()
     # The control door's certificate is made anew: the one on disk may be known to whoever had this folder before.
-    shutil.rmtree(own, ignore_errors=True)
-    lock.write_authority_and_server(own, [addresses.control[0]], keep=False)
+    shutil.rmtree(certs, ignore_errors=True)
+    lock.write_authority_and_server(certs, [addresses.control[0]], keep=False)
     ours, workers = Pipe()
-    processes.start_companion(partial(_run_tasks, workers, lock.address_text(addresses.control), own / "ca.crt"))
+    processes.start_companion(partial(_run_tasks, workers, lock.address_text(addresses.control), certs / "ca.crt"))
     plain_log()
     plugin = lock.OperatorOnly(token_hash)
-    app = _application(addresses, own, plugin)
+    app = _application(addresses, certs, plugin)
     state = app.state.linkstate_factory.state()
     keeper = ReplyKeeper(state, task.limits.reply)
     threading.Thread(target=_hand_out, args=(state, (project / "app").absolute(), ours), daemon=True).start()
@@ -97,7 +97,7 @@ def serve(project: Path) -> None:
     network, control = doors.Gate("listen", *addresses.listen, strangers), doors.Gate("control", *addresses.control)
     _register(state, task.roster)
     outside = doors.fleet_only(app, task.roster.numbers, task.limits.reply, network, keeper.blame)
-    _run((doors.this_machine_only(app, allowed, control), control, own), (outside, network, project / "certificates"))
+    _run((doors.this_machine_only(app, allowed, control), control, certs), (outside, network, project / "certificates"))
 
 
 class _Plain(logging.Formatter):
@@ -121,14 +121,14 @@ def plain_log() -> None:
         logger.setLevel(logging.INFO)
 
 
-def _application(addresses: lock.Addresses, own: Path, plugin: lock.OperatorOnly) -> Any:
+def _application(addresses: lock.Addresses, certs: Path, plugin: lock.OperatorOnly) -> Any:
     """Return Flower's SuperLink: registered SuperNodes only, state in memory, orders by token, and no SuperExec."""
     from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
     from flwr.superlink.main import create_app
 
     host, port = addresses.control
     # Flower reads its settings from the command line alone.
-    sys.argv = words_of("superlink.txt", {"host": host, "port": port, "own": own})
+    sys.argv = words_of("superlink.txt", {"host": host, "port": port, "certs": certs})
     # A secret that nobody is told: tasks go to our worker, through a pipe.
     changes = {"authn_plugin": plugin, "superexec_auth_secret": secrets.token_bytes(32)}
     return create_app(replace(_parse_superlink_lifespan_config(), **changes), SuperLinkLifespan)
@@ -149,17 +149,17 @@ def _run(control: tuple[Any, doors.Gate, Path], network: tuple[Any, doors.Gate, 
 
     def server(application: Any, gate: doors.Gate, certificates: Path, **more: Any) -> uvicorn.Server:
         pair = (certificates / "server.crt", certificates / "server.key")
-        known = [file.stat().st_mtime_ns for file in pair]
+        loaded = [file.stat().st_mtime_ns for file in pair]
 
         async def look() -> None:
             """Close late strangers; take a renewed certificate, for the connections to come."""
             await gate.sweep()
             try:
-                if (now := [file.stat().st_mtime_ns for file in pair]) != known:
+                if (now := [file.stat().st_mtime_ns for file in pair]) != loaded:
                     # A context that is given a certificate without its key serves nobody: both are tried apart first.
                     for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), config.ssl):
                         context.load_cert_chain(*pair)  # type: ignore[union-attr]
-                    known[:] = now
+                    loaded[:] = now
                     log.info("%s: the certificate was renewed", gate.name)
             except OSError as error:  # which an SSLError is
                 gate.say("certificate", f"a changed certificate is not taken ({error}); the one before is used")
@@ -221,12 +221,12 @@ def _hand_out(state: Any, app: Path, worker: Connection) -> None:
 
 def status_of(state: Any) -> dict[str, str]:
     """Return how many SuperNodes are online, how each run stands, as ``finished:completed``, and why one failed."""
-    online, known = (len(state.get_node_info(statuses=statuses)) for statuses in (["online"], None))
+    online, registered = (len(state.get_node_info(statuses=statuses)) for statuses in (["online"], None))
     runs = {f"run {run.run_id}": run.status for run in state.get_run_info()}
-    standing = {name: ":".join(filter(None, (found.status, found.sub_status))) for name, found in runs.items()}
-    said = {name: " ".join(found.details.split()).replace(*SIGNALLED) for name, found in runs.items()}
-    reasons = {name + REASON: words for name, words in said.items() if words}
-    return {"SuperNodes online": f"{online} of {known}", **standing, **reasons}
+    states = {name: ":".join(filter(None, (status.status, status.sub_status))) for name, status in runs.items()}
+    details = {name: " ".join(status.details.split()).replace(*SIGNALLED) for name, status in runs.items()}
+    reasons = {name + REASON: words for name, words in details.items() if words}
+    return {"SuperNodes online": f"{online} of {registered}", **states, **reasons}
 
 
 def _write_status(path: Path, status: dict[str, str]) -> None:

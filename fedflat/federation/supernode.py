@@ -49,14 +49,14 @@ CUT = ("EOF occurred", "timed out", "reset by peer")
 """Words of Python's ssl module for a handshake that another attempt may finish."""
 
 
-def serve(given: argparse.Namespace) -> None:
+def serve(args: argparse.Namespace) -> None:
     """Run the SuperNode until it is told to end.
 
     Raises:
         InputError: files missing or open to others; config or data that do not fit the task; another SuperNode runs.
         RunError: the SuperLink lost the node.
     """
-    app, key, authority = given.app.absolute(), given.auth_supernode_private_key.absolute(), given.root_certificates
+    app, key, authority = args.app.absolute(), args.auth_supernode_private_key.absolute(), args.root_certificates
     processes.check_flower()
     task = Task.read(app)
     processes.check_authority(authority)
@@ -65,9 +65,9 @@ def serve(given: argparse.Namespace) -> None:
     processes.begin()
     from flwr.common.config import parse_config_args
 
-    fault = wrong("--node-config", given.node_config, 'keys as in client=0 data="FILE"')
-    with turning(Exception, fault):  # Flower's own, of click
-        config = parse_config_args([given.node_config])
+    # What Flower raises here is click's.
+    with turning(Exception, wrong("--node-config", args.node_config, 'keys as in client=0 data="FILE"')):
+        config = parse_config_args([args.node_config])
     log_to_stderr(str(config.get("log", "text")))
     client = client_of(task, config)  # said now, and not when a round asks first
     with using_threads(1):  # threads that had worked here would be missing in the processes forked below
@@ -79,15 +79,15 @@ def serve(given: argparse.Namespace) -> None:
     from flwr.supernode.fleet_http_connection import http_request_response
 
     limit_answers(task.limits.ask)
-    say_why(given.superlink)
+    say_why(args.superlink)
     ask_again()
     pause, answers = ask_seldom(task.form.clients), len(client.store.answered())
-    keys, at = (private, private.public_key()), (given.superlink, False, str(authority))
+    keys, at = (private, private.public_key()), (args.superlink, False, str(authority))
     with taking_over(client.store, at, keys), http_request_response(*at, keys) as connection:
-        log.info("connected to %s, %d answers so far", given.superlink, answers)
+        log.info("connected to %s, %d answers so far", args.superlink, answers)
         lost = _take_messages(connection, task.limits.ask, app, ours, pause)
     # Not in the block above: Flower would log what is raised there, and go on after it.
-    raise RunError(f"{given.superlink}: {' '.join(str(lost).split())}")
+    raise RunError(f"{args.superlink}: {' '.join(str(lost).split())}")
 
 
 @contextmanager
@@ -101,8 +101,8 @@ def taking_over(store: Store, at: tuple[str, bool, str], keys: tuple[Any, Any]) 
     from flwr.supernode.fleet_http_client import FleetHttpClient
     from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-    with store.only_node():
-        with store.alone():
+    with store.node_lock():
+        with store.answer_lock():
             store.end_session()  # of a secure aggregation that went on without this client
         if (node := store.node()) is not None:
             signer = NodeAuthHttpInterceptor(*keys)
@@ -120,10 +120,10 @@ def ask_again() -> None:
     from flwr.supernode import fleet_http_connection as connection
     from httpx import TransportError
 
-    made = connection.make_simple_http_retry_invoker
+    make_invoker = connection.make_simple_http_retry_invoker
 
     def patient() -> Any:
-        invoker = made()
+        invoker = make_invoker()
         gives_up = invoker.should_giveup
 
         def is_final(error: Exception) -> bool:
@@ -266,17 +266,17 @@ def keep_plan(app: Path) -> None:
 
 def difference(bundle: bytes, app: Path) -> str:
     """Return where the package in a Flower app bundle (FAB) differs from the folder ``app``; nothing of it is run."""
-    own = {f"{app.name}/{path.name}": path for path in app.iterdir() if path.is_file()}
+    here = {f"{app.name}/{path.name}": path for path in app.iterdir() if path.is_file()}
     try:
         with zipfile.ZipFile(io.BytesIO(bundle)) as files:
-            came = {entry.filename: entry for entry in files.infolist() if "/" in entry.filename}
+            there = {entry.filename: entry for entry in files.infolist() if "/" in entry.filename}
             # .info/ is Flower's list of files; what counts is the files, compared byte by byte and never unpacked.
-            came = {name: entry for name, entry in came.items() if not name.startswith(".info/")}
-            for name in sorted(own.keys() | came.keys()):
-                if name not in own or name not in came:
-                    return f"{name} is only {'here' if name in own else 'there'}"
-                text = own[name].read_bytes()
-                if came[name].file_size != len(text) or files.read(name) != text:
+            there = {name: entry for name, entry in there.items() if not name.startswith(".info/")}
+            for name in sorted(here.keys() | there.keys()):
+                if name not in here or name not in there:
+                    return f"{name} is only {'here' if name in here else 'there'}"
+                text = here[name].read_bytes()
+                if there[name].file_size != len(text) or files.read(name) != text:
                     return f"{name} differs"
     except (zipfile.BadZipFile, OSError, ValueError, RuntimeError, NotImplementedError) as error:
         return f"not readable ({type(error).__name__})"

@@ -57,21 +57,21 @@ class DataSpec:
         return cls(data.name, data.input_shape, kind, data.classes, data.clients, data.vocabulary, data.padding)
 
     def federation(
-        self, client: int | None = None, own: tuple[Tensor, Tensor] | None = None,
+        self, client: int | None = None, examples: tuple[Tensor, Tensor] | None = None,
         test: tuple[Tensor, Tensor] | None = None,
     ) -> FederatedData:  # fmt: skip
         """Return what one party sees of the federation: a client's own examples, the public test set if it has one."""
         nobody = torch.zeros(0, *self.input_shape, dtype=getattr(torch, self.input_dtype))
-        inputs, targets = own if own is not None else (nobody, torch.zeros(0, dtype=torch.int64))
+        inputs, targets = examples if examples is not None else (nobody, torch.zeros(0, dtype=torch.int64))
         nothing = np.empty(0, dtype=np.int64)
         parts = [nothing] * self.clients
         if client is not None:
             parts[client] = np.arange(len(inputs), dtype=np.int64)
         held = (nothing,) * self.clients
-        shown, answers = test if test is not None else (None, None)
+        test_inputs, test_targets = test if test is not None else (None, None)
         return FederatedData(
-            inputs, targets, tuple(parts), held, shown, answers, self.classes, self.name, self.vocabulary, self.padding,
-            stated=True,
+            inputs, targets, tuple(parts), held, test_inputs, test_targets, self.classes, self.name, self.vocabulary,
+            self.padding, stated=True,
         )  # fmt: skip
 
     def check(self, where: str, inputs: Tensor, targets: Tensor) -> None:
@@ -113,9 +113,9 @@ class Roster:
 
         Of two nodes with one key (which Flower refuses to register) none counts.
         """
-        known = [(self.numbers[bytes(n.public_key)], n.node_id) for n in nodes if bytes(n.public_key) in self.numbers]
-        count = Counter(client for client, _ in known)
-        return {client: node for client, node in known if count[client] == 1}
+        pairs = [(self.numbers[bytes(n.public_key)], n.node_id) for n in nodes if bytes(n.public_key) in self.numbers]
+        count = Counter(client for client, _ in pairs)
+        return {client: node for client, node in pairs if count[client] == 1}
 
     @classmethod
     def read(cls, path: Path) -> Roster:
@@ -123,8 +123,7 @@ class Roster:
         with reading(path, "no roster", "the file that fedflat deploy wrote"):
             value = json.loads(path.read_text(encoding="utf-8"))
             keys = tuple(str(entry["public_key"]) for entry in value["clients"])
-            numbers = [entry["client"] for entry in value["clients"]]
-        ordered = numbers == list(range(len(keys)))
+            ordered = [entry["client"] for entry in value["clients"]] == list(range(len(keys)))
         require(ordered, str(path), "client numbers with gaps or in another order", "0, 1, 2, …")
         roster = cls(keys)
         _ = roster.loaded  # checks them all
@@ -162,11 +161,11 @@ class Task:
         roster = Roster.read(folder / ROSTER)
         allowed = "the folder that fedflat deploy of this version wrote; a run of another version is ended with that"
         with reading(folder, "no task", allowed):
-            found = json.loads((folder / TASK).read_text(encoding="utf-8"))
-            form = DataSpec(**{**found["form"], "input_shape": tuple(found["form"]["input_shape"])})
-            limits = Limits(**{name: Limit(*map(int, pair)) for name, pair in found["bytes"].items()})
+            content = json.loads((folder / TASK).read_text(encoding="utf-8"))
+            form = DataSpec(**{**content["form"], "input_shape": tuple(content["form"]["input_shape"])})
+            limits = Limits(**{name: Limit(*map(int, pair)) for name, pair in content["bytes"].items()})
             texts = [(folder / name).read_bytes() for name in (RECIPE, TASK, ROSTER)]
-        spoken, allowed = found.get("protocol"), f"{PROTOCOL}, as this version of fedflat speaks"
+        spoken, allowed = content.get("protocol"), f"{PROTOCOL}, as this version of fedflat speaks"
         require(spoken == PROTOCOL, f"{folder / TASK}: protocol", spoken, allowed)
         clients = len(roster.keys)
         require(clients == form.clients, str(folder / ROSTER), f"{clients} clients", f"{form.clients}, as in {TASK}")
@@ -193,15 +192,15 @@ def check_deployable(recipe: Recipe) -> None:
     hint = "A published procedure without a proof is for reproducing tables, not for people's data."
     require(privacy.protocol != "published", "privacy.protocol", "published", "sound", hint=hint)
     require(privacy.randomness != "seeded", "privacy.randomness", "seeded", "secret in a deployment")
-    found = recipe.task if recipe.loss is None else f"{recipe.task} with a loss of one's own"
-    require(found in ("classification", "next-token"), "task", found, "classification or next-token", hint=simulate)
+    task = recipe.task if recipe.loss is None else f"{recipe.task} with a loss of one's own"
+    require(task in ("classification", "next-token"), "task", task, "classification or next-token", hint=simulate)
     require(not recipe.evaluation.private, "evaluation.private", True, "false in a deployment", hint=simulate)
     hint = "A deployment has the clients it has."
     require(privacy.noise_cohort is None, "privacy.noise_cohort", privacy.noise_cohort, "nothing", hint=hint)
     require(method.kind != "votes", "algorithm.name", method.name, "a method whose message is an update", hint=simulate)
-    found, hint = f"{method.name} with trust: distributed", "Only whole-number messages can be added under masks."
+    algorithm, hint = f"{method.name} with trust: distributed", "Only whole-number messages can be added under masks."
     summed = trust != "distributed" or method.kind == "ddgauss"
-    require(summed, "algorithm.name", found, "ddgauss, or trust: central", hint=hint)
+    require(summed, "algorithm.name", algorithm, "ddgauss, or trust: central", hint=hint)
 
 
 def replace_key(app: Path, client: str, key: Path) -> str:
@@ -214,8 +213,7 @@ def replace_key(app: Path, client: str, key: Path) -> str:
     if not re.fullmatch(r"\d{1,9}", client) or int(client) >= task.form.clients:
         raise wrong("CLIENT", client[:20], f"0 to {task.form.clients - 1}")
     with reading(key, "no key", "the client's auth.pub"):
-        words = key.read_text(encoding="ascii").split()
-    text = " ".join(words[:2])
+        text = " ".join(key.read_text(encoding="ascii").split()[:2])
     load_key(text)
     keys = list(task.roster.keys)
     keys[int(client)] = text

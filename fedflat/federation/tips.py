@@ -55,12 +55,12 @@ def operator_key(folder: Path) -> Operator:
         InputError: another key, or one that is gone, signed the run in ``folder``: its clients, who pinned that one,
             would refuse every question, and the rounds would be released and charged all the same.
     """
-    found, before = Operator.of_account(), signing.tip_signers(folder)
-    if before and (found is None or signing.keyid(found.public) not in before):
-        has = "which is gone" if found is None else "another key than the one that signed before"
+    operator, before = Operator.of_account(), signing.tip_signers(folder)
+    if before and (operator is None or signing.keyid(operator.public) not in before):
+        has = "which is gone" if operator is None else "another key than the one that signed before"
         allowed = f"the key with which the run in {folder} was begun, put back; its clients answer no other"
         raise wrong("operator's key", f"{signing.place()}, {has}", allowed)
-    return found or Operator.create(signing.place())
+    return operator or Operator.create(signing.place())
 
 
 def new_run(pin: str, out: Path) -> str:
@@ -97,10 +97,10 @@ def restore_lines(folder: Path, run: str) -> None:
 def signed_tip(folder: Path, run: str, round: int, key: Operator) -> Envelope:
     """Return the signed tip of the ledger as it stands before a round."""
     path = folder / LEDGER
-    found = scan(path, path.read_bytes() if path.exists() else b"")
-    tips = [*(str(entry["previous"]) for entry in found.entries[1:]), *([found.tip] if found.entries else [])]
+    ledger = scan(path, path.read_bytes() if path.exists() else b"")
+    tips = [*(str(entry["previous"]) for entry in ledger.entries[1:]), *([ledger.tip] if ledger.entries else [])]
     history = base64.b64encode(b"".join(map(bytes.fromhex, tips))).decode()
-    return key.sign(signing.tip_statement(run, round, len(found.entries), found.tip, "", history))
+    return key.sign(signing.tip_statement(run, round, len(ledger.entries), ledger.tip, "", history))
 
 
 def tip_record(folder: Path, run: str, key: Operator, round: int) -> Any:
@@ -130,28 +130,28 @@ def without_tip(content: Any, folder: Path, operator: Path | None = None) -> Any
     if record is None:
         insist(not pinned.exists(), Refused("the server's message has no signed tip of its ledger"))
         return content
-    known = signing.read_public(pinned) if pinned.exists() else None
+    pinned_key = signing.read_public(pinned) if pinned.exists() else None
     fault = Refused("the server's signed tip is malformed, or not signed by the operator's key")
     with turning((InputError, ValueError, KeyError, TypeError, AttributeError), fault):
-        envelope, shown = json.loads(record[ENVELOPE]), record[PUBLIC]
-        public = known or load_pem_public_key(shown)
-        said = signing.opened(envelope, public)["predicate"]  # type: ignore[arg-type]
-        run, events, history = str(said["run"]), int(said["events"]), base64.b64decode(said.get("history", ""))
-        fits = run.isalnum() and len(history) == 32 * events and (not events or history[-32:].hex() == said["tip"])
+        envelope, sent_key = json.loads(record[ENVELOPE]), record[PUBLIC]
+        public = pinned_key or load_pem_public_key(sent_key)
+        tip = signing.opened(envelope, public)["predicate"]  # type: ignore[arg-type]
+        run, events, history = str(tip["run"]), int(tip["events"]), base64.b64decode(tip.get("history", ""))
+        fits = run.isalnum() and len(history) == 32 * events and (not events or history[-32:].hex() == tip["tip"])
     insist(fits, Refused("the server's signed tip contradicts itself"))
     _refuse_fork(folder / f"{run}.tip", events, history)
     if not pinned.exists():  # trust on first use, after all checks: a refused tip must pin nobody
-        durable.replace(pinned, shown)
+        durable.replace(pinned, sent_key)
     durable.replace(folder / f"{run}.tip", json.dumps(envelope).encode())
     return type(content)({name: value for name, value in content.items() if name != RECORD})
 
 
-def _refuse_fork(kept: Path, events: int, history: bytes) -> None:
-    """Compare with the tip that was kept of the same run."""
-    if not kept.exists():
+def _refuse_fork(path: Path, events: int, history: bytes) -> None:
+    """Refuse a ledger that does not go on from the tip that was kept of the same run."""
+    if not path.exists():
         return
-    with reading(kept, "no signed tip", "the file as this client kept it"):
-        before = signing.payload_of(signing.read(kept))["predicate"]
+    with reading(path, "no signed tip", "the file as this client kept it"):
+        before = signing.payload_of(signing.read(path))["predicate"]
         seen, tip = int(before["events"]), str(before["tip"])
     insist(events >= seen, Refused(f"the server's ledger has {events} events, and had {seen} before"))
     if seen and history[32 * (seen - 1) : 32 * seen].hex() != tip:

@@ -87,24 +87,24 @@ class Inbox:
         from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
-        client, found = self.grid._runtime_client, []
-        given = client.PullMessages(PullAppMessagesRequest(message_ids=asked))
-        for sent, tree in zip(given.messages_list, given.message_object_trees, strict=True):
-            known = metadata_from_proto(sent.metadata)
-            run = {"node": self.grid.node, "run_id": known.run_id}
+        client, replies = self.grid._runtime_client, []
+        answer = client.PullMessages(PullAppMessagesRequest(message_ids=asked))
+        for sent, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
+            metadata = metadata_from_proto(sent.metadata)
+            run = {"node": self.grid.node, "run_id": metadata.run_id}
 
             def pull(name: str, run: dict[str, Any] = run) -> bytes:
                 return bytes(client.PullObject(PullObjectRequest(object_id=name, **run)).object_content)
 
             try:
-                message = unpacked(known.message_id, pulled(self.limit, tree, pull))
-                own = {"_src_node_id": known.src_node_id, "_reply_to_message_id": known.reply_to_message_id}
-                message.metadata.__dict__.update(own)
-                found.append(message)
+                message = unpacked(metadata.message_id, pulled(self.limit, tree, pull))
+                origin = {"_src_node_id": metadata.src_node_id, "_reply_to_message_id": metadata.reply_to_message_id}
+                message.metadata.__dict__.update(origin)
+                replies.append(message)
             except Malformed as fault:
-                found.append(refusal(known, fault.reason))
-            client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(message_object_id=known.message_id, **run))
-        return found
+                replies.append(refusal(metadata, fault.reason))
+            client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(message_object_id=metadata.message_id, **run))
+        return replies
 
 
 @dataclass
@@ -129,6 +129,10 @@ class Flower:
     _late: tuple[str, ...] = ()
     _against: int = 0
     """Refusals since anybody answered."""
+
+    def present(self) -> set[int]:
+        """Return the clients that are connected, without those that are asked no more."""
+        return self.roster.connected(self.grid.get_nodes()).keys() - self.culprits.off
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Ask the connected clients of the cohort; yield what they answer. Nothing of a client is kept but the sum."""
@@ -224,6 +228,6 @@ def note_refusals(path: Path, round: int, counts: Counter[str]) -> None:
     """
     line = {"round": round, **{kind: count for kind, count in counts.items() if count}}
     durable.append(path, json.dumps(line).encode() + b"\n")
-    if shown := loggable(counts):
-        words = ", ".join(f"{v} ({k})" for k, v in shown.items())
-        log.warning("round %d: refused %s", round, words, extra=log_fields("refused", round=round, counts=shown))
+    if faults := loggable(counts):
+        words = ", ".join(f"{v} ({k})" for k, v in faults.items())
+        log.warning("round %d: refused %s", round, words, extra=log_fields("refused", round=round, counts=faults))

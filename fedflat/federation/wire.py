@@ -79,8 +79,7 @@ def unpack(array: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return the array in a Flower ``Array``, if it is exactly of this type and shape; otherwise ``Malformed``."""
     wanted = np.dtype(dtype)
     insist(array.stype == RAW and array.dtype == wanted.str, Malformed("dtype"))
-    if tuple(array.shape) != shape or len(array.data) != wanted.itemsize * math.prod(shape):
-        raise Malformed("shape")
+    insist(tuple(array.shape) == shape and len(array.data) == wanted.itemsize * math.prod(shape), Malformed("shape"))
     return np.frombuffer(array.data, wanted).reshape(shape).copy()
 
 
@@ -107,8 +106,8 @@ def write_request(common: Any, client: int, nonce: bytes, pin: str, **facts: Any
     """Return the server's message to one client. common: what all of the cohort get, packed once for all of them."""
     from flwr.app import ConfigRecord, RecordDict
 
-    own = {"client": client, "nonce": nonce, "pin": pin, **facts}
-    return RecordDict({ARRAYS: common[ARRAYS], FACTS: ConfigRecord({**common[FACTS], **own})})
+    question = {"client": client, "nonce": nonce, "pin": pin, **facts}
+    return RecordDict({ARRAYS: common[ARRAYS], FACTS: ConfigRecord({**common[FACTS], **question})})
 
 
 def write_broadcast(broadcast: Broadcast) -> Any:
@@ -128,16 +127,15 @@ def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> R
     """
     arrays, facts = parts_of(content)
     insist(set(arrays) - {"mask"} == {"shared", *(VECTOR + name for name in vectors)}, Malformed("form"))
-    found = {
-        name: unpack(value, "uint8" if name == "mask" else "float32", (dimension,)) for name, value in arrays.items()
-    }
-    mask = found.get("mask")
+    kinds = {"mask": "uint8"}
+    unpacked = {name: unpack(value, kinds.get(name, "float32"), (dimension,)) for name, value in arrays.items()}
+    mask = unpacked.get("mask")
     broadcast = Broadcast(
-        round=number(facts, "round"), shared=torch.from_numpy(found["shared"]), clip=_positive(facts, "clip"),
-        rate=_positive(facts, "rate"), vectors={name: torch.from_numpy(found[VECTOR + name]) for name in vectors},
+        round=number(facts, "round"), shared=torch.from_numpy(unpacked["shared"]), clip=_positive(facts, "clip"),
+        rate=_positive(facts, "rate"), vectors={name: torch.from_numpy(unpacked[VECTOR + name]) for name in vectors},
         mask=None if mask is None else torch.from_numpy(mask.astype(bool)), draw=number(facts, "draw"),
     )  # fmt: skip
-    insist(all(np.isfinite(value).all() for value in found.values()), Malformed("not finite"))
+    insist(all(np.isfinite(value).all() for value in unpacked.values()), Malformed("not finite"))
     pin = facts.get("pin")
     insist(isinstance(pin, str), Malformed("form"))
     return Request(number(facts, "client"), sixteen(facts, "nonce"), pin, broadcast)
@@ -161,9 +159,8 @@ def read_answer(content: Any, size: int | None, dtype: str = "float32") -> Answe
 
 def write_map(values: Mapping[int, bytes]) -> bytes:
     """Return client numbers and values as one byte string: number (8), length (4), value."""
-    return b"".join(
-        client.to_bytes(8, "big") + len(value).to_bytes(4, "big") + value for client, value in sorted(values.items())
-    )
+    pairs = sorted(values.items())
+    return b"".join(client.to_bytes(8, "big") + len(value).to_bytes(4, "big") + value for client, value in pairs)
 
 
 def read_map(data: Any, size: int | None = None) -> dict[int, bytes]:

@@ -643,7 +643,7 @@ def test_a_gate_keeps_few_strangers_and_each_for_a_short_time(caplog: pytest.Log
     for one in (known, first, *others, *many):
         one[0].close()
         one[1].close()
-    assert not gate._strangers and not gate._known
+    assert not gate._strangers and not gate._guests
     assert caplog.text.count("connections have shown") == caplog.text.count("are closed after") == 1
     gate.close()
 

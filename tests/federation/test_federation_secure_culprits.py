@@ -170,7 +170,7 @@ def other_complaints(federation: Federation, dealers: list[int]) -> Callable[[by
 def complaint_of(client: Client, dealer: int, **changes: Any) -> bytes:
     """A client's complaint, whether it has a reason or not."""
     state = client.store.session()
-    own = replace(secure_client._own(client, state), **changes)
+    own = replace(secure_client._secrets(client, state), **changes)
     return dealing.signed(own, dealing.COMPLAINT, dealing.keys_seen(own.context, secure_client._keys(state)), dealer)
 
 
@@ -487,7 +487,7 @@ def test_a_dealer_shows_a_key_only_for_a_complaint_that_its_receiver_signed(fede
     for client in federation.clients:
         client.answer(question(client, dealing.CHECK, facts=for_check(given, client.number)))
     one, two, three = (federation.clients[i] for i in (0, 2, 3))
-    context = secure_client._own(one, one.store.session()).context
+    context = secure_client._secrets(one, one.store.session()).context
     forged = {
         "of nobody": {9: bytes(64)}, "its own": {0: complaint_of(one, 0)}, "unsigned": {2: bytes(64)},
         "about another": {2: complaint_of(two, 1)}, "another's": {2: complaint_of(three, 0)},
@@ -545,7 +545,7 @@ def test_nobody_complains_about_a_deal_for_other_keys(federation: Federation, mo
     complaints = wire.write_map({2: wire.read_map(said)[0]})
     shown = zero.answer(question(zero, dealing.ANSWER, facts={"complaints": complaints}))["facts"]["keys"]
     once, seal = wire.read_map(shown)[2], secure_client._keys(held)[2].seal
-    context = secure_client._own(two, two.store.session()).context
+    context = secure_client._secrets(two, two.store.session()).context
     cipher = dealing._cipher(once, seal, context, 0, 2)
     assert len(cipher.decrypt(bytes(12), box[32:112], box[:32])) == 64  # a true share, in the server's hands
 

@@ -45,7 +45,7 @@ class _Reply:
     """What a step answers, and what the session keeps for the next one; None: it is over, and forgotten."""
 
     facts: Mapping[str, bytes]
-    kept: Mapping[str, Any] | None
+    saved: Mapping[str, Any] | None
     vector: np.ndarray | None = None
 
 
@@ -59,8 +59,8 @@ def context_of(pin: str, round: int, session: bytes) -> bytes:
 
     SHA-256; without the pin, two deployments of one roster's keys could be mixed.
     """
-    told = pin.encode() + round.to_bytes(8, "big") + session  # only the pin's length is open
-    return hashlib.sha256(b"fedflat secure aggregation: session" + told).digest()
+    parts = pin.encode() + round.to_bytes(8, "big") + session  # only the pin's length is open
+    return hashlib.sha256(b"fedflat secure aggregation: session" + parts).digest()
 
 
 def signing_key(path: Path) -> EllipticCurvePrivateKey:
@@ -68,10 +68,10 @@ def signing_key(path: Path) -> EllipticCurvePrivateKey:
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
     with reading("node config: key", str(path), "the client's auth.key"):
-        found = load_ssh_private_key(path.read_bytes(), None)
-    if not isinstance(found, EllipticCurvePrivateKey):
+        key = load_ssh_private_key(path.read_bytes(), None)
+    if not isinstance(key, EllipticCurvePrivateKey):
         raise wrong("node config: key", str(path), "an elliptic-curve private key in OpenSSH form")
-    return found
+    return key
 
 
 def answer_stage(client: Client, content: Any) -> Any:
@@ -97,10 +97,10 @@ def answer_stage(client: Client, content: Any) -> Any:
     except Aborted as fault:
         raise wire.Refused(f"secure aggregation: {fault}") from fault
     # On disk before the answer leaves: each step is answered once.
-    if reply.kept is None:
+    if reply.saved is None:
         client.store.end_session()
     else:
-        client.store.keep_session({**state, "stage": stage, **reply.kept})
+        client.store.keep_session({**state, "stage": stage, **reply.saved})
     return wire.write_answer(wire.Answer(round, nonce, reply.vector, facts=reply.facts))
 
 
@@ -108,16 +108,15 @@ def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str,
     """Return the session so far, if this step is its next; step 0 opens a new one and forgets any other."""
     left = wire.Refused(f"this client's vector of round {round} has left already")
     if stage == dealing.KEYS:
-        if round in client.store.answered():
-            raise left
+        insist(round not in client.store.answered(), left)
         client.store.end_session()
         return {"session": session.hex(), "round": round}
     state: dict[str, Any] = client.store.session()
     if state.get("session") != session.hex() or state.get("round") != round:
         raise wire.Refused("a step of a session that is not open")
     insist(state.get("stage") in _BEFORE[stage], wire.Refused(f"step {stage} after step {state.get('stage')}"))
-    if stage == dealing.VECTOR and round in client.store.answered():  # killed after it noted that the vector leaves
-        raise left
+    # Killed after it noted that the vector leaves.
+    insist(stage != dealing.VECTOR or round not in client.store.answered(), left)
     return state
 
 
@@ -125,7 +124,7 @@ def _context(client: Client, state: Mapping[str, Any]) -> bytes:
     return context_of(client.task.pin, state["round"], bytes.fromhex(state["session"]))
 
 
-def _own(client: Client, state: Mapping[str, Any]) -> Secrets:
+def _secrets(client: Client, state: Mapping[str, Any]) -> Secrets:
     return Secrets(client.number, _context(client, state), *(bytes.fromhex(state[name]) for name in _SECRETS))
 
 
@@ -148,57 +147,56 @@ def _written(shares: Mapping[int, Shares]) -> dict[str, list[str]]:
 
 def _give_keys(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     require(client.key is not None, "node config", "no key", 'key="…/auth.key" under trust: distributed')
-    own = Secrets.fresh(client.number, _context(client, state))
-    keys = dealing.write_keys({client.number: own.public(signing_key(client.key))})
-    return _Reply({"keys": keys}, {name: getattr(own, name).hex() for name in _SECRETS})
+    secrets = Secrets.fresh(client.number, _context(client, state))
+    keys = dealing.write_keys({client.number: secrets.public(signing_key(client.key))})
+    return _Reply({"keys": keys}, {name: getattr(secrets, name).hex() for name in _SECRETS})
 
 
 def _give_shares(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
-    own, keys = _own(client, state), dealing.read_keys(content[wire.FACTS].get("keys"))
-    secagg.verify(keys, client.task.roster.loaded, own.context)
-    if client.number not in keys or keys[client.number].halves != own.halves:
+    secrets, keys = _secrets(client, state), dealing.read_keys(content[wire.FACTS].get("keys"))
+    secagg.verify(keys, client.task.roster.loaded, secrets.context)
+    if client.number not in keys or keys[client.number].halves != secrets.halves:
         raise Aborted("other keys of this client than it gave")
     threshold = threshold_of(client.job.parts.plan, len(keys))
-    dealt, kept = dealing.deal(own, keys, threshold)
-    more = {"keys": dealing.write_keys(keys).hex(), "threshold": threshold, "shares": _written({client.number: kept})}
+    dealt, shares = dealing.deal(secrets, keys, threshold)
+    more = {"keys": dealing.write_keys(keys).hex(), "threshold": threshold, "shares": _written({client.number: shares})}
     return _Reply({"commitments": dealt.commitments, "boxes": wire.write_map(dealt.boxes)}, more)
 
 
 def _complain(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
-    """Signed complaints about those who dealt this client no true shares.
+    """Return signed complaints about those who dealt this client no true shares.
 
     A box that its dealer did not sign is the server's doing: no complaint, no further step.
     """
-    own, keys = _own(client, state), _keys(state)
+    secrets, keys = _secrets(client, state), _keys(state)
     boxes = wire.read_map(content[wire.FACTS].get("boxes"), dealing.SIGNED_BOX_BYTES)
     commitments = wire.read_map(content[wire.FACTS].get("commitments"))
     insist(set(commitments) == set(boxes) <= set(keys) - {client.number}, Aborted("boxes that cannot be"))
     insist(len(boxes) + 1 >= state["threshold"], Aborted("too few clients"))
-    seen = dealing.keys_seen(own.context, keys)
+    seen = dealing.keys_seen(secrets.context, keys)
     shares, complaints = _shares(state), {}
     for sender, box in boxes.items():
         if not dealing.is_dealt(keys[sender], seen, sender, client.number, commitments[sender], box):
             raise Aborted("a box that its sender did not sign")
         try:
             points = dealing.points_of(keys[sender], commitments[sender], state["threshold"])
-            shares[sender] = dealing.open_box(own, sender, box, points)
+            shares[sender] = dealing.open_box(secrets, sender, box, points)
         except Aborted:
-            complaints[sender] = dealing.signed(own, dealing.COMPLAINT, seen, sender)
+            complaints[sender] = dealing.signed(secrets, dealing.COMPLAINT, seen, sender)
     return _Reply({"complaints": wire.write_map(complaints)}, {"shares": _written(shares)})
 
 
 def _answer_complaints(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     """Return the keys of those boxes that their receivers complain about, with their signatures; of no other."""
-    own, keys = _own(client, state), _keys(state)
+    secrets, keys = _secrets(client, state), _keys(state)
     complaints = wire.read_map(content[wire.FACTS].get("complaints"), dealing.SIGNATURE_BYTES)
-    seen = dealing.keys_seen(own.context, keys)
+    seen = dealing.keys_seen(secrets.context, keys)
     for receiver, signature in complaints.items():
         insist(receiver in set(keys) - {client.number}, Aborted("a complaint that cannot be"))
         if not dealing.is_signed(receiver, keys[receiver], signature, dealing.COMPLAINT, seen, client.number):
             raise Aborted("a complaint without its client's signature")
-    return _Reply(
-        {"keys": wire.write_map({receiver: dealing.key_of_box(own, receiver) for receiver in complaints})}, {}
-    )
+    keys_of_boxes = {receiver: dealing.key_of_box(secrets, receiver) for receiver in complaints}
+    return _Reply({"keys": wire.write_map(keys_of_boxes)}, {})
 
 
 def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
@@ -212,13 +210,13 @@ def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     vector = _encoded(client, ask.broadcast)
     # Noted before the vector leaves: a kill in between costs this round's answer, and never a second vector.
     client.store.note_participation(state["round"])
-    masked = secagg.masked(_own(client, state), _keys(state), shared, vector, _mechanism(client).bits)
+    masked = secagg.masked(_secrets(client, state), _keys(state), shared, vector, _mechanism(client).bits)
     return _Reply({}, {"shares": {str(i): state["shares"][str(i)] for i in shared}}, masked)
 
 
 def _mechanism(client: Client) -> DistributedDiscreteGaussian:
-    found: DistributedDiscreteGaussian = client.job.parts.mechanism.mechanism  # type: ignore[attr-defined]
-    return found
+    mechanism: DistributedDiscreteGaussian = client.job.parts.mechanism.mechanism  # type: ignore[attr-defined]
+    return mechanism
 
 
 def _encoded(client: Client, broadcast: Any) -> np.ndarray:
@@ -233,7 +231,7 @@ def _encoded(client: Client, broadcast: Any) -> np.ndarray:
 def _consent(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     survivors = set(wire.read_map(content[wire.FACTS].get("survivors"), 0))
     secagg.check_survivors(client.number, survivors, _shared(state), state["threshold"])
-    signature = dealing.signed(_own(client, state), dealing.CONSENT, _seen(client, state, survivors))
+    signature = dealing.signed(_secrets(client, state), dealing.CONSENT, _seen(client, state, survivors))
     return _Reply({"signature": signature}, {"survivors": sorted(survivors)})
 
 

@@ -57,25 +57,26 @@ def text(*parts: int | bytes) -> bytes:
     >>> text(b"ab", b"c") == text(b"a", b"bc")
     False
     """
-    told = [part if isinstance(part, bytes) else part.to_bytes(8, "big") for part in parts]
-    return b"".join(len(part).to_bytes(8, "big") + part for part in told)
+    encoded = [part if isinstance(part, bytes) else part.to_bytes(8, "big") for part in parts]
+    return b"".join(len(part).to_bytes(8, "big") + part for part in encoded)
 
 
-def signed(own: Secrets, kind: str, seen: bytes, *parts: int | bytes) -> bytes:
+def signed(secrets: Secrets, kind: str, seen: bytes, *parts: int | bytes) -> bytes:
     """Return a client's signature of what it says to others.
 
     kind: DEAL (of receiver, commitments, box), COMPLAINT (of the dealer: its signed box holds no true shares for this
     client) or CONSENT. seen: the hash of what the client was told (``keys_seen``; for CONSENT the whole
     ``transcript``).
     """
-    return Ed25519PrivateKey.from_private_bytes(own.sign).sign(text(_LABEL, kind.encode(), seen, own.client, *parts))
+    message = text(_LABEL, kind.encode(), seen, secrets.client, *parts)
+    return Ed25519PrivateKey.from_private_bytes(secrets.sign).sign(message)
 
 
 def is_signed(client: int, public: PublicKeys, signature: bytes, kind: str, seen: bytes, *parts: int | bytes) -> bool:
     """Return whether a client of these public keys said so (``signed``)."""
-    told = text(_LABEL, kind.encode(), seen, client, *parts)
+    message = text(_LABEL, kind.encode(), seen, client, *parts)
     try:
-        Ed25519PublicKey.from_public_bytes(public.sign).verify(signature, told)
+        Ed25519PublicKey.from_public_bytes(public.sign).verify(signature, message)
     except (InvalidSignature, ValueError):
         return False
     return True
@@ -113,26 +114,26 @@ class Deal:
     boxes: Mapping[int, bytes]
 
 
-def deal(own: Secrets, keys: Mapping[int, PublicKeys], threshold: int) -> tuple[Deal, Shares]:
+def deal(secrets: Secrets, keys: Mapping[int, PublicKeys], threshold: int) -> tuple[Deal, Shares]:
     """Return boxes for every other client of ``keys``, and the shares that the client keeps itself.
 
     A threshold of half the clients or less is refused: one half could be asked for b and the other for the mask secret.
     """
-    insist(len(keys) >= threshold and own.client in keys, Aborted("too few clients"))
+    insist(len(keys) >= threshold and secrets.client in keys, Aborted("too few clients"))
     insist(2 * threshold > len(keys), Aborted("a threshold that is no majority"))
-    seed, seed_points = sharing.split(int.from_bytes(own.seed, "big"), threshold, keys)
-    mask, mask_points = sharing.split(int.from_bytes(own.mask, "big"), threshold, keys)
-    commitments, seen = b"".join([*seed_points, *mask_points[1:]]), keys_seen(own.context, keys)
+    seed, seed_points = sharing.split(int.from_bytes(secrets.seed, "big"), threshold, keys)
+    mask, mask_points = sharing.split(int.from_bytes(secrets.mask, "big"), threshold, keys)
+    commitments, seen = b"".join([*seed_points, *mask_points[1:]]), keys_seen(secrets.context, keys)
     boxes = {}
     for other in keys:
-        if other != own.client:
-            text = b"".join(share.to_bytes(SHARE_BYTES, "big") for share in (seed[other], mask[other]))
-            once = key_of_box(own, other)
+        if other != secrets.client:
+            plaintext = b"".join(share.to_bytes(SHARE_BYTES, "big") for share in (seed[other], mask[other]))
+            once = key_of_box(secrets, other)
             public = X25519PrivateKey.from_private_bytes(once).public_key().public_bytes_raw()
-            cipher = _cipher(once, keys[other].seal, own.context, own.client, other)
-            box = public + cipher.encrypt(bytes(12), text, public)
-            boxes[other] = box + signed(own, DEAL, seen, other, commitments, box)
-    return Deal(commitments, boxes), Shares(seed[own.client], mask[own.client])
+            cipher = _cipher(once, keys[other].seal, secrets.context, secrets.client, other)
+            box = public + cipher.encrypt(bytes(12), plaintext, public)
+            boxes[other] = box + signed(secrets, DEAL, seen, other, commitments, box)
+    return Deal(commitments, boxes), Shares(seed[secrets.client], mask[secrets.client])
 
 
 def keys_seen(context: bytes, keys: Mapping[int, PublicKeys]) -> bytes:
@@ -144,10 +145,10 @@ def keys_seen(context: bytes, keys: Mapping[int, PublicKeys]) -> bytes:
     return transcript(context, keys, (), ())
 
 
-def key_of_box(own: Secrets, receiver: int) -> bytes:
+def key_of_box(secrets: Secrets, receiver: int) -> bytes:
     """Return the X25519 secret of one box: shown, it opens this box and tells nothing of another."""
-    purpose = _LABEL + b"box key" + own.context + receiver.to_bytes(8, "big")
-    return HKDF(hashes.SHA256(), 32, None, purpose).derive(own.seal)
+    purpose = _LABEL + b"box key" + secrets.context + receiver.to_bytes(8, "big")
+    return HKDF(hashes.SHA256(), 32, None, purpose).derive(secrets.seal)
 
 
 def points_of(public: PublicKeys, commitments: bytes, threshold: int) -> tuple[list[Point], list[Point]]:
@@ -156,8 +157,8 @@ def points_of(public: PublicKeys, commitments: bytes, threshold: int) -> tuple[l
     """
     insist(len(commitments) == (2 * threshold - 1) * POINT_BYTES, Aborted("commitments of another size"))
     with turning(ValueError, Aborted("commitments that are no points")):
-        found = sharing.read_points(commitments[: threshold * POINT_BYTES])
-        return found, sharing.read_points(public.mask + commitments[threshold * POINT_BYTES :])
+        seed_points = sharing.read_points(commitments[: threshold * POINT_BYTES])
+        return seed_points, sharing.read_points(public.mask + commitments[threshold * POINT_BYTES :])
 
 
 def is_dealt(
@@ -168,16 +169,19 @@ def is_dealt(
     return is_signed(sender, public, signature, DEAL, seen, receiver, commitments, box)
 
 
-def open_box(own: Secrets, sender: int, signed_box: bytes, points: tuple[Sequence[Point], Sequence[Point]]) -> Shares:
+Points = tuple[Sequence[Point], Sequence[Point]]
+"""What a dealer is committed to: the points of its seed's polynomial, and of its mask secret's."""
+
+
+def open_box(secrets: Secrets, sender: int, signed_box: bytes, points: Points) -> Shares:
     """Return the receiver's own true shares in a box; Aborted if there are none."""
-    cipher = _cipher(own.seal, signed_box[:32], own.context, sender, own.client)
-    return _true_shares(cipher, own.client, signed_box, points)
+    cipher = _cipher(secrets.seal, signed_box[:32], secrets.context, sender, secrets.client)
+    return _true_shares(cipher, secrets.client, signed_box, points)
 
 
 def clears(
-    once: bytes, public: PublicKeys, context: bytes, sender: int, receiver: int, signed_box: bytes,
-    points: tuple[Sequence[Point], Sequence[Point]],
-) -> bool:  # fmt: skip
+    once: bytes, public: PublicKeys, context: bytes, sender: int, receiver: int, signed_box: bytes, points: Points
+) -> bool:
     """Return whether the dealer's key of a box shows that its receiver, of these keys, finds true shares in it."""
     try:
         if X25519PrivateKey.from_private_bytes(once).public_key().public_bytes_raw() != signed_box[:32]:
@@ -188,12 +192,10 @@ def clears(
     return True
 
 
-def _true_shares(
-    cipher: ChaCha20Poly1305, receiver: int, signed_box: bytes, points: tuple[Sequence[Point], Sequence[Point]]
-) -> Shares:
+def _true_shares(cipher: ChaCha20Poly1305, receiver: int, signed_box: bytes, points: Points) -> Shares:
     with turning(InvalidTag, Aborted("a box that does not open")):
-        text = cipher.decrypt(bytes(12), signed_box[32:BOX_BYTES], signed_box[:32])
-    seed, mask = (int.from_bytes(part, "big") for part in (text[:SHARE_BYTES], text[SHARE_BYTES:]))
+        plaintext = cipher.decrypt(bytes(12), signed_box[32:BOX_BYTES], signed_box[:32])
+    seed, mask = (int.from_bytes(part, "big") for part in (plaintext[:SHARE_BYTES], plaintext[SHARE_BYTES:]))
     if not sharing.is_share(points[0], receiver, seed) or not sharing.is_share(points[1], receiver, mask):
         raise Aborted("shares that are not of the committed secret")
     return Shares(seed, mask)
@@ -217,7 +219,7 @@ def transcript(
     keys: everybody's public keys with their signatures. shared: U2, who sent shares. survivors: U3.
     """
     everybody = b"".join(text(client, key.halves, key.signature) for client, key in sorted(keys.items()))
-    sets = (text(*sorted(found)) for found in (shared, survivors))
+    sets = (text(*sorted(clients)) for clients in (shared, survivors))
     return hashlib.sha256(text(_LABEL, b"transcript", context, everybody, *sets)).digest()
 
 

@@ -108,15 +108,15 @@ class Secrets:
         return replace(bare, signature=key.sign(bare.signed(self.context, self.client), ec.ECDSA(hashes.SHA384())))
 
 
-def verify(keys: Mapping[int, PublicKeys], known: Mapping[int, ec.EllipticCurvePublicKey], context: bytes) -> None:
+def verify(keys: Mapping[int, PublicKeys], roster: Mapping[int, ec.EllipticCurvePublicKey], context: bytes) -> None:
     """Raise Aborted unless every client's keys carry its own signature for this session, and give common secrets.
 
     Two clients in league may show one key: whatever is made with a key is bound to the numbers of its clients too.
     """
     for client, public in keys.items():
-        insist(client in known, Aborted("a client that is not in the roster"))
+        insist(client in roster, Aborted("a client that is not in the roster"))
         with turning(InvalidSignature, Aborted("keys without their client's signature")):
-            known[client].verify(public.signature, public.signed(context, client), ec.ECDSA(hashes.SHA384()))
+            roster[client].verify(public.signature, public.signed(context, client), ec.ECDSA(hashes.SHA384()))
         # A point of low order would give every pair the same common secret: found before anything is sealed to it.
         agreed(secrets.token_bytes(32), public.seal, b"trial")
         _mask_point(public.mask)
@@ -127,10 +127,10 @@ def _mask_point(key: bytes) -> ec.EllipticCurvePublicKey:
         return ec.EllipticCurvePublicKey.from_encoded_point(sharing.CURVE, key)
 
 
-def agreed(own: bytes, other: bytes, purpose: bytes) -> bytes:
+def agreed(secret: bytes, public: bytes, purpose: bytes) -> bytes:
     """Return 32 bytes that only two clients know: X25519, then HKDF. Aborted for a point of low order."""
     with turning(ValueError, Aborted("a key that gives no common secret")):
-        common = X25519PrivateKey.from_private_bytes(own).exchange(X25519PublicKey.from_public_bytes(other))
+        common = X25519PrivateKey.from_private_bytes(secret).exchange(X25519PublicKey.from_public_bytes(public))
     return derived(common, purpose)
 
 
@@ -145,9 +145,7 @@ def prg(seed: bytes, size: int, bits: int) -> Vector:
 
 
 def masked(own: Secrets, keys: Mapping[int, PublicKeys], others: Iterable[int], vector: Vector, bits: int) -> Vector:
-    """Step 2: the vector ``(d,)`` with PRG(b) and, for each other client v, +PRG(s_uv) if u < v and −PRG(s_uv) if u >
-    v.
-    """
+    """Step 2: return the vector ``(d,)`` with PRG(b), and PRG(s_uv) for each other client v, −PRG(s_uv) if u > v."""
     total = vector + prg(own.seed, vector.size, bits)
     for other in others:
         if other != own.client:
@@ -156,8 +154,8 @@ def masked(own: Secrets, keys: Mapping[int, PublicKeys], others: Iterable[int], 
 
 
 def _pair_mask(secret: bytes, client: int, key: bytes, other: int, context: bytes, size: int, bits: int) -> Vector:
-    """±PRG of two clients' common secret; bound to both numbers, or a second client with the same key, or with its
-    negative, would cancel the first one's mask.
+    """Return ±PRG of two clients' common secret. It is bound to both numbers: else a second client with the same key,
+    or with its negative, would cancel the first one's mask.
     """
     common = ec.derive_private_key(int.from_bytes(secret, "big"), sharing.CURVE).exchange(ec.ECDH(), _mask_point(key))
     pair = b"".join(number.to_bytes(8, "big") for number in sorted((client, other)))
@@ -175,14 +173,14 @@ def check_survivors(client: int, survivors: set[int], shared: set[int], threshol
     insist(len(survivors) >= threshold and client in survivors <= shared, Aborted("survivors that cannot be"))
 
 
-def reveal(own: Mapping[int, Shares], survivors: set[int], shared: set[int]) -> tuple[dict[int, int], dict[int, int]]:
+def reveal(held: Mapping[int, Shares], survivors: set[int], shared: set[int]) -> tuple[dict[int, int], dict[int, int]]:
     """Step 4: give shares of b for survivors, of the mask secret for those that dropped out; never both of one.
 
-    own: the shares this client holds, by whose they are. shared: clients that took part in step 1. The survivors are
+    held: client -> its shares that this one has. shared: clients that took part in step 1. The survivors are
     those that the client checked and signed in step 3.
     """
-    seeds = {client: own[client].seed for client in survivors}
-    return seeds, {client: own[client].mask for client in shared - survivors}
+    seeds = {client: held[client].seed for client in survivors}
+    return seeds, {client: held[client].mask for client in shared - survivors}
 
 
 @dataclass
@@ -223,8 +221,8 @@ class Collector:
         """Step 4: take one client's shares, if they are of exactly those that were asked for."""
         if set(seeds) != self.survivors or set(masks) != self.shared - self.survivors:
             return False
-        for found, store in ((seeds, self.seeds), (masks, self.masks)):
-            for client, share in found.items():
+        for shares, store in ((seeds, self.seeds), (masks, self.masks)):
+            for client, share in shares.items():
                 store.setdefault(client, {})[holder] = share
         return True
 
@@ -248,8 +246,8 @@ class Collector:
         # Examining every share costs curve points for each; interpolation is cheap, and honest shares all lie on it.
         self.enough(set(shares))
         chosen = self._first(shares)
-        whole = all(sharing.value_at(chosen, holder + 1) == share for holder, share in shares.items())
-        if not whole or not sharing.is_share(points[:1], 0, sharing.value_at(chosen, 0)):
+        consistent = all(sharing.value_at(chosen, holder + 1) == share for holder, share in shares.items())
+        if not consistent or not sharing.is_share(points[:1], 0, sharing.value_at(chosen, 0)):
             true = {holder: share for holder, share in shares.items() if sharing.is_share(points, holder, share)}
             self.false |= set(shares) - set(true)
             self.enough(set(true))

@@ -79,7 +79,7 @@ class SecureFlower(Flower):
             for client in collector.false:
                 self._excluded.setdefault(client, "false share")
             self._name(broadcast.round, self._excluded)
-        done = {holder for given in collector.seeds.values() for holder in given}  # they have forgotten already
+        done = {holder for holders in collector.seeds.values() for holder in holders}  # they have forgotten already
         # Whoever dropped out comes back with secrets of a dead session. A server that stops in mid-round tells them
         # when it is started again: now there may be nobody to carry it.
         self._end(broadcast.round, set(asked) - done)
@@ -94,9 +94,9 @@ class SecureFlower(Flower):
         """
         if self._ended:
             self.grid.pull_messages(list(self._ended))
-        told, common = ReplyTracker(round, wire.parts_of), wire.records({}, {"round": round})
-        self._ask(told, sorted(clients), lambda pending: self._question(common, dealing.END, self._next, pending))
-        self._ended = told.waiting
+        tracker, common = ReplyTracker(round, wire.parts_of), wire.records({}, {"round": round})
+        self._ask(tracker, sorted(clients), lambda pending: self._question(common, dealing.END, self._next, pending))
+        self._ended = tracker.waiting
 
     def _question(self, common: Any, stage: str, session: bytes, pending: PendingReply, **facts: bytes) -> Any:
         more = {"stage": stage, "session": session, **facts}
@@ -130,13 +130,13 @@ class SecureFlower(Flower):
                 self._excluded.setdefault(client, reason)
 
     def _keys(self, asked: list[int]) -> None:
-        collector, known = self._collector, self.roster.loaded
+        collector, roster = self._collector, self.roster.loaded
 
         def add(client: int, answer: Any) -> None:
-            found = dealing.read_keys(answer.facts.get("keys"))
-            insist(set(found) == {client}, wire.Malformed("form"))
-            secagg.verify(found, known, collector.context)
-            collector.keys |= found
+            keys = dealing.read_keys(answer.facts.get("keys"))
+            insist(set(keys) == {client}, wire.Malformed("form"))
+            secagg.verify(keys, roster, collector.context)
+            collector.keys |= keys
 
         self._step(dealing.KEYS, asked, lambda client: {}, add)
         collector.threshold = threshold_of(self.plan, len(collector.keys))
@@ -149,13 +149,12 @@ class SecureFlower(Flower):
 
         def add(client: int, answer: Any) -> None:
             boxes = wire.read_map(answer.facts.get("boxes"), dealing.SIGNED_BOX_BYTES)
-            told = answer.facts.get("commitments")
-            fits = set(boxes) == set(keys) - {client} and isinstance(told, bytes)
-            insist(fits, wire.Malformed("form"))
-            if not all(dealing.is_dealt(keys[client], seen, client, to, told, box) for to, box in boxes.items()):
+            commitments = answer.facts.get("commitments")
+            insist(set(boxes) == set(keys) - {client} and isinstance(commitments, bytes), wire.Malformed("form"))
+            if not all(dealing.is_dealt(keys[client], seen, client, to, commitments, box) for to, box in boxes.items()):
                 raise wire.Malformed("false signature")
-            collector.points[client] = dealing.points_of(keys[client], told, collector.threshold)
-            self._deals[client] = dealing.Deal(told, boxes)
+            collector.points[client] = dealing.points_of(keys[client], commitments, collector.threshold)
+            self._deals[client] = dealing.Deal(commitments, boxes)
 
         held = dealing.write_keys(keys)
         self._step(dealing.SHARES, keys, lambda client: {"keys": held}, add)
@@ -175,13 +174,13 @@ class SecureFlower(Flower):
             }
 
         def add(client: int, answer: Any) -> None:
-            found = wire.read_map(answer.facts.get("complaints"), dealing.SIGNATURE_BYTES)
-            public = collector.keys[client]
-            insist(set(found) <= set(deals) - {client}, wire.Malformed("form"))
-            if not all(dealing.is_signed(client, public, by, dealing.COMPLAINT, seen, of) for of, by in found.items()):
-                raise wire.Malformed("false signature")
+            complaints = wire.read_map(answer.facts.get("complaints"), dealing.SIGNATURE_BYTES)
+            insist(set(complaints) <= set(deals) - {client}, wire.Malformed("form"))
+            for dealer, signature in complaints.items():
+                if not dealing.is_signed(client, collector.keys[client], signature, dealing.COMPLAINT, seen, dealer):
+                    raise wire.Malformed("false signature")
             collector.shared.add(client)
-            for dealer, signature in found.items():
+            for dealer, signature in complaints.items():
                 accused.setdefault(dealer, {})[client] = signature
 
         self._step(dealing.CHECK, deals, facts, add)
@@ -223,11 +222,11 @@ class SecureFlower(Flower):
         seen = dealing.transcript(collector.context, collector.keys, collector.shared, collector.survivors)
 
         def add(client: int, answer: Any) -> None:
-            found = answer.facts.get("signature")
-            known = collector.keys[client]
-            if not isinstance(found, bytes) or not dealing.is_signed(client, known, found, dealing.CONSENT, seen):
+            signature = answer.facts.get("signature")
+            key = collector.keys[client]
+            if not isinstance(signature, bytes) or not dealing.is_signed(client, key, signature, dealing.CONSENT, seen):
                 raise wire.Malformed("false signature")
-            collector.signatures[client] = found
+            collector.signatures[client] = signature
 
         self._step(dealing.CONSENT, collector.survivors, lambda _: survivors, add)
         collector.enough(set(collector.signatures))

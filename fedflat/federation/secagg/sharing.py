@@ -60,8 +60,8 @@ def read_points(data: bytes) -> list[Point]:
     if len(data) % POINT_BYTES:
         raise ValueError("not whole points")
     parts = [data[place : place + POINT_BYTES] for place in range(0, len(data), POINT_BYTES)]
-    found = [ec.EllipticCurvePublicKey.from_encoded_point(CURVE, part).public_numbers() for part in parts]
-    return [(number.x, number.y) for number in found]
+    numbers = [ec.EllipticCurvePublicKey.from_encoded_point(CURVE, part).public_numbers() for part in parts]
+    return [(number.x, number.y) for number in numbers]
 
 
 def is_share(points: Sequence[Point], holder: int, share: int) -> bool:
@@ -82,15 +82,15 @@ def value_at(shares: Mapping[int, int], x: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _weights(holders: tuple[int, ...], x: int) -> list[int]:
-    found = []
+    weights = []
     for holder in holders:
         top, bottom = 1, 1
         for other in holders:
             if other != holder:  # reduced at each step: whole products would grow with the cohort
                 top = top * (x - other - 1) % ORDER
                 bottom = bottom * (holder - other) % ORDER
-        found.append(top * pow(bottom, -1, ORDER) % ORDER)
-    return found
+        weights.append(top * pow(bottom, -1, ORDER) % ORDER)
+    return weights
 
 
 def _times(number: int, point: _Triple) -> _Triple:
