@@ -104,8 +104,8 @@ class BlockBatches:
         # Where it is public that every minibatch is all that a client has, it is one tensor for all steps: a low-rank
         # trace then knows that it is the same minibatch.
         if self.data.most is not None and self.order.batch_size >= self.data.most:
-            whole = self._take(ramp(self._flat[2], 0, width_of(self.data, self.order.batch_size)))
-            yield from (whole for _ in range(steps))
+            batch = self._take(ramp(self._flat[2], 0, width_of(self.data, self.order.batch_size)))
+            yield from (batch for _ in range(steps))
             return
         plan = self.plan(phase, steps)
         for step in range(steps):
@@ -128,8 +128,8 @@ class BlockBatches:
             per_epoch = -(-size // batch)
             order = np.full((len(of_size), -(-steps // per_epoch), per_epoch * batch), -1, dtype=np.int64)
             order[:, :, :size] = np.arange(size)
-            own = draws.each((self.clients[index], phase) for index in of_size.tolist())
-            for place, generator in zip(order[:, :, :size], own):
+            generators = draws.each((self.clients[index], phase) for index in of_size.tolist())
+            for place, generator in zip(order[:, :, :size], generators):
                 generator.permuted(place, axis=1, out=place)
             plan[of_size] = order.reshape(len(of_size), -1, batch)[:, :steps]
         return plan
@@ -174,9 +174,9 @@ def class_shares(data: FederatedData, rows: Sequence[np.ndarray], classes: int) 
         found = f"a last layer of {classes} outputs for {data.classes} classes"
         raise wrong("algorithm", found, "a classification, and a model that ends in a linear layer with a bias")
     targets = data.targets.cpu().numpy()
-    counts = np.stack([np.bincount(targets[own], minlength=classes) for own in rows])
-    found = (counts / np.maximum(counts.sum(1, keepdims=True), 1)).astype(np.float32)
-    return torch.from_numpy(found).to(data.inputs.device)
+    counts = np.stack([np.bincount(targets[indices], minlength=classes) for indices in rows])
+    shares = (counts / np.maximum(counts.sum(1, keepdims=True), 1)).astype(np.float32)
+    return torch.from_numpy(shares).to(data.inputs.device)
 
 
 def ramp(sizes: np.ndarray, start: int, stop: int) -> np.ndarray:
