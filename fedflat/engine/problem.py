@@ -80,10 +80,10 @@ class Buffers:
 
 def refuse_change(watched: StateWatch, of: str = "model", *, everything: bool = False) -> None:
     """Raise InputError, naming it, where something is not as it was before the first client."""
-    found = watched.changed(everything=everything)
-    if found is not None:
+    changed = watched.changed(everything=everything)
+    if changed is not None:
         raise InputError(
-            f"{of}: {found} was changed by a client's training, outside the clipped update; nothing of this round is "
+            f"{of}: {changed} was changed by a client's training, outside the clipped update; nothing of this round is "
             "released. Remedy: keep nothing between passes, or a registered buffer, which is put back."
         )
 
@@ -157,8 +157,8 @@ class ModuleProblem:
         """Return the module's output in float32; ``module``: one of ``twins`` instead."""
         module = self.module if module is None else module
         with layers_in(self.precision, inputs):
-            found: Tensor = module(inputs)
-        return found if self.precision == "fp32" else found.float()
+            outputs: Tensor = module(inputs)
+        return outputs if self.precision == "fp32" else outputs.float()
 
     def twins(self, count: int) -> list[nn.Module]:
         """``count`` modules for as many threads, the first being the module itself.
