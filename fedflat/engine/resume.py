@@ -43,8 +43,8 @@ def first_start(job: Job) -> Start:
     state = job.parts.first_state(job.initial_weights[:size], job.threshold)
     # A server keeps no client's state, so it has no place for them either.
     states = () if job.folder is not None and job.folder.deployment else job.parts.algorithm.client_state
-    kept: dict[str, dict[int, Tensor]] = {found.name: {} for found in states}
-    return Start(state, PersonalState(job.initial_weights[size:].clone(), states=kept), [], [])
+    values: dict[str, dict[int, Tensor]] = {s.name: {} for s in states}
+    return Start(state, PersonalState(job.initial_weights[size:].clone(), states=values), [], [])
 
 
 def resume_run(job: Job, ledger: Ledger) -> Start:
@@ -63,9 +63,9 @@ def resume_run(job: Job, ledger: Ledger) -> Start:
         aside = set_aside(statement).name
         job.say(f"{statement.name} is not as it was written; set aside as {aside}, a new one comes at the end")
     named = checkpoint.rounds_named(job.folder.checkpoints)  # before a damaged one is set aside
-    found = checkpoint.newest(job.folder.checkpoints, lambda path, why: job.say(_aside(path, why)))
+    loaded = checkpoint.newest(job.folder.checkpoints, lambda path, why: job.say(_aside(path, why)))
     start = first_start(job)
-    state, heads, facts = (start.state, start.heads, {}) if found is None else found
+    state, heads, facts = (start.state, start.heads, {}) if loaded is None else loaded
     # Its weights would go on under another run's ledger.
     if facts.get("run", job.opening.run) != job.opening.run:
         raise wrong(str(job.folder.checkpoints), "a checkpoint of another run", "those of the run in this folder")
@@ -208,8 +208,8 @@ def _root(job: Job) -> int | bytes:
     if not job.stored:
         return job.seed
     name = job.opening.run  # type: ignore[union-attr]
-    found = keys.load(name)
-    held = keys.create(name) if found is None else found
+    held = keys.load(name)
+    held = keys.create(name) if held is None else held
     # A server's key is half in memory: a machine that is put back, files and all, must not draw the same noise again.
     return sha256(held + fresh_key()).digest() if job.folder.deployment else held  # type: ignore[union-attr]
 
@@ -235,8 +235,8 @@ def reasons(job: Job, ledger: Ledger, start: int, begun: str) -> tuple[list[str]
         lost, behind = keys.compare(job.opening.run, entries)  # type: ignore[union-attr]
         why += [behind] if behind else []
         held = keys.load(job.opening.run)  # type: ignore[union-attr]
-        kept = held is not None and not job.folder.deployment  # type: ignore[union-attr]
-        if kept and job.opening.key not in ("", _name(job.opening, _key(job, held))):  # type: ignore[union-attr, arg-type]
+        entire = held is not None and not job.folder.deployment  # type: ignore[union-attr]
+        if entire and job.opening.key not in ("", _name(job.opening, _key(job, held))):  # type: ignore[union-attr, arg-type]
             why.append("the noise key is not the one that the run was drawn with")
         if held is None and entries and start < job.parts.plan.rounds:
             why.append(GONE)
@@ -262,8 +262,8 @@ def _charge(job: Job, ledger: Ledger, start: int, why: str, lost: Sequence[Entry
     rounds = sorted(round for round, name in latest.items() if name != ledger.key_id)
     job.why = why or GONE
     if rounds:
-        shown = f"round {rounds[0]} is" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]} are"
-        job.say(f"{job.why}: a fresh key from round {start} on; {shown} charged again when drawn again")
+        phrase = f"round {rounds[0]} is" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]} are"
+        job.say(f"{job.why}: a fresh key from round {start} on; {phrase} charged again when drawn again")
     elif why:
         job.say(f"{why}: a fresh key from round {start} on")
 
