@@ -113,7 +113,7 @@ class _Recorder(TorchDispatchMode):
         self.steps: list[_Step] = []
         self._held: list[Any] = list(inputs)  # alive, so that no address is used twice
         self._slots = {id(tensor): number for number, tensor in enumerate(inputs)}
-        self._given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        self._outside = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         self._count = len(inputs)
 
     @classmethod
@@ -126,7 +126,7 @@ class _Recorder(TorchDispatchMode):
         if number is not None:
             return _Slot(number)
         self._held.append(tensor)
-        self._given.add(tensor.untyped_storage().data_ptr())
+        self._outside.add(tensor.untyped_storage().data_ptr())
         return tensor
 
     def note(self, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outcome: Any) -> None:
@@ -162,7 +162,7 @@ class _Recorder(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(written, Tensor):
                 self.slot(written)
                 # Recorded, such a write would reach the next round, or another client's view of the broadcast.
-                if written.untyped_storage().data_ptr() in self._given:
+                if written.untyped_storage().data_ptr() in self._outside:
                     raise Refused("writes into a tensor that it was given or keeps")
         return outcome
 
