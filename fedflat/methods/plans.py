@@ -117,8 +117,8 @@ class DDGaussPlan(Accounted):
         """Return the shares in every topped-up sum; also the number of messages that the default γ makes room for."""
         if self.most is not None:
             return self.most
-        found = most_messages(plan.sampler.clients, self._rate(plan), plan.rounds, plan.delta / 100)
-        return max(min(found, plan.sampler.clients), self._min_cohort(plan) + plan.colluders)
+        most = most_messages(plan.sampler.clients, self._rate(plan), plan.rounds, plan.delta / 100)
+        return max(min(most, plan.sampler.clients), self._min_cohort(plan) + plan.colluders)
 
     def pitch(self, plan: Plan) -> float:
         """γ in the update's units."""
