@@ -129,8 +129,8 @@ class LookAhead:
         momentum = view.broadcast.get("nesterov")
         if momentum is None:
             return gradient
-        ahead = self.gamma * momentum
-        return lambda w: gradient(w + ahead)
+        offset = self.gamma * momentum
+        return lambda w: gradient(w + offset)
 
 
 @dataclass(frozen=True)
@@ -233,10 +233,10 @@ class LabelPrior:
         shares = (view.shares(classes) + self.absent) / (1 + classes * self.absent)
         around = (bias.start, view.start.shape[-1] - bias.stop)
         shift = torch.nn.functional.pad(self.strength * torch.log(shares), around)
-        kept = 1 - torch.nn.functional.pad(torch.ones_like(shares), around)
+        mask = 1 - torch.nn.functional.pad(torch.ones_like(shares), around)
 
         def adjusted(w: Tensor) -> Tensor:
-            return gradient(w + shift) * kept
+            return gradient(w + shift) * mask
 
         return adjusted
 
