@@ -58,12 +58,12 @@ class Sequential:
     name: str = "sequential"
     threads: int = 1
     _pieces: StateWatch = field(init=False, repr=False)
-    _own: bool = field(init=False, repr=False)
+    _own_pieces: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         pieces = [piece for _, piece in pieces_of(self.algorithm) if not isinstance(piece, Isolated)]
         self._pieces = StateWatch((pieces, self.algorithm.finetune))
-        self._own = not packaged(*pieces)
+        self._own_pieces = not packaged(*pieces)
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Train each client of the cohort (sorted ids), one after the other."""
@@ -115,7 +115,7 @@ class Sequential:
                 found = "a draw from a global generator of NumPy or Python"
                 require(global_generators()[1:] == before[1:], "model or algorithm", found, "torch's own")
             self.problem.restore_and_check()
-            refuse_change(self._pieces, "algorithm", everything=self._own)
+            refuse_change(self._pieces, "algorithm", everything=self._own_pieces)
         except (InputError, RunError):
             raise
         except Exception as error:  # a user's piece or module may fail in any way

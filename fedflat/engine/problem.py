@@ -114,7 +114,7 @@ class ModuleProblem:
         self.module.train()
         self._watched = [self._watch(module)]
         self._loss = None if objective.own is None else StateWatch(objective.own)
-        self._own = own_code(module)
+        self._own_code = own_code(module)
 
     def _watch(self, module: nn.Module) -> StateWatch:
         return StateWatch(module, self.parameters, module.buffers())
@@ -126,7 +126,7 @@ class ModuleProblem:
         """
         self._buffers.restore()
         for watched in self._watched:
-            refuse_change(watched, everything=everything or self._own)
+            refuse_change(watched, everything=everything or self._own_code)
         if self._loss is not None:
             refuse_change(self._loss, "loss", everything=True)
 
