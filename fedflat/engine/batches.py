@@ -52,9 +52,8 @@ class ClientBatches:
 
     def batches(self, phase: int, steps: int) -> Iterator[Batch]:
         """K minibatches; short ones are short (no padding)."""
-        plan = self.order.indices(self.client, len(self.rows), phase, steps)
         batch = self._take(self.rows) if self.order.batch_size >= len(self.rows) else None
-        for row in plan:
+        for row in self.order.indices(self.client, len(self.rows), phase, steps):
             yield batch if batch is not None else self._take(self.rows[row[row >= 0]])
 
     def everything(self) -> Iterator[tuple[Batch, Tensor]]:
@@ -115,8 +114,7 @@ class BlockBatches:
         """Return the positions ``(n, K, b)`` into each client's rows, -1 for padding: ``Order.indices`` of every
         client.
         """
-        _, _, sizes = self._flat
-        batch = self.order.batch_size
+        sizes, batch = self._flat[2], self.order.batch_size
         draws = Streams(self.order.seed, "batches", self.order.round)
         plan = np.full((len(sizes), steps, width_of(self.data, batch)), -1, dtype=np.int64)
         for size in np.unique(sizes).tolist():

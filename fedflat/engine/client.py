@@ -146,9 +146,8 @@ def train_client(
         for batch in data.batches(index, view.steps):
             gradient = rule(client.loss_gradient(phase, batch), view)(part)
             part.sub_(direction(_like(gradient, part, f"algorithm.phases[{index}].rule")), alpha=view.lr)
-    message = client.message(algorithm)
-    loss, accuracy = client.mean(client.losses), client.mean(client.accuracies)
-    return LocalResult(message, weights[..., layout.span("personal")], loss, accuracy)
+    message, personal = client.message(algorithm), weights[..., layout.span("personal")]
+    return LocalResult(message, personal, client.mean(client.losses), client.mean(client.accuracies))
 
 
 def _like(returned: Tensor, expected: Tensor, name: str) -> Tensor:

@@ -70,8 +70,7 @@ def device_for(
     if backend in PROCESSES:
         raise wrong("engine.device", f"{name} with engine.backend {backend}", "cpu for it, or another back end")
     device = _named("cuda" if name == "auto" else name)
-    reason = difference(module, layout, data, precision, device, loss)
-    if not reason:
+    if not (reason := difference(module, layout, data, precision, device, loss)):
         return device
     require(name == "auto", "engine.device", f"{name}, where {reason}", "cpu")
     warnings.warn(f"engine.device: going on with the processor, for on {device} {reason}", stacklevel=2)
@@ -180,8 +179,7 @@ def refuse_crashing(module: nn.Module, inputs: Tensor) -> None:
 
     They are taken in a child process, since no ``except`` sees such a crash.
     """
-    number = _ended_by(module, inputs, last=False)
-    if number in CRASHES:
+    if (number := _ended_by(module, inputs, last=False)) in CRASHES:
         found = f"a module whose first gradient crashes in compiled code ({signal.Signals(number).name})"
         raise wrong("model", found, "layers that torch can train on this machine")
 

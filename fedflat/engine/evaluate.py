@@ -106,13 +106,12 @@ def client_accuracies(
     """Return the accuracy of each client on its held-back data, at the weights that ``weights_of`` gives for it; loss
     where the task has no accuracy.
     """
-    which = 1 if problem.objective.scored else 0
     figures = []
     for client in clients:
         rows = torch.from_numpy(data.held_back[client]).to(data.inputs.device)
         # A copy of its own: what a module writes into its weights must not reach the next client.
-        both = scores(problem, weights_of(client).clone(), data.inputs[rows], data.targets[rows])
-        figures.append(float(both[which].mean()))
+        loss, accuracy = scores(problem, weights_of(client).clone(), data.inputs[rows], data.targets[rows])
+        figures.append(float((accuracy if problem.objective.scored else loss).mean()))
     return np.array(figures)
 
 

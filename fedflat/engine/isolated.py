@@ -77,8 +77,7 @@ class Recording:
 
     def fits(self, broadcast: Mapping[str, Tensor], rows: int) -> bool:
         """Return whether it was made for these public vectors and so many clients."""
-        same = all(torch.equal(self.broadcast[name], vector) for name, vector in broadcast.items())
-        return same and self.rows in (0, rows)
+        return self.rows in (0, rows) and all(torch.equal(self.broadcast[name], v) for name, v in broadcast.items())
 
     def run(self, inputs: Sequence[Tensor], ask: Ask) -> Tensor:
         """Return the outcome for a block's tensors."""
@@ -122,8 +121,7 @@ class _Recorder(TorchDispatchMode):
 
     def slot(self, tensor: Tensor) -> _Slot | Tensor:
         """Return where a tensor lies; itself if it comes from elsewhere."""
-        number = self._slots.get(id(tensor))
-        if number is not None:
+        if (number := self._slots.get(id(tensor))) is not None:
             return _Slot(number)
         self._held.append(tensor)
         self._outside.add(tensor.untyped_storage().data_ptr())
@@ -313,8 +311,7 @@ def _without_leftovers(steps: Sequence[_Step], result: _Slot) -> tuple[_Step, ..
 
 def called(piece: object) -> str:
     """Return a piece's own name: a function's, or its class's."""
-    name: str = getattr(piece, "__qualname__", None) or type(piece).__qualname__
-    return name.replace(".<locals>", "")
+    return str(getattr(piece, "__qualname__", None) or type(piece).__qualname__).replace(".<locals>", "")
 
 
 @dataclass
@@ -442,19 +439,18 @@ def _try(algorithm: Algorithm, layout: Layout, local: Local) -> None:
     """Call every recorded piece once, on zeros in the form of two clients."""
     vectors = {name: torch.zeros(layout.dimension) for name in broadcast_by((*algorithm.server, algorithm.optimizer))}
     state = {s.name: torch.zeros(2, layout.dimension) for s in algorithm.client_state}
-    update, phases = torch.zeros(2, layout.dimension), {id(phase.rule): phase for phase in algorithm.phases}
+    update, tensors = torch.zeros(2, layout.dimension), layout.tensors("shared")
+    phases = {id(phase.rule): phase for phase in algorithm.phases}
     view = ClientView(steps=steps_of(algorithm.shared_phase, local), lr=0.1, broadcast=vectors, state=state)
     for _, piece in pieces_of(algorithm):
         if isinstance(piece, IsolatedRule):
             phase = phases[id(piece)]
             span, seen = layout.span(phase.part), replace(view, steps=steps_of(phase, local), clip=1.0)
-            w, tensors = torch.zeros(2, span.stop - span.start), layout.tensors("shared")
             seen = replace(seen, broadcast={}, state={}) if phase.part == "personal" else seen
-            seen = replace(seen, start=w, tensors=tensors, shares=lambda k: torch.full((2, k), 1 / k))
-            piece(lambda at: at, seen)(w)
+            w, shares = torch.zeros(2, span.stop - span.start), lambda k: torch.full((2, k), 1 / k)
+            piece(lambda at: at, replace(seen, start=w, tensors=tensors, shares=shares))(w)
         elif isinstance(piece, IsolatedTransform):
             examples = functools.partial(torch.ones, 2, 1)
-            tensors = layout.tensors("shared")
             piece(update, replace(view, tensors=tensors, gradient=update.clone, examples=examples))
         elif isinstance(piece, IsolatedState):
             one = {key: value[0] for key, value in state.items()}

@@ -143,8 +143,8 @@ def through(activation: Activation, delta: Tensor, state: Tensor) -> Tensor:
         return delta.mul_(state > 0)
     if activation == "none":
         return delta
-    before: Tensor = torch.ops.aten.tanh_backward(delta, state)  # in bf16, 1 - state² would cancel
-    return before
+    # In bf16, 1 - state² would cancel.
+    return torch.ops.aten.tanh_backward(delta, state)  # type: ignore[no-any-return]
 
 
 def write_gradient(

@@ -80,8 +80,7 @@ class Buffers:
 
 def refuse_change(watched: StateWatch, of: str = "model", *, everything: bool = False) -> None:
     """Raise InputError, naming it, where something is not as it was before the first client."""
-    changed = watched.changed(everything=everything)
-    if changed is not None:
+    if (changed := watched.changed(everything=everything)) is not None:
         raise InputError(
             f"{of}: {changed} was changed by a client's training, outside the clipped update; nothing of this round is "
             "released. Remedy: keep nothing between passes, or a registered buffer, which is put back."
@@ -222,11 +221,10 @@ class BlockProblem(ModuleProblem):
         self._buffers.restore()
         span = self.layout.span(part)
         before, after = weights[:, : span.start], weights[:, span.stop :]
-        weights_of = batch.weights
-        if weights_of is None:
-            weights_of = torch.ones(batch.targets.shape[:2], device=batch.inputs.device)
+        inputs, targets, counts = batch.inputs, batch.targets, batch.weights
+        counts = torch.ones(targets.shape[:2], device=inputs.device) if counts is None else counts
         per_client = torch.func.vmap(torch.func.grad_and_value(self._client_loss, has_aux=True), randomness="error")
-        vectors, (loss, right) = per_client(weights[:, span], before, after, batch.inputs, batch.targets, weights_of)
+        vectors, (loss, right) = per_client(weights[:, span], before, after, inputs, targets, counts)
         return Gradient(vectors, loss.detach(), right.detach())
 
     def _client_loss(

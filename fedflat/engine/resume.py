@@ -13,8 +13,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import fresh_key, noise_key
@@ -43,8 +41,7 @@ def first_start(job: Job) -> Start:
     state = job.parts.first_state(job.initial_weights[:size], job.threshold)
     # A server keeps no client's state, so it has no place for them either.
     states = () if job.folder is not None and job.folder.deployment else job.parts.algorithm.client_state
-    values: dict[str, dict[int, Tensor]] = {s.name: {} for s in states}
-    return Start(state, PersonalState(job.initial_weights[size:].clone(), states=values), [], [])
+    return Start(state, PersonalState(job.initial_weights[size:].clone(), states={s.name: {} for s in states}), [], [])
 
 
 def resume_run(job: Job, ledger: Ledger) -> Start:
@@ -174,8 +171,7 @@ def software_of(job: Job) -> Record:
 
 
 def _say_changed(job: Job, here: Record) -> None:
-    before = job.opening.software  # type: ignore[union-attr]
-    if changed := [name for name in here if here[name] != before.get(name)]:
+    if changed := [name for name in here if here[name] != job.opening.software.get(name)]:  # type: ignore[union-attr]
         job.say(f"{', '.join(changed)} differ from when the run was started: what follows may differ in its last bits")
 
 
@@ -284,8 +280,7 @@ def update_plan(job: Job, ledger: Ledger, start: int, round: int) -> None:
 
 def charge_drawn(job: Job, ledger: Ledger, round: int) -> bool:
     """Charge a round once more that was drawn before with another key, and may have been released; whether it was."""
-    again = job.folder is not None and bool(ledger.drawn_before(round))
-    if again:
+    if again := job.folder is not None and bool(ledger.drawn_before(round)):
         ledger.charge_again(f"{job.why}: drawn again with a fresh key", round=round)
     return again
 

@@ -110,8 +110,7 @@ def broadcast_of(
 def accumulator_of(parts: RoundParts, broadcast: Broadcast, key: bytes) -> Any:
     """Return what adds up the round's messages: the plain clipped sum, unless the mechanism has its own."""
     tensors, size = parts.message_tensors, parts.message_length
-    accumulator = parts.mechanism.accumulator(parts.clip, broadcast, tensors, key)
-    if accumulator is not None:
+    if (accumulator := parts.mechanism.accumulator(parts.clip, broadcast, tensors, key)) is not None:
         return accumulator
     if parts.mechanism.exact:
         encoder = parts.mechanism.encoder(key, broadcast, parts.clip.bound(broadcast.clip), size)
