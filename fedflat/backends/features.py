@@ -43,15 +43,12 @@ def with_features(data: FederatedData, module: nn.Module, precision: str = "fp32
     device = _device(module, data.inputs)
     # What another machine or version made has other last bits, of which this run's noise key knows nothing.
     name = _name(data, module, f"{precision} {device} {machine(device)}")
-    if name is None:
-        features = _of_all(data, module, precision, None)
-    else:
-        if name not in _LAST:
-            _LAST.clear()
-            # From the disk it is mapped into memory, so that what is not being read need not be there.
-            there = read_tensors(cache_folder() / f"features-{name}.safetensors")
-            _LAST[name] = there or _of_all(data, module, precision, name)
-        features = _LAST[name]
+    if name is not None and name not in _LAST:
+        _LAST.clear()
+        # From the disk it is mapped into memory, so that what is not being read need not be there.
+        there = read_tensors(cache_folder() / f"features-{name}.safetensors")
+        _LAST[name] = there or _of_all(data, module, precision, name)
+    features = _of_all(data, module, precision, None) if name is None else _LAST[name]
     return replace(data, inputs=features["inputs"], test_inputs=features.get("test"))
 
 

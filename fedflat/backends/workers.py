@@ -212,10 +212,8 @@ def _worker_environment() -> Any:
     on request (activations of 10 MB are thousands of small ones)."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     pages = "" if "glibc.malloc.hugetlb" in tunables else "glibc.malloc.hugetlb=1"
-    wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    wanted["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, pages)))
-    before = dict(os.environ)
-    os.environ.update(wanted)
+    tunables, before = ":".join(filter(None, (tunables, pages))), dict(os.environ)
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLIBC_TUNABLES=tunables)
     try:
         yield
     finally:
