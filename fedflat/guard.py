@@ -188,8 +188,7 @@ class Guard(AbstractContextManager["Guard"]):
             if not whole_number or client not in cohort:
                 raise wrong("vectors", f"client {client!r}", f"clients of guard.cohort({round}), as whole numbers")
         rows = [_row(client, vectors[client]) for client in sorted(vectors)]
-        if self._dimension is None and not rows:
-            raise wrong("vectors", "none", "at least one, or Guard(…, dimension=d)")
+        require(bool(rows) or self._dimension is not None, "vectors", "none", "at least one, or Guard(…, dimension=d)")
         wanted = len(rows[0]) if self._dimension is None else self._dimension
         for client, row in zip(sorted(vectors), rows):
             require(len(row) == wanted, f"vectors[{client}]", f"{len(row)} entries", f"{wanted}, as in every vector")

@@ -94,15 +94,13 @@ class CorrelatedGridNoise(GridNoise):
         entries = np.rint(self.factor.columns * 2.0**PLACES).astype(np.int64)
         bands, recent = self.factor.bands, np.zeros((self.factor.bands, size), dtype=np.int64)
         for t in range(round + 1):
-            source = SecureBits(key, "correlated noise", t, number)
             # Drawn 2^16 times finer, as fine as the entries of C: only so is every product whole.
-            left = rounded_gaussian(log2_std + PLACES, size, source)
+            left = rounded_gaussian(log2_std + PLACES, size, SecureBits(key, "correlated noise", t, number))
             for j in range(1, min(bands, t + 1)):
                 left -= entries[t - j, j] * recent[(t - j) % bands]
             # Rounded half up in whole numbers, as the proof above has it.
             recent[t % bands] = (2 * left + entries[t, 0]) // (2 * entries[t, 0])
-        row: NDArray[np.int64] = recent[round % bands]
-        return row.copy()
+        return np.array(recent[round % bands])
 
 
 def trust_of(recipe: Recipe, method: Algorithm) -> str:

@@ -239,9 +239,9 @@ def published_plan(
         sigma = calibrate(lambda s: formula(sampler, s, spent, rounds), target)
     else:
         sigma = accountable(noise_multiplier)
-    left_out = {item for item, applies in ((6, epochs), (9, spent >= 1 / clients * (1 - 1e-9))) if not applies}
-    applying = tuple(item for item in items if item not in left_out)
-    mechanism = Published(paper, applying, clip=None if paper == "002" else clip)
+    applies = {6: epochs, 9: spent >= 1 / clients * (1 - 1e-9)}  # every other item applies always
+    items = tuple(item for item in items if applies.get(item, True))
+    mechanism = Published(paper, items, clip=None if paper == "002" else clip)
     plan = Plan(sampler, rounds, sigma, spent, protocol="published", mechanism=mechanism)
     source = f"the procedure released by {CITED[paper]}; the ε of that paper is claimed, not proven."
     return replace(plan, warnings=(f"protocol published: {source}", *warnings_of(plan)))
