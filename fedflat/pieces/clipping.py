@@ -209,8 +209,7 @@ class MethodScale(NormClip):
             factors[place : place + 1] = factor.detach()
         if global_generators() != before:
             raise wrong("algorithm.scale", "a draw of random numbers", "a function of a message's norm and C")
-        changed = self._watched.changed(everything=True)
-        if changed is not None:
+        if (changed := self._watched.changed(everything=True)) is not None:
             raise wrong("algorithm.scale", f"{changed or 'itself'}, which a call changed", "one that keeps nothing")
         return factors
 

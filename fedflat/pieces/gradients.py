@@ -77,16 +77,11 @@ class Pgn:
     beta: float
 
     def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
-        direction = view.broadcast.get("direction")
-        if direction is None:
+        if (direction := view.broadcast.get("direction")) is None:
             return lambda w: self.beta * gradient(w)
         offset = _direction(direction, self.rho)
         pull = (1 - self.beta) * direction
-
-        def mixed(w: Tensor) -> Tensor:
-            return self.beta * gradient(w + offset) + pull
-
-        return mixed
+        return lambda w: self.beta * gradient(w + offset) + pull
 
 
 @dataclass(frozen=True)
@@ -126,8 +121,7 @@ class LookAhead:
     gamma: float
 
     def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
-        momentum = view.broadcast.get("nesterov")
-        if momentum is None:
+        if (momentum := view.broadcast.get("nesterov")) is None:
             return gradient
         offset = self.gamma * momentum
         return lambda w: gradient(w + offset)
@@ -234,11 +228,7 @@ class LabelPrior:
         around = (bias.start, view.start.shape[-1] - bias.stop)
         shift = torch.nn.functional.pad(self.strength * torch.log(shares), around)
         mask = 1 - torch.nn.functional.pad(torch.ones_like(shares), around)
-
-        def adjusted(w: Tensor) -> Tensor:
-            return gradient(w + shift) * mask
-
-        return adjusted
+        return lambda w: gradient(w + shift) * mask
 
 
 @dataclass(frozen=True)
