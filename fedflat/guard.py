@@ -250,8 +250,8 @@ def _key(key: bytes | None) -> bytes:
 
 
 def _refuse_other_plan(ledger: Ledger, plan: Plan, clip: float) -> None:
-    mine = plan.record(0, clip)
+    planned = plan.record(0, clip)
     for entry in ledger.entries:
-        for name in mine:
-            if name not in CHANGING and entry.get(name) != mine[name]:
-                raise wrong(f"{ledger.path}: {name}", entry.get(name), f"{mine[name]!r}, as in this guard's plan")
+        for name in planned:
+            if name not in CHANGING and entry.get(name) != planned[name]:
+                raise wrong(f"{ledger.path}: {name}", entry.get(name), f"{planned[name]!r}, as in this guard's plan")

@@ -234,11 +234,11 @@ def by_shapes(makers: _Makers, block: int | None = None) -> Backend:
 def _is_right(makers: _Makers, name: str, block: int) -> bool:
     """Return whether a back end runs, and its sum of made-up clients is the plain loop's on the processor."""
     # Made-up clients: nothing that is chosen may follow from real ones' data.
-    parts, mine = shortened(makers.parts), makers.problem
+    parts, real = shortened(makers.parts), makers.problem
     tried = replace(makers, parts=parts, data=made_up(makers.data, parts.local, CHECKED_CLIENTS))
-    plain = ModuleProblem(copy.deepcopy(mine.module).to(CPU), parts.layout, mine.precision, objective=mine.objective)
+    plain = ModuleProblem(copy.deepcopy(real.module).to(CPU), parts.layout, real.precision, objective=real.objective)
     sequential = Sequential(parts.algorithm, plain, parts.local, placed(tried.data, CPU), makers.seed)
-    first, clients = torch.cat([p.detach().reshape(-1) for p in mine.parameters]).cpu(), np.arange(CHECKED_CLIENTS)
+    first, clients = torch.cat([p.detach().reshape(-1) for p in real.parameters]).cpu(), np.arange(CHECKED_CLIENTS)
     with using_threads(1):
         try:
             candidate = tried.make(name, block)
@@ -247,7 +247,7 @@ def _is_right(makers: _Makers, name: str, block: int) -> bool:
             return False
     written = name == "lowrank" and getattr(candidate, "factors", None) is None  # vectors, which factors could not hold
     apart = torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(expected).clamp_min(TINY)
-    return not written and bool(apart <= TOLERANCE[mine.precision])
+    return not written and bool(apart <= TOLERANCE[real.precision])
 
 
 def made_up(data: FederatedData, local: Local, clients: int) -> FederatedData:

@@ -74,7 +74,7 @@ def outputs_of(problem: ModuleProblem, weights: Tensor, inputs: Tensor, batch: i
     device = problem.device
     problem.bind(weights.to(device))
     with exact(device), problem.evaluating(), torch.no_grad(), seeded_torch(0, "evaluation"):
-        return torch.cat([problem.logits(some.to(device), problem.module).cpu() for some in inputs.split(batch)])
+        return torch.cat([problem.logits(chunk.to(device), problem.module).cpu() for chunk in inputs.split(batch)])
 
 
 def measured(metric: Metric, outputs: Tensor, targets: Tensor) -> float:
@@ -157,8 +157,8 @@ def evaluate_round(job: Job, state: RoundState, heads: PersonalState) -> tuple[R
     public: Record = {"test_loss": None, "test_accuracy": None}
     hidden: Record = {}
     if data.test_inputs is not None and (last or finished % job.evaluation.every == 0):
-        how, weights = job.evaluation, torch.cat([state.released, heads.first])
-        scored = scores(job.problem, weights, data.test_inputs, data.test_targets, how.batch_size, how.threads)  # type: ignore[arg-type]
+        config, weights = job.evaluation, torch.cat([state.released, heads.first])
+        scored = scores(job.problem, weights, data.test_inputs, data.test_targets, config.batch_size, config.threads)  # type: ignore[arg-type]
         public |= _tested(job, scored, weights)
     every = job.evaluation.personal_every or max(1, job.parts.plan.rounds // PERSONAL_TIMES)
     if job.held and (last or finished % every == 0):

@@ -235,7 +235,7 @@ def _recorded(
     token = torch.zeros(len(samples[0]), device=samples[0].device)
     recorder = _Recorder([*samples, *vectors.values(), token])
 
-    def one(mine: list[Tensor], token: Tensor) -> Tensor:
+    def one(client: list[Tensor], token: Tensor) -> Tensor:
         def ask(name: str, classes: int, at: Tensor) -> Tensor:
             def answer(points: Tensor) -> Tensor:
                 # The stand-in's own arithmetic is not part of the piece.
@@ -246,7 +246,7 @@ def _recorded(
 
             return cast(Tensor, _Asked.apply(at, token, answer))  # type: ignore[no-untyped-call]
 
-        return call(mine, vectors, _Closed(), ask)
+        return call(client, vectors, _Closed(), ask)
 
     before = global_generators()
     try:
@@ -297,12 +297,12 @@ def _in_words(error: Exception) -> str:
 
 def _without_leftovers(steps: Sequence[_Step], result: _Slot) -> tuple[_Step, ...]:
     """Return the steps, each dropping what is read there for the last time."""
-    seen, trimmed = {result.number}, list[_Step]()
+    read_later, trimmed = {result.number}, list[_Step]()
     for step in reversed(steps):
         read = (arg.number for arg in tree_leaves((step.args, step.kwargs)) if type(arg) is _Slot)
         used = {*read, *(n for n in step.out if n is not None)}
-        trimmed.append(replace(step, drop=tuple(used - seen)))
-        seen |= used
+        trimmed.append(replace(step, drop=tuple(used - read_later)))
+        read_later |= used
     return tuple(reversed(trimmed))
 
 
@@ -337,10 +337,10 @@ class Isolated:
             recording = self._recordings.get((shapes, facts))
             if recording is None or not recording.fits(view.broadcast, block[0].shape[0]):
 
-                def inner(mine: list[Tensor], vectors: dict[str, Tensor], generator: Any, ask: Ask) -> Tensor:
-                    state = dict(zip(names, mine[len(tensors) :]))
+                def inner(client: list[Tensor], vectors: dict[str, Tensor], generator: Any, ask: Ask) -> Tensor:
+                    state = dict(zip(names, client[len(tensors) :]))
                     seen = replace(view, state=state, broadcast=vectors, generator=generator)
-                    return call(mine[: len(tensors)], seen, ask)
+                    return call(client[: len(tensors)], seen, ask)
 
                 try:
                     recording = record(inner, block, view.broadcast, check=shapes not in self._checked)
@@ -361,8 +361,8 @@ class IsolatedRule(Isolated):
     def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
         """Return the gradient function that the rule makes, as its recording."""
 
-        def call(mine: list[Tensor], seen: ClientView, ask: Ask) -> Tensor:
-            w, start = mine
+        def call(tensors: list[Tensor], seen: ClientView, ask: Ask) -> Tensor:
+            w, start = tensors
             seen = replace(seen, start=start, shares=lambda classes: ask("shares", classes, w))
             return cast(Tensor, self.piece(lambda at: ask("gradient", 0, at), seen)(w))
 
@@ -378,9 +378,9 @@ class IsolatedTransform(Isolated):
     def __call__(self, update: Tensor, view: ClientView) -> Tensor:
         """Return the message that the transform makes, as its recording."""
 
-        def call(mine: list[Tensor], seen: ClientView, ask: Ask) -> Tensor:
-            seen = replace(seen, gradient=lambda: ask("gradient", 0, mine[0]))
-            return cast(Tensor, self.piece(mine[0], replace(seen, examples=lambda: ask("examples", 1, mine[0]))))
+        def call(tensors: list[Tensor], seen: ClientView, ask: Ask) -> Tensor:
+            seen = replace(seen, gradient=lambda: ask("gradient", 0, tensors[0]))
+            return cast(Tensor, self.piece(tensors[0], replace(seen, examples=lambda: ask("examples", 1, tensors[0]))))
 
         def answer(name: str, classes: int, at: Tensor) -> Tensor:
             return view.gradient() if name == "gradient" else view.examples()
@@ -397,7 +397,7 @@ class IsolatedState(Isolated):
         def answer(name: str, classes: int, at: Tensor) -> Tensor:
             raise Refused("asks for a gradient")
 
-        return self._run(lambda mine, seen, ask: cast(Tensor, self.piece(mine[0], seen)), view, [sent], answer)
+        return self._run(lambda tensors, seen, ask: cast(Tensor, self.piece(tensors[0], seen)), view, [sent], answer)
 
 
 def packaged(*pieces: Any) -> bool:

@@ -138,15 +138,15 @@ def _choose_key(job: Job, ledger: Ledger, start: int, begun: str) -> None:
     opening: Opening = job.opening  # type: ignore[assignment]
     now, job.identity = job.identity.engine, replace(job.identity, engine=opening.engine)  # as the key was made
     why, lost = reasons(job, ledger, start, begun)
-    here = software_of(job)
-    _say_changed(job, here)
+    current = software_of(job)
+    _say_changed(job, current)
     if why:
         # First: whoever finds the old key later must not draw these rounds again.
         keys.forget(opening.run)
         # Whatever else takes this run up elsewhere, or at another round, must get another key from the same seed.
-        then = json.dumps([now, start, ledger.tip(len(ledger.entries))])
-        job.identity = replace(job.identity, engine=sha256(then.encode()).hexdigest())
-    job.opening = replace(opening, software=here, attempt=opening.attempt + bool(why), engine=job.identity.engine)
+        point = json.dumps([now, start, ledger.tip(len(ledger.entries))])
+        job.identity = replace(job.identity, engine=sha256(point.encode()).hexdigest())
+    job.opening = replace(opening, software=current, attempt=opening.attempt + bool(why), engine=job.identity.engine)
     job.key = _key(job, _root(job))
     job.opening = replace(job.opening, key=_name(job.opening, job.key))
     if job.opening != opening:
@@ -170,8 +170,8 @@ def software_of(job: Job) -> Record:
         return software(job.backend, job.problem)
 
 
-def _say_changed(job: Job, here: Record) -> None:
-    if changed := [name for name in here if here[name] != job.opening.software.get(name)]:  # type: ignore[union-attr]
+def _say_changed(job: Job, current: Record) -> None:
+    if changed := [name for name in current if current[name] != job.opening.software.get(name)]:  # type: ignore[union-attr]
         job.say(f"{', '.join(changed)} differ from when the run was started: what follows may differ in its last bits")
 
 
@@ -185,15 +185,15 @@ def note_software(job: Job, ledger: Ledger, round: int, *, charged: bool) -> Non
         RunError: the round was drawn before, and would be released a second time with the same noise.
     """
     opening: Opening = job.opening  # type: ignore[assignment]
-    if job.folder is None or (here := software_of(job)) == opening.software:
+    if job.folder is None or (current := software_of(job)) == opening.software:
         return
-    changed = {**here, "changed": "while the run went on"}  # a round may have had both: no other is known to be equal
+    changed = {**current, "changed": "while the run went on"}  # a round may have had both: nothing equals it
     if opening.software != changed:
-        _say_changed(job, here)
+        _say_changed(job, current)
         job.opening = replace(opening, software=changed)
         job.opening.write(job.folder.path)  # before the round's line: who takes it up again gets a fresh key
     if not charged and any(e["round"] == round and e.get("key_id") == ledger.key_id for e in ledger.entries):
-        names = ", ".join(name for name in here if here[name] != opening.software.get(name))
+        names = ", ".join(name for name in current if current[name] != opening.software.get(name))
         found, allowed = f"another {names} than when it was drawn before", "the same"
         raise RunError(f"round {round}: found {found}; allowed: {allowed}. Resumed again, it gets a fresh key.")
 

@@ -80,8 +80,8 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
                 if peeked:  # no ε covers an end that private values decided
                     found = "a run ended by a function that has read state.private"
                     raise wrong("on_round", found, "True only from a function of the released record and state.model()")
-                rest = range(state.round, job.last_round)
-                charge_remaining_rounds(ledger, job.parts.plan, rest, job.parts.clip.bound(state.clip))
+                remaining = range(state.round, job.last_round)
+                charge_remaining_rounds(ledger, job.parts.plan, remaining, job.parts.clip.bound(state.clip))
                 stopped = f"ended early after {counted(state.round, 'round')} by what was released"
                 break
         complete = state.round >= job.last_round

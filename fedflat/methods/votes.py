@@ -81,11 +81,11 @@ class VoteAccumulator:
         """Return the aggregate of all draws, in their order."""
         draws = [draw.result() for draw in self._sums.values()]
         names = sorted({name for draw in draws for name in draw.stats})
-        seen = {n: [f.stats[n] for f in draws if n in f.stats and math.isfinite(f.stats[n])] for n in names}
+        finite = {n: [f.stats[n] for f in draws if n in f.stats and math.isfinite(f.stats[n])] for n in names}
         return VoteAggregate(
             total=torch.cat([draw.total for draw in draws]), count=sum(draw.count for draw in draws), bits=0.0,
             norms=torch.cat([draw.norms for draw in draws]), factors=torch.cat([draw.factors for draw in draws]),
-            stats={name: sum(values) / len(values) for name, values in seen.items() if values},
+            stats={name: sum(values) / len(values) for name, values in finite.items() if values},
             counts=tuple(draw.count for draw in draws),
         )  # fmt: skip
 

@@ -267,8 +267,8 @@ def check_bias(algorithm: Algorithm, module: nn.Module, layout: Layout, inputs: 
         moved = before.shape == (len(inputs), bias.numel()) and bias.dim() == 1
         if moved:
             bias.add_(added)
-            rest = tried(inputs).double() - before - added  # a constant in each row changes no softmax
-            moved = bool((rest - rest.mean(-1, keepdim=True)).abs().max() < 1e-3 * len(added))
+            residual = tried(inputs).double() - before - added  # a constant in each row changes no softmax
+            moved = bool((residual - residual.mean(-1, keepdim=True)).abs().max() < 1e-3 * len(added))
     found = f"{algorithm.name} on a model whose last tensor, {name}, is not the bias of its outputs"
     require(moved, "algorithm", found, "a model that ends in a linear layer with a bias")
 
