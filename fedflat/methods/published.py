@@ -17,6 +17,7 @@ import yaml
 from fedflat.core.checks import in_range, nearest, one_of, whole, wrong
 from fedflat.core.cohorts import FromRound, Poisson
 from fedflat.core.types import Sampler
+from fedflat.methods.plans import most_messages
 from fedflat.privacy.accounting.curves import compose_epsilon
 from fedflat.privacy.accounting.epsilon import calibrate
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
@@ -74,10 +75,8 @@ class Published(Accounted):
         sampler = plan.sampler
         if isinstance(sampler, FromRound):
             return float(sampler.size)
-        from scipy.stats import binom
-
-        least = int(binom.isf(plan.delta / 100 / max(plan.rounds, 1), sampler.clients, sampler.q)) + 1
-        return float(min(least, sampler.clients))
+        most = most_messages(sampler.clients, sampler.q, plan.rounds, plan.delta / 100)
+        return float(min(most, sampler.clients))
 
     def proven(self, plan: Plan, rounds: int, factor: float = 2.0) -> float:
         """ε of the busiest client's messages; inf where nothing bounds them.
