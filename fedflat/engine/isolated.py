@@ -404,12 +404,11 @@ def packaged(*pieces: Any) -> bool:
     """Return whether pieces are this package's, which are tested to work row by row; no trial shows what a user's own
     does to the rows of a block once real data are in them.
     """
-    left = [piece for piece in pieces if piece is not None]
-    while left:
-        piece = left.pop()
-        if not piece.__module__.startswith("fedflat.pieces."):  # a function's, or a class's
+    for piece in pieces:
+        ours = piece is None or piece.__module__.startswith("fedflat.pieces.")  # a function's, or a class's
+        # A composed rule is packaged where both of its rules are.
+        if not ours or not packaged(*(getattr(piece, name) for name in ("outer", "inner") if hasattr(piece, name))):
             return False
-        left += [getattr(piece, name) for name in ("outer", "inner") if hasattr(piece, name)]  # a composed rule
     return True
 
 
