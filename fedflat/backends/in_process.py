@@ -261,7 +261,7 @@ class Vectorized:
 def _in_order(
     work: Callable[[np.ndarray], Part], blocks: list[np.ndarray], threads: int
 ) -> Generator[Callable[[], Part], None, None]:
-    """For each block, in order, a function that gives its outcome; ``threads`` blocks are under way at a time."""
+    """Yield, for each block in order, a function that gives its part; ``threads`` blocks are under way at a time."""
     if threads == 1 or len(blocks) == 1:
         yield from (partial(work, block) for block in blocks)
         return

@@ -88,7 +88,7 @@ class RayTasks:
         self._task = ray.remote(num_cpus=1, max_retries=RETRIES, **apart)(train_block)
 
     def blocks(self, clients: list[int], count: int) -> list[list[int]]:
-        """Neighbouring clients in blocks, for ``count`` workers."""
+        """Return neighbouring clients in blocks, for ``count`` workers."""
         even = math.ceil(len(clients) / (PER_WORKER * count))
         size = self.block or max(1, min(LARGEST, ENTRIES // max(self.inner.problem.layout.size, 1), even))
         return [clients[start : start + size] for start in range(0, len(clients), size)]
@@ -151,7 +151,7 @@ def train_block(
 
 @functools.lru_cache(maxsize=1)
 def _unpacked(wanted: str, reference: Any) -> Sequential:
-    """In a worker: the run it works for. Raises RunError where other versions or processors would compute it."""
+    """Return, in a worker, the run it works for. Raises RunError where other versions or processors compute it."""
     import ray
 
     if versions() != wanted:
@@ -169,7 +169,7 @@ def versions() -> str:
 
 
 def packed(inner: Sequential) -> Made:
-    """Arrives as the same back end on its training data alone: neither test data nor held-back examples travel.
+    """Return what arrives as the same back end on its training data alone, without test data and held-back examples.
 
     The text of a user's own files is sent first, for other processes cannot import them.
     """
@@ -219,7 +219,7 @@ _STARTED: dict[str, int] = {}
 
 
 def connect(processes: int) -> str:
-    """Name of the session in use: one the caller has opened, the cluster at ``RAY_ADDRESS``, or a local one.
+    """Return the name of the session in use: one the caller has opened, the cluster at ``RAY_ADDRESS``, or a local one.
 
     processes: CPUs of a local session; one started here for another number is closed and started again. Recent versions
     of Ray guard it with a token (``~/.ray/auth_token``). Raises RunError, one line, where no session comes about.

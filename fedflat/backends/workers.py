@@ -158,7 +158,7 @@ class _Pool:
 
 
 def _begin(parent: int, errors: int, files: list[tuple[str, str]]) -> None:
-    """Arrive in a worker before everything else: its errors are kept from there on, a user's files known."""
+    """Run in a worker before everything else: keep its errors from there on, and load a user's files."""
     write_errors_to(parent, errors)
     load_files(files)
 
@@ -233,7 +233,7 @@ def _next(tasks: Any) -> Any:
 
 
 def _work(_: None, inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Tensor) -> None:
-    """A worker: train the clients it is given until it is given None."""
+    """Train, in a worker, the clients it is given until it is given None."""
     leave_to_parent()
     # One order of every sum, and one core for one client.
     torch.set_num_threads(1)

@@ -51,7 +51,7 @@ class ClientBatches:
     rows: np.ndarray
 
     def batches(self, phase: int, steps: int) -> Iterator[Batch]:
-        """K minibatches; short ones are short (no padding)."""
+        """Yield K minibatches; short ones are short (no padding)."""
         batch = self._take(self.rows) if self.order.batch_size >= len(self.rows) else None
         for row in self.order.indices(self.client, len(self.rows), phase, steps):
             yield batch if batch is not None else self._take(self.rows[row[row >= 0]])
@@ -99,7 +99,7 @@ class BlockBatches:
         return torch.from_numpy(places).to(self.data.inputs.device) if len(places) else None
 
     def batches(self, phase: int, steps: int) -> Iterator[Batch]:
-        """K padded minibatches ``(n, b, …)``; one and the same where every client's batch is all it may have."""
+        """Yield K padded minibatches ``(n, b, …)``; the same one where a batch is all that a client may have."""
         # Where it is public that every minibatch is all that a client has, it is one tensor for all steps: a low-rank
         # trace then knows that it is the same minibatch.
         if self.data.most is not None and self.order.batch_size >= self.data.most:

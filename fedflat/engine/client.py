@@ -151,9 +151,7 @@ def train_client(
 
 
 def _like(returned: Tensor, expected: Tensor, name: str) -> Tensor:
-    """Return what a piece returned, if it has the form of what it was given; a trial cannot see what only some data
-    bring.
-    """
+    """Return what a piece returned, if its form is the expected one; a trial cannot see what only some data bring."""
     if not hasattr(returned, "shape") or returned.shape != expected.shape or not returned.is_floating_point():
         form = tuple(returned.shape) if hasattr(returned, "shape") else type(returned).__name__
         raise wrong(name, f"{form} returned for {tuple(expected.shape)}", "numbers of the same shape")

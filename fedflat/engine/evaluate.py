@@ -151,7 +151,7 @@ def best_so_far(state: RoundState, public: Record) -> RoundState:
 
 
 def evaluate_round(job: Job, state: RoundState, heads: PersonalState) -> tuple[Record, Record]:
-    """Public test metrics (released) and personal or per-client ones (private to the simulation)."""
+    """Return public test metrics (released), and personal or per-client ones (private to the simulation)."""
     data, method, finished = job.data, job.parts.algorithm, state.round
     last = finished == job.last_round
     public: Record = {"test_loss": None, "test_accuracy": None}

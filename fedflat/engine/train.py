@@ -252,7 +252,7 @@ def _noise_ahead(job: Job, round: int) -> Callable[[], Tensor] | None:
 
 
 def final_module(job: Job, outcome: Outcome) -> torch.nn.Module:
-    """w^0's module with the released weights, on the processor; nothing else of it has met a client's data."""
+    """Return w^0's module with the released weights, on the processor; nothing else of it has met clients' data."""
     return _module(job, outcome.state, outcome.heads)
 
 

@@ -247,7 +247,7 @@ def published_plan(
 
 
 def with_tensors(plan: Plan, tensors: int) -> Plan:
-    """The plan once the model is known: L tensors are sent, which matters where each is clipped by itself."""
+    """Return the plan once the model is known: L tensors are sent, which matters where each is clipped by itself."""
     account = plan.mechanism
     if not isinstance(account, Published) or 1 not in account.items:
         return plan
