@@ -71,13 +71,13 @@ class Guard(AbstractContextManager["Guard"]):
     ) -> None:  # fmt: skip
         numbers = {"clients": clients, "rounds": rounds, "epsilon": epsilon, "noise_multiplier": noise_multiplier}
         numbers |= {"delta": delta, "cohort": cohort, "max_cohort": max_cohort}
-        self.plan = _made(numbers, sampling) if plan is None else _served(plan, numbers)
+        self.plan = _plan_of(numbers, sampling) if plan is None else _served(plan, numbers)
         self.clip, self.secure = whole_vector(clip), secure
         in_range("clip", self.clip.threshold, *CLIPS)
         if secure and self.plan.event_multiplier > 0:
             in_range("noise_multiplier with secure noise", self.plan.std(1.0), *SECURE)
         self._dimension = None if dimension is None else whole("dimension", dimension, 1)
-        self._given = key is not None
+        self._key_given = key is not None
         self._key = _key(key)
         self._name = digest(self._key, "public name of a guard's key").hex()[:32]
         self._lock, self._process = threading.Lock(), os.getpid()
@@ -90,7 +90,7 @@ class Guard(AbstractContextManager["Guard"]):
             self._ledger.close()
             raise
         _used.add(self._name)
-        self._ledger.describe({"secure": self.secure, "given_key": self._given})
+        self._ledger.describe({"secure": self.secure, "given_key": self._key_given})
         self._gone = self._ledger.rounds_recorded()
 
     @property
@@ -102,9 +102,9 @@ class Guard(AbstractContextManager["Guard"]):
     def epsilon(self) -> float:
         """Proven ε of all that is charged so far."""
         entries = self._ledger.entries
-        standing = self.plan.standing(entries)
-        if standing is not self.plan:  # a client's turns follow rounds' numbers: those left out bring them no closer
-            return standing.epsilon(self.next_round)
+        plan = self.plan.standing(entries)
+        if plan is not self.plan:  # a client's turns follow rounds' numbers: those left out bring them no closer
+            return plan.epsilon(self.next_round)
         return self.plan.epsilon(rounds_charged(0, entries))
 
     def cohort(self, round: int) -> NDArray[np.int64]:
@@ -138,19 +138,19 @@ class Guard(AbstractContextManager["Guard"]):
     def statement(self, name: str = "guard") -> dict[str, Any]:
         """Return the privacy statement of what was released so far (``fedflat.privacy.statement`` renders it)."""
         entries = self._ledger.entries
-        made = [line[RUN] for line in entries if RUN in line]  # by guards of the same ledger, this one among them
-        secure = all(run["secure"] for run in made) and self.secure
-        given = any(run["given_key"] for run in made) or self._given
-        found = statement(
+        runs = [line[RUN] for line in entries if RUN in line]  # by guards of the same ledger, this one among them
+        secure = all(run["secure"] for run in runs) and self.secure
+        given_key = any(run["given_key"] for run in runs) or self._key_given
+        report = statement(
             self.plan, rounds_run=len(self._ledger.rounds_recorded()), algorithm=name, key_source="os-entropy",
             facts={"clip": self.clip.threshold, "secure": secure, "simulation": False}, entries=entries,
         )  # fmt: skip
-        found["noise_source"] = GIVEN if given else SOURCE
-        found["not_covered"] += [
+        report["noise_source"] = GIVEN if given_key else SOURCE
+        report["not_covered"] += [
             "What else the server sends or shows: only the vectors that the guard gave back are covered.",
             *([] if self.plan.sampler.q >= 1 else ["Cohorts other than the guard's own, or ones that become known."]),
         ]
-        return found
+        return report
 
     def close(self) -> None:
         """Give the ledger back; nothing can be released afterwards."""
@@ -188,8 +188,7 @@ class Guard(AbstractContextManager["Guard"]):
             if not whole_number or client not in cohort:
                 raise wrong("vectors", f"client {client!r}", f"clients of guard.cohort({round}), as whole numbers")
         rows = [_row(client, vectors[client]) for client in sorted(vectors)]
-        if self._dimension is None and not rows:
-            raise wrong("vectors", "none", "at least one, or Guard(…, dimension=d)")
+        require(bool(rows) or self._dimension is not None, "vectors", "none", "at least one, or Guard(…, dimension=d)")
         wanted = len(rows[0]) if self._dimension is None else self._dimension
         for client, row in zip(sorted(vectors), rows):
             require(len(row) == wanted, f"vectors[{client}]", f"{len(row)} entries", f"{wanted}, as in every vector")
@@ -223,7 +222,7 @@ def _row(client: int, vector: Any) -> Tensor:
     return row
 
 
-def _made(numbers: dict[str, Any], sampling: str) -> Plan:
+def _plan_of(numbers: dict[str, Any], sampling: str) -> Plan:
     """Return the plan of the numbers given; everybody takes part where no cohort is named."""
     for name in ("clients", "rounds"):
         require(numbers[name] is not None, name, "nothing", "a whole number ≥ 1, or a plan")
@@ -242,17 +241,17 @@ def _served(plan: Plan, numbers: Mapping[str, Any]) -> Plan:
     return plan
 
 
-def _key(given: bytes | None) -> bytes:
-    if given is None:
+def _key(key: bytes | None) -> bytes:
+    if key is None:
         return fresh_key()
-    if not isinstance(given, bytes) or len(given) != KEY_BYTES:
+    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
         raise wrong("key", "another value", f"{KEY_BYTES} bytes, or none for fresh entropy")
-    return given
+    return key
 
 
 def _refuse_other_plan(ledger: Ledger, plan: Plan, clip: float) -> None:
-    mine = plan.record(0, clip)
+    planned = plan.record(0, clip)
     for entry in ledger.entries:
-        for name in mine:
-            if name not in CHANGING and entry.get(name) != mine[name]:
-                raise wrong(f"{ledger.path}: {name}", entry.get(name), f"{mine[name]!r}, as in this guard's plan")
+        for name in planned:
+            if name not in CHANGING and entry.get(name) != planned[name]:
+                raise wrong(f"{ledger.path}: {name}", entry.get(name), f"{planned[name]!r}, as in this guard's plan")

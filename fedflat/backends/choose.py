@@ -135,21 +135,21 @@ class _Makers:
     def make(self, name: str, block: int | None = None, threads: int = 1) -> Backend:
         """Return a back end by name. threads: cores it may use."""
         parts, layout = self.parts, self.parts.layout
-        alone = Sequential(parts.algorithm, self.problem, parts.local, self.data, self.seed)
+        sequential = Sequential(parts.algorithm, self.problem, parts.local, self.data, self.seed)
         if name == "sequential":
-            return replace(alone, threads=threads)
+            return replace(sequential, threads=threads)
         if name == "workers":
-            return Workers(alone, self.cores)
+            return Workers(sequential, self.cores)
         if name == "ray":
-            return RayTasks(alone, self.cores, block)
+            return RayTasks(sequential, self.cores, block)
         precision = "fp32" if name in FLOAT32 else self.problem.precision
         size = min(block, self.clients) if block else self.block(name == "lowrank")
         if self.layers is None:
             written = BlockProblem(self.problem.module, layout, precision, objective=self.problem.objective)
-            return Vectorized(alone, written, size, threads=threads, name=name)
+            return Vectorized(sequential, written, size, threads=threads, name=name)
         factors = LowRankProblem(layout, self.layers) if name == "lowrank" else None
         dense, apart = DenseProblem(layout, self.layers, precision), self.problem.device.type == "cpu"
-        return Vectorized(alone, dense, size, factors, threads, apart, name)
+        return Vectorized(sequential, dense, size, factors, threads, apart, name)
 
     @property
     def clients(self) -> int:
@@ -174,9 +174,9 @@ class _Makers:
 
     def places(self, block: int) -> float:
         """Return the places computed for each client of the expected cohort: 1 where every block is full."""
-        sampler, draw = self.parts.plan.sampler, stream(0, "cohorts to size blocks for")
-        own = self.clients // block + (np.arange(block) < self.clients % block)
-        return float(draw.binomial(own, min(1.0, sampler.q), (8, block)).max(1).mean() * block / max(sampler.size, 1))
+        sampler, rng = self.parts.plan.sampler, stream(0, "cohorts to size blocks for")
+        counts = self.clients // block + (np.arange(block) < self.clients % block)
+        return float(rng.binomial(counts, min(1.0, sampler.q), (8, block)).max(1).mean() * block / max(sampler.size, 1))
 
     @property
     def width(self) -> int:
@@ -199,10 +199,10 @@ class _Makers:
             f"local.optimizer: {local.optimizer}": local.optimizer != "sgd",
             "local epochs of each client's own length": local.epochs is not None,
         }
-        found = next((reason for reason, holds in reasons.items() if holds), "")
-        own = any(isinstance(piece, Isolated) for _, piece in pieces_of(method))
-        needed = not found and own and not _is_right(self, "lowrank", CHECKED_CLIENTS)
-        return "a piece of one's own that needs its vectors' entries, or whose sum is another then" if needed else found
+        why = next((reason for reason, holds in reasons.items() if holds), "")
+        custom = any(isinstance(piece, Isolated) for _, piece in pieces_of(method))
+        needed = not why and custom and not _is_right(self, "lowrank", CHECKED_CLIENTS)
+        return "a piece of one's own that needs its vectors' entries, or whose sum is another then" if needed else why
 
 
 def by_shapes(makers: _Makers, block: int | None = None) -> Backend:
@@ -234,29 +234,29 @@ def by_shapes(makers: _Makers, block: int | None = None) -> Backend:
 def _is_right(makers: _Makers, name: str, block: int) -> bool:
     """Return whether a back end runs, and its sum of made-up clients is the plain loop's on the processor."""
     # Made-up clients: nothing that is chosen may follow from real ones' data.
-    parts, mine = shortened(makers.parts), makers.problem
+    parts, real = shortened(makers.parts), makers.problem
     tried = replace(makers, parts=parts, data=made_up(makers.data, parts.local, CHECKED_CLIENTS))
-    plain = ModuleProblem(copy.deepcopy(mine.module).to(CPU), parts.layout, mine.precision, objective=mine.objective)
-    alone = Sequential(parts.algorithm, plain, parts.local, placed(tried.data, CPU), makers.seed)
-    first, clients = torch.cat([p.detach().reshape(-1) for p in mine.parameters]).cpu(), np.arange(CHECKED_CLIENTS)
+    plain = ModuleProblem(copy.deepcopy(real.module).to(CPU), parts.layout, real.precision, objective=real.objective)
+    sequential = Sequential(parts.algorithm, plain, parts.local, placed(tried.data, CPU), makers.seed)
+    first, clients = torch.cat([p.detach().reshape(-1) for p in real.parameters]).cpu(), np.arange(CHECKED_CLIENTS)
     with using_threads(1):
         try:
-            made = tried.make(name, block)
-            expected, found = (sum_of(each, parts, first, clients) for each in (alone, made))
+            candidate = tried.make(name, block)
+            expected, actual = (sum_of(backend, parts, first, clients) for backend in (sequential, candidate))
         except Exception:  # a module may fail in a block, and a kernel on a GPU, in a way of its own
             return False
-    written = name == "lowrank" and getattr(made, "factors", None) is None  # vectors, which factors could not hold
-    apart = torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected).clamp_min(TINY)
-    return not written and bool(apart <= TOLERANCE[mine.precision])
+    written = name == "lowrank" and getattr(candidate, "factors", None) is None  # vectors, which factors could not hold
+    apart = torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(expected).clamp_min(TINY)
+    return not written and bool(apart <= TOLERANCE[real.precision])
 
 
 def made_up(data: FederatedData, local: Local, clients: int) -> FederatedData:
     """Return clients of made-up examples in the form of ``data``: as many each as is public, whoever has how many."""
-    each = min(data.most or MADE_UP, max(1, 2 * local.batch_size))
-    inputs, targets = made_rows(data, clients * each, stream(0, "trial of back ends"))
+    count = min(data.most or MADE_UP, max(1, 2 * local.batch_size))
+    inputs, targets = made_rows(data, clients * count, stream(0, "trial of back ends"))
     if data.inputs.dim() == 4 and data.inputs.is_contiguous(memory_format=torch.channels_last):
         inputs = inputs.contiguous(memory_format=torch.channels_last)
-    parts = tuple(np.arange(each) + client * each for client in range(clients))
+    parts = tuple(np.arange(count) + client * count for client in range(clients))
     return replace(data, inputs=inputs, targets=targets, parts=parts, held_back=(), names=())
 
 
@@ -264,11 +264,11 @@ def sum_of(backend: Backend, parts: RoundParts, first: torch.Tensor, clients: np
     """Return the clipped sum ``(d,)`` of some clients' messages from w^0, as in a round of its own."""
     size = parts.layout.dimension
     threshold = 1.0 if math.isfinite(parts.clip.bound(1.0)) else math.inf
-    told = dict.fromkeys(parts.broadcast, torch.linspace(-0.1, 0.1, size) / math.sqrt(size))  # not zero: 0 hides faults
-    broadcast = Broadcast(0, first[:size].clone(), threshold, 1.0, vectors=told)
+    vectors = dict.fromkeys(parts.broadcast, torch.linspace(-0.1, 0.1, size) / math.sqrt(size))  # 0 hides faults
+    broadcast = Broadcast(0, first[:size].clone(), threshold, 1.0, vectors=vectors)
     sink = PlainSum(parts.clip, threshold, parts.message_tensors, parts.message_length)
-    kept = PersonalState(first[size:].clone())
-    RoundSum(parts.algorithm, parts.local, broadcast, sink, kept).add_cohort(backend, clients)
+    heads = PersonalState(first[size:].clone())
+    RoundSum(parts.algorithm, parts.local, broadcast, sink, heads).add_cohort(backend, clients)
     return sink.total
 
 

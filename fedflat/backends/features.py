@@ -43,16 +43,13 @@ def with_features(data: FederatedData, module: nn.Module, precision: str = "fp32
     device = _device(module, data.inputs)
     # What another machine or version made has other last bits, of which this run's noise key knows nothing.
     name = _name(data, module, f"{precision} {device} {machine(device)}")
-    if name is None:
-        found = _of_all(data, module, precision, None)
-    else:
-        if name not in _LAST:
-            _LAST.clear()
-            # From the disk it is mapped into memory, so that what is not being read need not be there.
-            there = read_tensors(cache_folder() / f"features-{name}.safetensors")
-            _LAST[name] = there or _of_all(data, module, precision, name)
-        found = _LAST[name]
-    return replace(data, inputs=found["inputs"], test_inputs=found.get("test"))
+    if name is not None and name not in _LAST:
+        _LAST.clear()
+        # From the disk it is mapped into memory, so that what is not being read need not be there.
+        there = read_tensors(cache_folder() / f"features-{name}.safetensors")
+        _LAST[name] = there or _of_all(data, module, precision, name)
+    features = _of_all(data, module, precision, None) if name is None else _LAST[name]
+    return replace(data, inputs=features["inputs"], test_inputs=features.get("test"))
 
 
 def _of_all(data: FederatedData, module: nn.Module, precision: str, name: str | None) -> dict[str, Tensor]:
@@ -60,16 +57,16 @@ def _of_all(data: FederatedData, module: nn.Module, precision: str, name: str | 
     disk where they took long and have a name.
     """
     began = time.monotonic()
-    made = {} if data.test_inputs is None else {"test": computed(module, data.test_inputs, precision)}
+    features = {} if data.test_inputs is None else {"test": computed(module, data.test_inputs, precision)}
     owned = [np.concatenate([rows, held]) for rows, held in zip_longest(data.parts, data.held_back, fillvalue=_NONE)]
     owned = list({rows.tobytes(): rows for rows in owned}.values())  # a plan's made-up clients all have the same rows
     before = global_generators()
-    made["inputs"] = computed(module, data.inputs, precision, owned)
+    features["inputs"] = computed(module, data.inputs, precision, owned)
     if global_generators() != before:  # how often the others' are drawn would follow from each client's size
         raise wrong("model", "features that draw random numbers", "a frozen body that draws none, or frozen = False")
     if name is not None and time.monotonic() - began >= WORTH_KEEPING and data.name != GIVEN:
-        keep("features", name, made)
-    return made
+        keep("features", name, features)
+    return features
 
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -107,12 +104,12 @@ def computed(
             # Texts of one length share a batch, so padding is not computed on.
             batch = batch[:, : max(1, int(lengths[chosen].max()))]
         with torch.no_grad(), exact(device), torch.autocast(device.type, torch.bfloat16) if fast else nullcontext():
-            found: Tensor = body.features(batch.to(device)).float().to(inputs.device)
+            features: Tensor = body.features(batch.to(device)).float().to(inputs.device)
         if watched is not None:  # what it left behind would reach the next owner
             refuse_change(watched, everything=True)
-        return found
+        return features
 
-    shown = ("making features, batch", len(rows)) if owned is None else ("making features, client", len(groups))
+    progress = ("making features, batch", len(rows)) if owned is None else ("making features, client", len(groups))
     steps = range(1, len(rows) + 1) if owned is None else owners
     watched = StateWatch(module) if own_code(module) else None
     threads = torch.get_num_threads() if device.type == "cpu" and watched is None else 1
@@ -120,10 +117,10 @@ def computed(
     with using_threads(1), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         first = [one(piece) for piece in rows[:1]]  # before the others: memory may have no room for what they make
         result = _room(len(inputs), first[0].shape[1], inputs.device) if first else torch.zeros(0)
-        for chosen, step, found in zip(rows, steps, itertools.chain(first, pool.map(one, rows[1:]))):
-            result[chosen] = found
+        for chosen, step, features in zip(rows, steps, itertools.chain(first, pool.map(one, rows[1:]))):
+            result[chosen] = features
             try:
-                report_progress(shown[0], step, shown[1])
+                report_progress(progress[0], step, progress[1])
             except KeyboardInterrupt:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -158,7 +155,7 @@ LIBRARIES = ("torch.", "transformers.", "timm.", "efficientnet_lite_pytorch.")
 _TENSORS = ("_parameters", "_buffers", "_modules", "training")
 
 
-def _own(layer: nn.Module) -> tuple[object, ...] | None:
+def _settings_of(layer: nn.Module) -> tuple[object, ...] | None:
     """Return what a layer of the user's acts by, besides its tensors; None for the libraries' and ours."""
     if f"{type(layer).__module__}.".startswith((*LIBRARIES, "fedflat.")):
         return None
@@ -171,16 +168,16 @@ def _name(data: FederatedData, module: nn.Module, precision: str) -> str | None:
     """
     total = hashlib.sha256(f"{type(module).__qualname__} {module!r} {precision}".encode())
     for layer in module.modules():
-        own = _own(layer)
-        known = "" if own is None else identity_of(own)
-        if known is None:
+        settings = _settings_of(layer)
+        identity = "" if settings is None else identity_of(settings)
+        if identity is None:
             return None
-        total.update(known.encode())
+        total.update(identity.encode())
         counts = f"{type(layer).__module__}.".startswith(LIBRARIES)
         kinds = (float, str, bool, tuple) if counts else (float, str, bool, tuple, int)
         plain = {k: v for k, v in vars(layer).items() if isinstance(v, kinds) and k != "training"}
-        told = getattr(getattr(layer, "config", None), "to_json_string", str)()
-        total.update(f"{sorted(plain.items())!r} {told}".encode())
+        config = getattr(getattr(layer, "config", None), "to_json_string", str)()
+        total.update(f"{sorted(plain.items())!r} {config}".encode())
     fixed = (p.detach() for p in module.parameters() if not p.requires_grad)
     for value in (*fixed, *module.buffers(), data.inputs, data.test_inputs):
         if value is not None:

@@ -58,12 +58,12 @@ class Sequential:
     name: str = "sequential"
     threads: int = 1
     _pieces: StateWatch = field(init=False, repr=False)
-    _own: bool = field(init=False, repr=False)
+    _own_pieces: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        own = [piece for _, piece in pieces_of(self.algorithm) if not isinstance(piece, Isolated)]
-        self._pieces = StateWatch((own, self.algorithm.finetune))
-        self._own = not packaged(*own)
+        pieces = [piece for _, piece in pieces_of(self.algorithm) if not isinstance(piece, Isolated)]
+        self._pieces = StateWatch((pieces, self.algorithm.finetune))
+        self._own_pieces = not packaged(*pieces)
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Train each client of the cohort (sorted ids), one after the other."""
@@ -104,18 +104,18 @@ class Sequential:
         """
         rows, device = self.data.parts[client], self.problem.device
         local_data = ClientBatches(self.data, client, Order(self.seed, broadcast.round, self.local.batch_size), rows)
-        local, there, told = self.local.of(len(rows)), weights.to(device), sent(broadcast, device).for_one_client()
+        local, there, received = self.local.of(len(rows)), weights.to(device), sent(broadcast, device).for_one_client()
         try:
             with seeded_torch(self.seed, "dropout", broadcast.round, client):
                 before = global_generators()
-                there_too = {name: state.to(device, copy=True) for name, state in states.items()}
-                own = ClientContext(there_too, stream(self.seed, "pieces", broadcast.round, client))
-                result = train_client(self.algorithm, self.problem, told, local, local_data, there, own)
+                moved = {name: state.to(device, copy=True) for name, state in states.items()}
+                context = ClientContext(moved, stream(self.seed, "pieces", broadcast.round, client))
+                result = train_client(self.algorithm, self.problem, received, local, local_data, there, context)
                 # torch's own is seeded for each client; NumPy's and Python's would go on from one client to the next.
                 found = "a draw from a global generator of NumPy or Python"
                 require(global_generators()[1:] == before[1:], "model or algorithm", found, "torch's own")
             self.problem.restore_and_check()
-            refuse_change(self._pieces, "algorithm", everything=self._own)
+            refuse_change(self._pieces, "algorithm", everything=self._own_pieces)
         except (InputError, RunError):
             raise
         except Exception as error:  # a user's piece or module may fail in any way
@@ -228,11 +228,11 @@ class Vectorized:
             raise RunError(f"{where}: {error or type(error).__name__}") from error
         if self.apart and self.threads > 1:  # fewer blocks at a time change no number
             self.threads = 1
-            found = f"engine.processes: blocks of {size} clients do not fit into memory side by side; going on with one"
+            note = f"engine.processes: blocks of {size} clients do not fit into memory side by side; going on with one"
         else:
             self.block = max(1, size // 2)
-            found = f"engine.block: {size} clients did not fit into memory; going on with {self.block}"
-        warnings.warn(found, stacklevel=2)
+            note = f"engine.block: {size} clients did not fit into memory; going on with {self.block}"
+        warnings.warn(note, stacklevel=2)
 
     def _trained(self, clients: np.ndarray, broadcast: Broadcast, kept: PersonalState) -> LocalResult:
         inner, ids = self.inner, clients.tolist()
@@ -241,19 +241,19 @@ class Vectorized:
         data, local = BlockBatches(inner.data, ids, order, rows), inner.local.of(len(rows[0]))
         states = [states_of(inner.algorithm, kept, client, broadcast.shared) for client in ids]
         names = [state.name for state in inner.algorithm.client_state]
-        own = ClientContext({name: torch.stack([each[name] for each in states]) for name in names})
+        context = ClientContext({name: torch.stack([values[name] for values in states]) for name in names})
         factors = self.factors  # another block's thread may decline in between
         if factors is not None:
             try:
                 start: Any = factors.start(broadcast.shared, len(ids))
-                return train_client(inner.algorithm, factors, broadcast, local, data, start, own)
+                return train_client(inner.algorithm, factors, broadcast, local, data, start, context)
             except Declined:
                 self.factors = None
         if kept.first.numel():
             weights = torch.stack([kept.whole(broadcast.shared, client) for client in ids])
         else:
             weights = broadcast.shared.repeat(len(ids), 1)
-        result = train_client(inner.algorithm, self.problem, broadcast, local, data, weights, own)
+        result = train_client(inner.algorithm, self.problem, broadcast, local, data, weights, context)
         self.problem.restore_and_check()
         return result
 
@@ -261,7 +261,7 @@ class Vectorized:
 def _in_order(
     work: Callable[[np.ndarray], Part], blocks: list[np.ndarray], threads: int
 ) -> Generator[Callable[[], Part], None, None]:
-    """For each block, in order, a function that gives its outcome; ``threads`` blocks are under way at a time."""
+    """Yield, for each block in order, a function that gives its part; ``threads`` blocks are under way at a time."""
     if threads == 1 or len(blocks) == 1:
         yield from (partial(work, block) for block in blocks)
         return

@@ -88,7 +88,7 @@ class RayTasks:
         self._task = ray.remote(num_cpus=1, max_retries=RETRIES, **apart)(train_block)
 
     def blocks(self, clients: list[int], count: int) -> list[list[int]]:
-        """Neighbouring clients in blocks, for ``count`` workers."""
+        """Return neighbouring clients in blocks, for ``count`` workers."""
         even = math.ceil(len(clients) / (PER_WORKER * count))
         size = self.block or max(1, min(LARGEST, ENTRIES // max(self.inner.problem.layout.size, 1), even))
         return [clients[start : start + size] for start in range(0, len(clients), size)]
@@ -98,20 +98,20 @@ class RayTasks:
         import ray
 
         count = max(1, int(ray.cluster_resources().get("CPU", 1)))  # as many tasks run at a time
-        told, waiting = ray.put(in_place(broadcast)), iter(self.blocks(clients, count))
+        sent, waiting = ray.put(in_place(broadcast)), iter(self.blocks(clients, count))
         pending: deque[tuple[list[int], Any]] = deque()
 
         def send(most: int) -> None:
             for block in itertools.islice(waiting, most):
                 states = (states_of(self.inner.algorithm, heads, client, broadcast.shared) for client in block)
-                own = [(in_place(heads.of(client)), in_place(each)) for client, each in zip(block, states)]
-                pending.append((block, self._task.remote(self._run, told, block, own)))
+                personal = [(in_place(heads.of(client)), in_place(values)) for client, values in zip(block, states)]
+                pending.append((block, self._task.remote(self._run, sent, block, personal)))
 
         send(IN_FLIGHT * count)
         while pending:  # where one fails, the others are left to end: to cancel a task that ends may abort this process
-            found = self._fetch(pending, broadcast.round)
+            results = self._fetch(pending, broadcast.round)
             send(1)
-            yield from found
+            yield from results
 
     def _fetch(self, pending: deque[tuple[list[int], Any]], round: int) -> list[LocalResult]:
         """Return the oldest block's answer. Blocks that are ready on other machines are brought here meanwhile."""
@@ -121,37 +121,37 @@ class RayTasks:
         ray.wait([reference for _, reference in pending], num_returns=len(pending), timeout=0, fetch_local=True)
         block, reference = pending[0]
         try:
-            found = ray.get(reference)
+            answer = ray.get(reference)
         except ray.exceptions.RayError as error:
             smaller = " with engine.block=1" if isinstance(error, ray.exceptions.OutOfMemoryError) else ""
             raise RunError(
                 f"round {round}, clients {block[0]} to {block[-1]}: a Ray task was lost, {RETRIES} retries included; "
                 f"resume the run{smaller} ({one_line(error)})"
             ) from error
-        if isinstance(found, Exception):
-            raise found
+        if isinstance(answer, Exception):
+            raise answer
         pending.popleft()
-        return found  # type: ignore[no-any-return]
+        return answer  # type: ignore[no-any-return]
 
 
 def train_block(
-    run: list[Any], broadcast: Broadcast, clients: list[int], own: list[tuple[Tensor, dict[str, Tensor]]]
+    run: list[Any], broadcast: Broadcast, clients: list[int], personal: list[tuple[Tensor, dict[str, Tensor]]]
 ) -> list[LocalResult] | Exception:
     """Train clients on one thread, as a Ray task, each with its head and states; return their results, or what to
     raise."""
     try:
-        inner, found = _unpacked(*run), []
-        for client, (head, states) in zip(clients, own):
-            found.append(in_place(inner.one(client, broadcast, torch.cat([broadcast.shared, head]), states)))
+        inner, results = _unpacked(*run), []
+        for client, (head, states) in zip(clients, personal):
+            results.append(in_place(inner.one(client, broadcast, torch.cat([broadcast.shared, head]), states)))
         inner.problem.restore_and_check(everything=True)
-        return found
+        return results
     except Exception as error:  # a user's piece or module may fail in any way
         return as_sent(error, "Ray task")
 
 
 @functools.lru_cache(maxsize=1)
 def _unpacked(wanted: str, reference: Any) -> Sequential:
-    """In a worker: the run it works for. Raises RunError where other versions or processors would compute it."""
+    """Return, in a worker, the run it works for. Raises RunError where other versions or processors compute it."""
     import ray
 
     if versions() != wanted:
@@ -164,34 +164,34 @@ def _unpacked(wanted: str, reference: Any) -> Sequential:
 def versions() -> str:
     """Return what decides the numbers a worker computes: were machines unlike, another client's coin, which moves all
     behind it to other machines, would change their messages."""
-    found = [f"{name} {sys.modules[name].__version__}" for name in ("fedflat", "torch", "numpy")]
-    return ", ".join([*found, torch.backends.cpu.get_cpu_capability(), f"processor {processor()}"])
+    listed = [f"{name} {sys.modules[name].__version__}" for name in ("fedflat", "torch", "numpy")]
+    return ", ".join([*listed, torch.backends.cpu.get_cpu_capability(), f"processor {processor()}"])
 
 
 def packed(inner: Sequential) -> Made:
-    """Arrives as the same back end on its training data alone: neither test data nor held-back examples travel.
+    """Return what arrives as the same back end on its training data alone, without test data and held-back examples.
 
     The text of a user's own files is sent first, for other processes cannot import them.
     """
-    data, own = inner.data, inner.problem
+    data, original = inner.data, inner.problem
     used, rows = np.unique(np.concatenate([*data.parts, np.empty(0, np.int64)]), return_inverse=True)
-    kept = torch.from_numpy(used) if len(used) < len(data.inputs) else slice(None)
+    selected = torch.from_numpy(used) if len(used) < len(data.inputs) else slice(None)
     inputs, last = in_memory_order(data.inputs)
     constants = (data.classes, data.name, data.vocabulary, data.padding, data.most)
-    examples = Made(in_logical_order, in_place(inputs[kept]), last), in_place(data.targets[kept])
+    examples = Made(in_logical_order, in_place(inputs[selected]), last), in_place(data.targets[selected])
     parts = Made(tuple, Made(np.split, rows, np.cumsum(data.sizes)[:-1]))
     federation = Made(FederatedData, *examples, parts, (), None, None, *constants)
-    weights = [weight for weight in own.module.parameters() if weight.is_contiguous()]
+    weights = [weight for weight in original.module.parameters() if weight.is_contiguous()]
     there: dict[int, Any] = {id(w): Made(nn.Parameter, in_place(w), w.requires_grad) for w in weights}
-    module = copy.deepcopy(own.module, there)
-    problem = functools.partial(ModuleProblem, module, own.layout, own.precision, onednn=own.onednn)
-    problem = functools.partial(problem, objective=own.objective)
+    module = copy.deepcopy(original.module, there)
+    problem = functools.partial(ModuleProblem, module, original.layout, original.precision, onednn=original.onednn)
+    problem = functools.partial(problem, objective=original.objective)
     files = Made(load_files, user_files())
     return Made(_sequential, files, inner.algorithm, Made(problem), inner.local, federation, inner.seed)
 
 
-def _sequential(_: None, *given: Any) -> Sequential:
-    return Sequential(*given)
+def _sequential(_: None, *arguments: Any) -> Sequential:
+    return Sequential(*arguments)
 
 
 def in_place(value: Any) -> Any:
@@ -202,7 +202,7 @@ def in_place(value: Any) -> Any:
     if isinstance(value, Broadcast | LocalResult):
         return type(value)(**in_place(vars(value)))
     if isinstance(value, dict):
-        return {name: in_place(each) for name, each in value.items()}
+        return {name: in_place(item) for name, item in value.items()}
     if not isinstance(value, Tensor) or value.dtype == torch.bfloat16:
         return value
     return Made(_view, value.detach().cpu().contiguous().numpy())
@@ -219,7 +219,7 @@ _STARTED: dict[str, int] = {}
 
 
 def connect(processes: int) -> str:
-    """Name of the session in use: one the caller has opened, the cluster at ``RAY_ADDRESS``, or a local one.
+    """Return the name of the session in use: one the caller has opened, the cluster at ``RAY_ADDRESS``, or a local one.
 
     processes: CPUs of a local session; one started here for another number is closed and started again. Recent versions
     of Ray guard it with a token (``~/.ray/auth_token``). Raises RunError, one line, where no session comes about.

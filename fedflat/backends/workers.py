@@ -80,12 +80,12 @@ class _Pool:
         self.slots = torch.zeros(slots, self.spans[-1].stop).share_memory_()
         self.shared = torch.zeros(2 + vectors, layout.dimension).share_memory_()
         self.free = list(range(slots))
-        shared_inner = replace(inner, data=_share(inner.data), problem=_portable(inner.problem))
+        shared_inner = replace(inner, data=_share(inner.data), problem=_unbound(inner.problem))
         self.errors = [own_stderr() for _ in range(count)]
-        given = (shared_inner, self.tasks, self.answers, self.slots, self.shared)
+        common = (shared_inner, self.tasks, self.answers, self.slots, self.shared)
         with _worker_environment(), _without_main():
             first = [Made(_begin, os.getpid(), file, user_files()) for file in self.errors]
-            self.processes = [context.Process(target=_work, args=(each, *given), daemon=True) for each in first]
+            self.processes = [context.Process(target=_work, args=(begin, *common), daemon=True) for begin in first]
             for process in self.processes:
                 process.start()
         atexit.register(self.close)
@@ -110,10 +110,10 @@ class _Pool:
         for client in clients:
             while client not in ready:
                 self._hand_out(waiting, small, heads)
-                trained, slot, found = self._answer()
-                if isinstance(found, Exception):
-                    raise found
-                ready[trained] = slot, [torch.tensor(number) for number in found]
+                trained, slot, outcome = self._answer()
+                if isinstance(outcome, Exception):
+                    raise outcome
+                ready[trained] = slot, [torch.tensor(number) for number in outcome]
             slot, numbers = ready.pop(client)
             yield LocalResult(self.slots[slot, message], self.slots[slot, head], *numbers)
             self.free.append(slot)
@@ -158,7 +158,7 @@ class _Pool:
 
 
 def _begin(parent: int, errors: int, files: list[tuple[str, str]]) -> None:
-    """Arrive in a worker before everything else: its errors are kept from there on, a user's files known."""
+    """Run in a worker before everything else: keep its errors from there on, and load a user's files."""
     write_errors_to(parent, errors)
     load_files(files)
 
@@ -169,12 +169,12 @@ def _share(data: FederatedData) -> FederatedData:
     return replace(data, inputs=inputs, targets=targets, test_inputs=None, test_targets=None)
 
 
-def _portable(problem: ModuleProblem, kept: Iterable[Tensor] = ()) -> ModuleProblem:
+def _unbound(problem: ModuleProblem, uncopied: Iterable[Tensor] = ()) -> ModuleProblem:
     """Return a problem whose module can be sent to another process: parameters unbound from any shared vector.
 
-    kept: tensors that are not copied.
+    uncopied: tensors that stay where they are.
     """
-    module, layout = copy.deepcopy(problem.module, {id(tensor): tensor for tensor in kept}), problem.layout
+    module, layout = copy.deepcopy(problem.module, {id(tensor): tensor for tensor in uncopied}), problem.layout
     return ModuleProblem(module, layout, problem.precision, onednn=problem.onednn, objective=problem.objective)
 
 
@@ -196,13 +196,13 @@ def portable(problem: ModuleProblem, algorithm: Algorithm) -> str:
     """
     if any(type(layer).__module__ == "__main__" for layer in problem.module.modules()):
         return "a model"
-    for what, part in (("a model", problem.module), ("a method", algorithm), ("a loss", problem.objective)):
+    for label, part in (("a model", problem.module), ("a method", algorithm), ("a loss", problem.objective)):
         try:
             sent = pickle.dumps(part)
         except Exception:  # any class may refuse in its own way
-            return what
-        if what != "a model" and b"__main__" in sent:
-            return what
+            return label
+        if label != "a model" and b"__main__" in sent:
+            return label
     return ""
 
 
@@ -212,10 +212,8 @@ def _worker_environment() -> Any:
     on request (activations of 10 MB are thousands of small ones)."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     pages = "" if "glibc.malloc.hugetlb" in tunables else "glibc.malloc.hugetlb=1"
-    wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    wanted["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, pages)))
-    before = dict(os.environ)
-    os.environ.update(wanted)
+    tunables, before = ":".join(filter(None, (tunables, pages))), dict(os.environ)
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLIBC_TUNABLES=tunables)
     try:
         yield
     finally:
@@ -235,13 +233,13 @@ def _next(tasks: Any) -> Any:
 
 
 def _work(_: None, inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Tensor) -> None:
-    """A worker: train the clients it is given until it is given None."""
+    """Train, in a worker, the clients it is given until it is given None."""
     leave_to_parent()
     # One order of every sum, and one core for one client.
     torch.set_num_threads(1)
     keep_freed_memory()
     # Buffers arrive in memory that all workers share, and what a client's data write into them is its own.
-    inner = replace(inner, problem=_portable(inner.problem, inner.problem.module.parameters()))
+    inner = replace(inner, problem=_unbound(inner.problem, inner.problem.module.parameters()))
     message, head, *states = spans_of(inner)
     names = [state.name for state in inner.algorithm.client_state]
     while (task := _next(tasks)) is not None:
@@ -249,8 +247,8 @@ def _work(_: None, inner: Sequential, tasks: Any, answers: Any, slots: Tensor, s
         try:
             mask, vectors = None if small.mask is None else shared[1].bool(), dict(zip(small.vectors, shared[2:]))
             broadcast = replace(small, shared=shared[0], vectors=vectors, mask=mask)
-            own = {name: slots[slot, where].clone() for name, where in zip(names, states)}
-            result = inner.one(client, broadcast, torch.cat([shared[0], slots[slot, head]]), own)
+            values = {name: slots[slot, where].clone() for name, where in zip(names, states)}
+            result = inner.one(client, broadcast, torch.cat([shared[0], slots[slot, head]]), values)
             inner.problem.restore_and_check(everything=getattr(inner.problem.module, "frozen", False) is not True)
             slots[slot, message] = result.message
             slots[slot, head] = result.personal

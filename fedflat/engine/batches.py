@@ -51,10 +51,9 @@ class ClientBatches:
     rows: np.ndarray
 
     def batches(self, phase: int, steps: int) -> Iterator[Batch]:
-        """K minibatches; short ones are short (no padding)."""
-        plan = self.order.indices(self.client, len(self.rows), phase, steps)
+        """Yield K minibatches; short ones are short (no padding)."""
         batch = self._take(self.rows) if self.order.batch_size >= len(self.rows) else None
-        for row in plan:
+        for row in self.order.indices(self.client, len(self.rows), phase, steps):
             yield batch if batch is not None else self._take(self.rows[row[row >= 0]])
 
     def everything(self) -> Iterator[tuple[Batch, Tensor]]:
@@ -100,12 +99,12 @@ class BlockBatches:
         return torch.from_numpy(places).to(self.data.inputs.device) if len(places) else None
 
     def batches(self, phase: int, steps: int) -> Iterator[Batch]:
-        """K padded minibatches ``(n, b, …)``; one and the same where every client's batch is all it may have."""
+        """Yield K padded minibatches ``(n, b, …)``; the same one where a batch is all that a client may have."""
         # Where it is public that every minibatch is all that a client has, it is one tensor for all steps: a low-rank
         # trace then knows that it is the same minibatch.
         if self.data.most is not None and self.order.batch_size >= self.data.most:
-            whole = self._take(ramp(self._flat[2], 0, width_of(self.data, self.order.batch_size)))
-            yield from (whole for _ in range(steps))
+            batch = self._take(ramp(self._flat[2], 0, width_of(self.data, self.order.batch_size)))
+            yield from (batch for _ in range(steps))
             return
         plan = self.plan(phase, steps)
         for step in range(steps):
@@ -115,8 +114,7 @@ class BlockBatches:
         """Return the positions ``(n, K, b)`` into each client's rows, -1 for padding: ``Order.indices`` of every
         client.
         """
-        _, _, sizes = self._flat
-        batch = self.order.batch_size
+        sizes, batch = self._flat[2], self.order.batch_size
         draws = Streams(self.order.seed, "batches", self.order.round)
         plan = np.full((len(sizes), steps, width_of(self.data, batch)), -1, dtype=np.int64)
         for size in np.unique(sizes).tolist():
@@ -128,8 +126,8 @@ class BlockBatches:
             per_epoch = -(-size // batch)
             order = np.full((len(of_size), -(-steps // per_epoch), per_epoch * batch), -1, dtype=np.int64)
             order[:, :, :size] = np.arange(size)
-            own = draws.each((self.clients[index], phase) for index in of_size.tolist())
-            for place, generator in zip(order[:, :, :size], own):
+            generators = draws.each((self.clients[index], phase) for index in of_size.tolist())
+            for place, generator in zip(order[:, :, :size], generators):
                 generator.permuted(place, axis=1, out=place)
             plan[of_size] = order.reshape(len(of_size), -1, batch)[:, :steps]
         return plan
@@ -174,9 +172,9 @@ def class_shares(data: FederatedData, rows: Sequence[np.ndarray], classes: int) 
         found = f"a last layer of {classes} outputs for {data.classes} classes"
         raise wrong("algorithm", found, "a classification, and a model that ends in a linear layer with a bias")
     targets = data.targets.cpu().numpy()
-    counts = np.stack([np.bincount(targets[own], minlength=classes) for own in rows])
-    found = (counts / np.maximum(counts.sum(1, keepdims=True), 1)).astype(np.float32)
-    return torch.from_numpy(found).to(data.inputs.device)
+    counts = np.stack([np.bincount(targets[indices], minlength=classes) for indices in rows])
+    shares = (counts / np.maximum(counts.sum(1, keepdims=True), 1)).astype(np.float32)
+    return torch.from_numpy(shares).to(data.inputs.device)
 
 
 def ramp(sizes: np.ndarray, start: int, stop: int) -> np.ndarray:

@@ -51,7 +51,7 @@ class _Client:
     local: Local
     data: LocalData
     weights: Tensor
-    own: ClientContext
+    context: ClientContext
     losses: list[Tensor] = field(default_factory=list)
     accuracies: list[Tensor] = field(default_factory=list)
 
@@ -60,8 +60,8 @@ class _Client:
         shared = phase.part != "personal"
         return ClientView(
             steps=steps_of(phase, self.local), lr=rate_of(phase, self.local, self.broadcast),
-            broadcast=self.broadcast.vectors if shared else {}, state=self.own.state if shared else {},
-            generator=self.own.generator, tensors=self.problem.layout.tensors("shared") if shared else (), **more,
+            broadcast=self.broadcast.vectors if shared else {}, state=self.context.state if shared else {},
+            generator=self.context.generator, tensors=self.problem.layout.tensors("shared") if shared else (), **more,
         )  # fmt: skip
 
     def loss_gradient(self, phase: Phase, batch: Batch) -> GradientFn:
@@ -69,12 +69,12 @@ class _Client:
         step = len(self.losses)
 
         def gradient(at: Tensor) -> Tensor:
-            found = self.problem.gradient(self.with_part(at, phase), phase.part, batch)
+            result = self.problem.gradient(self.with_part(at, phase), phase.part, batch)
             # SAM and the like ask several times a step; the first answer is the loss at the step's own weights.
             if len(self.losses) == step:
-                self.losses.append(found.loss)
-                self.accuracies.append(found.accuracy)
-            return _with_aids(found, at, self.local)
+                self.losses.append(result.loss)
+                self.accuracies.append(result.accuracy)
+            return _with_aids(result, at, self.local)
 
         return gradient
 
@@ -132,13 +132,13 @@ class _Client:
 
 def train_client(
     algorithm: Algorithm, problem: Problem, broadcast: Broadcast, local: Local, data: LocalData, weights: Tensor,
-    own: ClientContext = NOTHING,
+    context: ClientContext = NOTHING,
 ) -> LocalResult:  # fmt: skip
     """Local phases, update, mask and transforms of a client (docs/specification.md, "The round", steps 3 and 4).
 
     weights: ``(…, D)`` with w^t in the shared part and the client's own head behind it; it is overwritten.
     """
-    layout, client = problem.layout, _Client(problem, broadcast, local, data, weights, own)
+    layout, client = problem.layout, _Client(problem, broadcast, local, data, weights, context)
     for index, phase in enumerate(algorithm.phases):  # K steps of each, in place on its part of ``weights``
         part = weights[..., layout.span(phase.part)]
         view = client.view(phase, start=part.clone(), clip=broadcast.clip, shares=data.class_shares)
@@ -146,19 +146,16 @@ def train_client(
         for batch in data.batches(index, view.steps):
             gradient = rule(client.loss_gradient(phase, batch), view)(part)
             part.sub_(direction(_like(gradient, part, f"algorithm.phases[{index}].rule")), alpha=view.lr)
-    message = client.message(algorithm)
-    loss, accuracy = client.mean(client.losses), client.mean(client.accuracies)
-    return LocalResult(message, weights[..., layout.span("personal")], loss, accuracy)
+    message, personal = client.message(algorithm), weights[..., layout.span("personal")]
+    return LocalResult(message, personal, client.mean(client.losses), client.mean(client.accuracies))
 
 
-def _like(found: Tensor, given: Tensor, name: str) -> Tensor:
-    """Return what a piece returned, if it has the form of what it was given; a trial cannot see what only some data
-    bring.
-    """
-    if not hasattr(found, "shape") or found.shape != given.shape or not found.is_floating_point():
-        told = tuple(found.shape) if hasattr(found, "shape") else type(found).__name__
-        raise wrong(name, f"{told} returned for {tuple(given.shape)}", "numbers of the same shape")
-    return found
+def _like(returned: Tensor, expected: Tensor, name: str) -> Tensor:
+    """Return what a piece returned, if its form is the expected one; a trial cannot see what only some data bring."""
+    if not hasattr(returned, "shape") or returned.shape != expected.shape or not returned.is_floating_point():
+        form = tuple(returned.shape) if hasattr(returned, "shape") else type(returned).__name__
+        raise wrong(name, f"{form} returned for {tuple(expected.shape)}", "numbers of the same shape")
+    return returned
 
 
 def steps_of(phase: Phase, local: Local) -> int:
@@ -178,36 +175,36 @@ def _directions(local: Local, phase: Phase) -> Callable[[Tensor], Tensor]:
     momentum = local.momentum if phase.momentum is None else phase.momentum
     if not momentum:
         return lambda gradient: gradient
-    kept: list[Tensor] = []
+    velocity: list[Tensor] = []
 
     def heavy_ball(gradient: Tensor) -> Tensor:
         # In place: a vector of the model's size per step would cost more than the product.
-        kept[:] = [kept[0].mul_(momentum).add_(gradient) if kept else gradient.clone()]
-        return kept[0]
+        velocity[:] = [velocity[0].mul_(momentum).add_(gradient) if velocity else gradient.clone()]
+        return velocity[0]
 
     return heavy_ball
 
 
 def _adam(first: float = 0.9, second: float = 0.999, floor: float = 1e-8) -> Callable[[Tensor], Tensor]:
     """Adam's direction (Kingma and Ba 2015, Algorithm 1): bias-corrected mean over root mean square, per coordinate."""
-    kept: list[Tensor] = []
+    moments: list[Tensor] = []
     step = 0
 
     def along(gradient: Tensor) -> Tensor:
         nonlocal step
-        if not kept:
-            kept.extend([torch.zeros_like(gradient), torch.zeros_like(gradient)])
+        if not moments:
+            moments.extend([torch.zeros_like(gradient), torch.zeros_like(gradient)])
         step += 1
-        mean = kept[0].mul_(first).add_(gradient, alpha=1 - first)
-        square = kept[1].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        mean = moments[0].mul_(first).add_(gradient, alpha=1 - first)
+        square = moments[1].mul_(second).addcmul_(gradient, gradient, value=1 - second)
         return mean / (1 - first**step) / ((square / (1 - second**step)).sqrt_().add_(floor))
 
     return along
 
 
-def _with_aids(found: Gradient, at: Tensor, local: Local) -> Tensor:
+def _with_aids(result: Gradient, at: Tensor, local: Local) -> Tensor:
     """Gradient-norm clipping, then weight decay: training aids on the loss gradient, before any mixing."""
-    vector = found.vector
+    vector = result.vector
     if local.max_grad_norm is not None:
         norm = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
         vector = vector * (local.max_grad_norm / norm.clamp_min(TINY)).clamp(max=1.0)

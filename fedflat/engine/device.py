@@ -64,14 +64,13 @@ def device_for(
     Raises InputError where a GPU is asked for by name and there is none, or it computes something else.
     """
     # Worker processes compute on the processor; a GPU is not shared among them.
-    alone = backend in PROCESSES or not torch.cuda.is_available()
-    if name == "cpu" or (name == "auto" and alone):
+    processor_only = backend in PROCESSES or not torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and processor_only):
         return CPU
     if backend in PROCESSES:
         raise wrong("engine.device", f"{name} with engine.backend {backend}", "cpu for it, or another back end")
     device = _named("cuda" if name == "auto" else name)
-    reason = difference(module, layout, data, precision, device, loss)
-    if not reason:
+    if not (reason := difference(module, layout, data, precision, device, loss)):
         return device
     require(name == "auto", "engine.device", f"{name}, where {reason}", "cpu")
     warnings.warn(f"engine.device: going on with the processor, for on {device} {reason}", stacklevel=2)
@@ -108,14 +107,14 @@ def difference(
     expected = gradient(CPU, "fp32")
     try:
         with exact(device):
-            found = gradient(device, precision)
+            actual = gradient(device, precision)
     except Exception as error:  # a layer may fail there in a way of its own
         return f"training fails: {first_line(error)}"
-    whole = expected.norm().clamp_min(TINY)
-    apart, allowed = float((found - expected).norm() / whole), TOLERANCE["fp32"]
+    norm = expected.norm().clamp_min(TINY)
+    apart, allowed = float((actual - expected).norm() / norm), TOLERANCE["fp32"]
     if precision != "fp32":
         # bf16 rounds coarsely on every device: the processor's own error is the measure.
-        allowed = max(TOLERANCE[precision], COARSER * float((gradient(CPU, precision) - expected).norm() / whole))
+        allowed = max(TOLERANCE[precision], COARSER * float((gradient(CPU, precision) - expected).norm() / norm))
     return "" if apart <= allowed else f"a gradient is {apart:.1%} away from the processor's"
 
 
@@ -126,11 +125,11 @@ def placed(data: FederatedData, device: torch.device) -> FederatedData:
     if data.inputs.device == device:
         return data
     names = ("inputs", "targets", "test_inputs", "test_targets")
-    whole = {name: value for name in names if (value := getattr(data, name)) is not None}
+    tensors = {name: value for name in names if (value := getattr(data, name)) is not None}
     try:
-        return replace(data, **{name: value.to(device) for name, value in whole.items()})
+        return replace(data, **{name: value.to(device) for name, value in tensors.items()})
     except RuntimeError as error:
-        size = sum(value.nbytes for value in whole.values()) / 2**30
+        size = sum(value.nbytes for value in tensors.values()) / 2**30
         raise RunError(f"engine.device: {size:.1f} GiB of data do not go on {device}: {error}") from error
 
 
@@ -180,8 +179,7 @@ def refuse_crashing(module: nn.Module, inputs: Tensor) -> None:
 
     They are taken in a child process, since no ``except`` sees such a crash.
     """
-    number = _ended_by(module, inputs, last=False)
-    if number in CRASHES:
+    if (number := _ended_by(module, inputs, last=False)) in CRASHES:
         found = f"a module whose first gradient crashes in compiled code ({signal.Signals(number).name})"
         raise wrong("model", found, "layers that torch can train on this machine")
 
@@ -211,7 +209,7 @@ def _ended_by(module: nn.Module, like: Tensor, last: bool) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the C library's last words
             faulthandler.disable()
             torch.set_num_threads(1)
-            trained = [each for each in module.train().parameters() if each.requires_grad]
+            trained = [p for p in module.train().parameters() if p.requires_grad]
             for _ in range(PASSES):
                 inputs = torch.randn(ROWS, *like.shape[1:]).to(like.dtype)
                 inputs = inputs.contiguous(memory_format=torch.channels_last) if last else inputs
@@ -243,15 +241,15 @@ def serves(module: nn.Module, layout: Layout, precision: str, inputs: Tensor) ->
         return False
     if at_fault(module) or (len(inputs) and not inputs.is_contiguous(memory_format=torch.channels_last)):
         return False  # see ``in_bearable_layout``
-    own, usual = (ModuleProblem(module, layout, precision, onednn=onednn) for onednn in (True, False))
+    fast, plain = (ModuleProblem(module, layout, precision, onednn=onednn) for onednn in (True, False))
     weights = flatten(module, layout)
     try:
         # The middle of three: one ReLU that tips over between equal numbers is no fault.
-        distances = sorted(_distance(own, usual, weights, _images(number, inputs)) for number in range(TRIES))
+        distances = sorted(_distance(fast, plain, weights, _images(number, inputs)) for number in range(TRIES))
     except Exception:  # a module may do anything with its inputs, and most of it is not there for these tensors
         return False
     finally:
-        usual.bind(weights)  # a forward pass may have written to buffers
+        plain.bind(weights)  # a forward pass may have written to buffers
     return distances[TRIES // 2] <= CLOSE
 
 
@@ -261,13 +259,13 @@ def _images(number: int, like: Tensor) -> Batch:
     return Batch(images, torch.zeros(EXAMPLES, dtype=torch.int64))
 
 
-def _distance(own: ModuleProblem, plain: ModuleProblem, weights: Tensor, batch: Batch) -> float:
+def _distance(fast: ModuleProblem, plain: ModuleProblem, weights: Tensor, batch: Batch) -> float:
     """‖g − g′‖/‖g‖ of the two problems' gradients; infinite where either is not finite."""
     with seeded_torch(0, "images to try layers on"):  # neither draws what the run would draw
-        found = own.gradient(weights, "all", batch).vector
+        actual = fast.gradient(weights, "all", batch).vector
     with seeded_torch(0, "images to try layers on"):
         expected = plain.gradient(weights, "all", batch).vector
-    distance = float((found - expected).norm() / expected.norm())
+    distance = float((actual - expected).norm() / expected.norm())
     return distance if distance >= 0 else float("inf")
 
 

@@ -41,13 +41,13 @@ def scores(
 
     def share(number: int) -> list[list[Tensor]]:
         """Score every n-th batch with one of n modules."""
-        module, found = modules[number].eval(), []
+        module, results = modules[number].eval(), []
         with torch.no_grad():
             for start in starts[number :: len(modules)]:
                 rows = slice(start, start + batch)
                 outputs = problem.logits(inputs[rows].to(device), module)
-                found.append([each.cpu() for each in problem.objective(outputs, targets[rows].to(device))])
-        return found
+                results.append([values.cpu() for values in problem.objective(outputs, targets[rows].to(device))])
+        return results
 
     try:
         # A module may draw in eval mode too: with a shared generator each owner's draws would follow the others'.
@@ -74,7 +74,7 @@ def outputs_of(problem: ModuleProblem, weights: Tensor, inputs: Tensor, batch: i
     device = problem.device
     problem.bind(weights.to(device))
     with exact(device), problem.evaluating(), torch.no_grad(), seeded_torch(0, "evaluation"):
-        return torch.cat([problem.logits(some.to(device), problem.module).cpu() for some in inputs.split(batch)])
+        return torch.cat([problem.logits(chunk.to(device), problem.module).cpu() for chunk in inputs.split(batch)])
 
 
 def measured(metric: Metric, outputs: Tensor, targets: Tensor) -> float:
@@ -106,14 +106,13 @@ def client_accuracies(
     """Return the accuracy of each client on its held-back data, at the weights that ``weights_of`` gives for it; loss
     where the task has no accuracy.
     """
-    which = 1 if problem.objective.scored else 0
-    found = []
+    figures = []
     for client in clients:
         rows = torch.from_numpy(data.held_back[client]).to(data.inputs.device)
         # A copy of its own: what a module writes into its weights must not reach the next client.
-        both = scores(problem, weights_of(client).clone(), data.inputs[rows], data.targets[rows])
-        found.append(float(both[which].mean()))
-    return np.array(found)
+        loss, accuracy = scores(problem, weights_of(client).clone(), data.inputs[rows], data.targets[rows])
+        figures.append(float((accuracy if problem.objective.scored else loss).mean()))
+    return np.array(figures)
 
 
 STEPS = 2.0**20
@@ -152,22 +151,22 @@ def best_so_far(state: RoundState, public: Record) -> RoundState:
 
 
 def evaluate_round(job: Job, state: RoundState, heads: PersonalState) -> tuple[Record, Record]:
-    """Public test metrics (released) and personal or per-client ones (private to the simulation)."""
+    """Return public test metrics (released), and personal or per-client ones (private to the simulation)."""
     data, method, finished = job.data, job.parts.algorithm, state.round
     last = finished == job.last_round
     public: Record = {"test_loss": None, "test_accuracy": None}
     hidden: Record = {}
     if data.test_inputs is not None and (last or finished % job.evaluation.every == 0):
-        how, whole = job.evaluation, torch.cat([state.released, heads.first])
-        found = scores(job.problem, whole, data.test_inputs, data.test_targets, how.batch_size, how.threads)  # type: ignore[arg-type]
-        public |= _tested(job, found, whole)
+        config, weights = job.evaluation, torch.cat([state.released, heads.first])
+        scored = scores(job.problem, weights, data.test_inputs, data.test_targets, config.batch_size, config.threads)  # type: ignore[arg-type]
+        public |= _tested(job, scored, weights)
     every = job.evaluation.personal_every or max(1, job.parts.plan.rounds // PERSONAL_TIMES)
     if job.held and (last or finished % every == 0):
 
         def weights_of(client: int) -> Tensor:
             """Return what the client would use itself: its own head, or the model fine-tuned on its own data."""
-            own = heads.whole(state.released, client)
-            return own if method.finetune is None else finetuned(job, state, own, client, method.finetune)
+            personal = heads.whole(state.released, client)
+            return personal if method.finetune is None else finetuned(job, state, personal, client, method.finetune)
 
         accuracies = client_accuracies(job.problem, data, weights_of, job.held)
         figure = "accuracy" if job.problem.objective.scored else "loss"
@@ -178,13 +177,13 @@ def evaluate_round(job: Job, state: RoundState, heads: PersonalState) -> tuple[R
     return public, hidden
 
 
-def _tested(job: Job, found: tuple[Tensor, Tensor], weights: Tensor) -> Record:
+def _tested(job: Job, scored: tuple[Tensor, Tensor], weights: Tensor) -> Record:
     """Return the loss, accuracy where the task has one, and the user's own metrics, on public test data."""
     data, objective = job.data, job.problem.objective
-    loss, score = (float(each.mean()) for each in found)
+    loss, score = (float(values.mean()) for values in scored)
     public: Record = {"test_loss": loss, "test_accuracy": score if objective.scored else None}
     if objective.task == "classification":
-        public["class_accuracy"] = class_accuracy(found[1], data.test_targets)  # type: ignore[arg-type]
+        public["class_accuracy"] = class_accuracy(scored[1], data.test_targets)  # type: ignore[arg-type]
     if job.metrics:
         outputs = outputs_of(job.problem, weights, data.test_inputs, job.evaluation.batch_size)  # type: ignore[arg-type]
         targets = data.test_targets.cpu()  # type: ignore[union-attr]
@@ -197,11 +196,11 @@ def finetuned(job: Job, state: RoundState, weights: Tensor, client: int, tune: P
     parts, rows = job.parts, job.data.parts[client]
     if len(rows) == 0:
         return weights
-    alone, device = Algorithm("fine-tuning", phases=(tune,)), job.problem.device
+    algorithm, device = Algorithm("fine-tuning", phases=(tune,)), job.problem.device
     broadcast = Broadcast(state.round, state.released, math.inf, parts.local.rate(max(state.round - 1, 0)))
     local_data = ClientBatches(job.data, client, Order(job.seed, state.round, parts.local.batch_size), rows)
     with seeded_torch(job.seed, "dropout of fine-tuning", state.round, client):
         weights = weights.to(device)
-        own = ClientContext(generator=stream(job.seed, "pieces of fine-tuning", state.round, client))
-        train_client(alone, job.problem, sent(broadcast, device), parts.local, local_data, weights, own)
+        context = ClientContext(generator=stream(job.seed, "pieces of fine-tuning", state.round, client))
+        train_client(algorithm, job.problem, sent(broadcast, device), parts.local, local_data, weights, context)
     return weights

@@ -53,8 +53,8 @@ class Trace:
         """Return the number of a layer's input; a tensor that came before keeps its number."""
         while len(self.acts) <= layer:
             self.acts.append([])
-        for index, known in enumerate(self.acts[layer]):
-            if known is act:
+        for index, earlier in enumerate(self.acts[layer]):
+            if earlier is act:
                 return index
         self.acts[layer].append(act)
         return len(self.acts[layer]) - 1
@@ -79,20 +79,20 @@ class Trace:
         """Slot -> Σ c_s·δ_s ``(n, b, outputs)`` over the evaluations on that slot; to be read only."""
         # Only mixtures with plain numbers are kept: those with a coefficient per client differ at every step.
         numbers = tuple(item for item in steps.items() if isinstance(item[1], float))
-        known = self._mixed.get((layer, numbers)) if len(numbers) == len(steps) else None
-        if known is not None:
-            return known
-        found: dict[int, Tensor] = {}
+        cached = self._mixed.get((layer, numbers)) if len(numbers) == len(steps) else None
+        if cached is not None:
+            return cached
+        mixture: dict[int, Tensor] = {}
         for s, c in steps.items():
             slot, scaled = self.slots[s][layer], self.deltas[s][layer]
             if isinstance(c, Tensor) or c != 1.0:
                 scaled = scaled * (c[:, :, None] if isinstance(c, Tensor) else c)
-            found[slot] = found[slot] + scaled if slot in found else scaled
+            mixture[slot] = mixture[slot] + scaled if slot in mixture else scaled
         if len(numbers) == len(steps):
             # One mixture a layer is kept, the last: weights move on, and never come back to an old one.
             self._mixed = {key: value for key, value in self._mixed.items() if key[0] != layer}
-            self._mixed[layer, numbers] = found
-        return found
+            self._mixed[layer, numbers] = mixture
+        return mixture
 
     def square(self, s: int) -> Tensor:
         """Return the squared norm ``(n,)`` of one recorded gradient for each client, in float64."""
@@ -111,12 +111,12 @@ class Trace:
                     if layer.bias is not None:
                         # The bias is one more input that is always 1, so it adds 1 to every product of inputs.
                         rows = rows + 1
-                    found = (rows * products).sum((1, 2), dtype=torch.float64)
+                    term = (rows * products).sum((1, 2), dtype=torch.float64)
                     if p == q:
                         # A norm that overflowed would clip nothing; what comes near float32's end counts as infinite.
                         peak = torch.maximum(rows.abs().amax((1, 2)), products.abs().amax((1, 2)))
-                        found = torch.where(peak < LARGEST, found, torch.inf)
-                    total += found if p == q else 2 * found
+                        term = torch.where(peak < LARGEST, term, torch.inf)
+                    total += term if p == q else 2 * term
         return total
 
 
@@ -180,7 +180,7 @@ class Factored:
         self.bases, self.steps = other.bases, other.steps
         return self
 
-    def _each(self, change: Callable[[Coefficient], Coefficient]) -> "Factored":
+    def _mapped(self, change: Callable[[Coefficient], Coefficient]) -> "Factored":
         """Return the vectors with each coefficient changed."""
         bases = [(b, change(c)) for b, c in self.bases]
         return Factored(self.trace, bases, {s: change(c) for s, c in self.steps.items()})
@@ -193,7 +193,7 @@ class Factored:
             raise Declined("a product with other vectors")
         if isinstance(factor, Tensor):
             factor = factor.to(torch.float32) if factor.dim() else float(factor)
-        return self._each(lambda c: c * factor)
+        return self._mapped(lambda c: c * factor)
 
     def add(self, other: Any, *, alpha: float = 1.0) -> "Factored":
         """Plus ``alpha`` times other factored vectors of the same block, or a vector ``(D,)``."""
@@ -203,7 +203,7 @@ class Factored:
             raise Declined("a sum that leaves the span of the gradients")
         bases, steps = list(self.bases), dict(self.steps)
         for base, c in other.bases:
-            place = next((i for i, (known, _) in enumerate(bases) if _same(known, base)), None)
+            place = next((i for i, (held, _) in enumerate(bases) if _same(held, base)), None)
             if place is None:
                 bases.append((base, alpha * c))
             else:
@@ -342,7 +342,7 @@ def _chosen(mask: Tensor, a: Any, b: Any) -> Any:
     if isinstance(a, Tensor) or isinstance(b, Tensor) or mask.shape != (a.shape[0], 1):
         raise Declined("a choice among entries")
     # Not by products: where nothing is kept of a coefficient, it may be infinite.
-    return a._each(lambda c: torch.where(mask, c, 0.0)).add(b._each(lambda c: torch.where(mask, 0.0, c)))
+    return a._mapped(lambda c: torch.where(mask, c, 0.0)).add(b._mapped(lambda c: torch.where(mask, 0.0, c)))
 
 
 _ATEN = torch.ops.aten
@@ -414,8 +414,8 @@ class _At:
         y = x.new_zeros(*x.shape[:2], layer.outputs) if self.shared is None else self._common(x, self.shared)
         for base, c in self.others:
             y.addcmul_(self._common(x, base), c[:, :, None])
-        for known, u in self.mixed.items():
-            y.baddbmm_(self.trace.gram(self.index, slot, known), u)
+        for other, u in self.mixed.items():
+            y.baddbmm_(self.trace.gram(self.index, slot, other), u)
             if layer.bias is not None:
                 y += u.sum(1, keepdim=True)
         return y
@@ -432,8 +432,8 @@ class _At:
         x = delta.new_zeros(*delta.shape[:2], layer.inputs) if self.shared is None else self._back(delta, self.shared)
         for base, c in self.others:
             x.addcmul_(self._back(delta, base), c[:, :, None])
-        for known, u in self.mixed.items():
-            x.baddbmm_(torch.bmm(delta, u.transpose(1, 2)), self.trace.acts[self.index][known])
+        for slot, u in self.mixed.items():
+            x.baddbmm_(torch.bmm(delta, u.transpose(1, 2)), self.trace.acts[self.index][slot])
         return x
 
     def _back(self, delta: Tensor, vector: Tensor) -> Tensor:

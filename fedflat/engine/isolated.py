@@ -77,8 +77,7 @@ class Recording:
 
     def fits(self, broadcast: Mapping[str, Tensor], rows: int) -> bool:
         """Return whether it was made for these public vectors and so many clients."""
-        same = all(torch.equal(self.broadcast[name], vector) for name, vector in broadcast.items())
-        return same and self.rows in (0, rows)
+        return self.rows in (0, rows) and all(torch.equal(self.broadcast[name], v) for name, v in broadcast.items())
 
     def run(self, inputs: Sequence[Tensor], ask: Ask) -> Tensor:
         """Return the outcome for a block's tensors."""
@@ -90,8 +89,8 @@ class Recording:
             beside = not isinstance(inputs[0], Tensor) and isinstance(args[0], Tensor)
             if beside and step.call is not None and step.call._schema.is_mutable:
                 raise Declined("a tensor beside the factors that is written into")
-            found = call(*args, **{k: _filled(v, slots) for k, v in step.kwargs.items()})
-            for number, value in zip(step.out, found if isinstance(found, tuple | list) else (found,)):
+            outcome = call(*args, **{k: _filled(v, slots) for k, v in step.kwargs.items()})
+            for number, value in zip(step.out, outcome if isinstance(outcome, tuple | list) else (outcome,)):
                 if number is not None:
                     slots[number] = value
             for number in step.drop:
@@ -113,7 +112,7 @@ class _Recorder(TorchDispatchMode):
         self.steps: list[_Step] = []
         self._held: list[Any] = list(inputs)  # alive, so that no address is used twice
         self._slots = {id(tensor): number for number, tensor in enumerate(inputs)}
-        self._given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        self._outside = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         self._count = len(inputs)
 
     @classmethod
@@ -122,17 +121,16 @@ class _Recorder(TorchDispatchMode):
 
     def slot(self, tensor: Tensor) -> _Slot | Tensor:
         """Return where a tensor lies; itself if it comes from elsewhere."""
-        number = self._slots.get(id(tensor))
-        if number is not None:
+        if (number := self._slots.get(id(tensor))) is not None:
             return _Slot(number)
         self._held.append(tensor)
-        self._given.add(tensor.untyped_storage().data_ptr())
+        self._outside.add(tensor.untyped_storage().data_ptr())
         return tensor
 
-    def note(self, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Any) -> None:
+    def note(self, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outcome: Any) -> None:
         """Add a step."""
         marked = tuple(self._marked(arg) for arg in args), {k: self._marked(v) for k, v in kwargs.items()}
-        outs = [self._new(value) for value in (found if isinstance(found, tuple | list) else (found,))]
+        outs = [self._new(value) for value in (outcome if isinstance(outcome, tuple | list) else (outcome,))]
         self.steps.append(_Step(call, *marked, tuple(outs)))
 
     def _marked(self, arg: Any) -> Any:
@@ -155,16 +153,16 @@ class _Recorder(TorchDispatchMode):
             raise Refused("draws random numbers")
         if func.namespace not in ("aten", "prims"):  # Python of the user's own, which may remember and branch
             raise Refused(f"calls an operation that is not torch's own ({func})")
-        found = func(*args, **kwargs)
-        self.note(func, args, kwargs, found)
+        outcome = func(*args, **kwargs)
+        self.note(func, args, kwargs, outcome)
         for place, argument in enumerate(func._schema.arguments):
             written = args[place] if place < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(written, Tensor):
                 self.slot(written)
                 # Recorded, such a write would reach the next round, or another client's view of the broadcast.
-                if written.untyped_storage().data_ptr() in self._given:
+                if written.untyped_storage().data_ptr() in self._outside:
                     raise Refused("writes into a tensor that it was given or keeps")
-        return found
+        return outcome
 
 
 class _Asked(torch.autograd.Function):
@@ -201,21 +199,21 @@ def record(call: Traced, inputs: Sequence[Tensor], broadcast: Mapping[str, Tenso
     """
     three, two = (_recorded(call, inputs, broadcast, rows, check and rows == FEW[0]) for rows in FEW)
     try:
-        steps = tuple(_of_any(*pair) for pair in zip(three.steps, two.steps, strict=True))
-        return replace(three, steps=steps, result=_any(three.result, two.result), rows=0)
+        steps = tuple(_unified_step(*pair) for pair in zip(three.steps, two.steps, strict=True))
+        return replace(three, steps=steps, result=_unified(three.result, two.result), rows=0)
     except ValueError:
         return _recorded(call, inputs, broadcast, inputs[0].shape[0], check)
 
 
-def _of_any(three: _Step, two: _Step) -> _Step:
+def _unified_step(three: _Step, two: _Step) -> _Step:
     """Return a step for any number of clients from the two; ValueError where they differ in more than that."""
     if (three.call, three.out, three.drop) != (two.call, two.out, two.drop):
         raise ValueError
-    args, kwargs = tree_map(_any, (three.args, three.kwargs), (two.args, two.kwargs))
+    args, kwargs = tree_map(_unified, (three.args, three.kwargs), (two.args, two.kwargs))
     return replace(three, args=args, kwargs=kwargs)
 
 
-def _any(three: Any, two: Any) -> Any:
+def _unified(three: Any, two: Any) -> Any:
     if type(three) is int and (three, two) == FEW:
         return _ROWS
     if type(three) is not type(two) or getattr(three, "dtype", None) != getattr(two, "dtype", None):
@@ -232,57 +230,57 @@ def _made_up(x: Tensor, start: int) -> Tensor:
 def _recorded(
     call: Traced, inputs: Sequence[Tensor], broadcast: Mapping[str, Tensor], rows: int, check: bool
 ) -> Recording:
-    made = [_made_up(x.new_zeros((rows, *x.shape[1:])), k) for k, x in enumerate(inputs)]
-    told = {name: vector.clone() for name, vector in broadcast.items()}
-    token = torch.zeros(len(made[0]), device=made[0].device)
-    recorder = _Recorder([*made, *told.values(), token])
+    samples = [_made_up(x.new_zeros((rows, *x.shape[1:])), k) for k, x in enumerate(inputs)]
+    vectors = {name: vector.clone() for name, vector in broadcast.items()}
+    token = torch.zeros(len(samples[0]), device=samples[0].device)
+    recorder = _Recorder([*samples, *vectors.values(), token])
 
-    def one(mine: list[Tensor], token: Tensor) -> Tensor:
+    def one(client: list[Tensor], token: Tensor) -> Tensor:
         def ask(name: str, classes: int, at: Tensor) -> Tensor:
-            def answer(whole: Tensor) -> Tensor:
+            def answer(points: Tensor) -> Tensor:
                 # The stand-in's own arithmetic is not part of the piece.
                 with torch._C._DisableTorchDispatch():
-                    found = torch.cos(whole) if not classes else whole.new_full((len(whole), classes), 1 / classes)
-                recorder.note(None, (name, classes, whole), {}, found)
-                return found
+                    reply = torch.cos(points) if not classes else points.new_full((len(points), classes), 1 / classes)
+                recorder.note(None, (name, classes, points), {}, reply)
+                return reply
 
             return cast(Tensor, _Asked.apply(at, token, answer))  # type: ignore[no-untyped-call]
 
-        return call(mine, told, _Closed(), ask)
+        return call(client, vectors, _Closed(), ask)
 
     before = global_generators()
     try:
         with recorder:
-            found = torch.func.vmap(one, randomness="error")(made, token)
+            outcome = torch.func.vmap(one, randomness="error")(samples, token)
     except Refused:
         raise
     except Exception as error:  # torch's own refusals have no type of their own
         raise Refused(_in_words(error)) from error
     if global_generators() != before:
         raise Refused("draws from a global generator")
-    result = recorder.slot(found)
+    result = recorder.slot(outcome)
     if not isinstance(result, _Slot):
         raise Refused("returns a tensor that it keeps")
-    recording = Recording(_without_leftovers(recorder.steps, result), result, told, rows)
+    recording = Recording(_without_leftovers(recorder.steps, result), result, vectors, rows)
     if check:
-        _refuse_mixing(recording, made, [*told.values(), token])
+        _refuse_mixing(recording, samples, [*vectors.values(), token])
     return recording
 
 
-def _refuse_mixing(recording: Recording, made: Sequence[Tensor], rest: Sequence[Tensor]) -> None:
+def _refuse_mixing(recording: Recording, samples: Sequence[Tensor], rest: Sequence[Tensor]) -> None:
     """Raise Refused where one client's row reaches another's outcome."""
 
     def answer(name: str, classes: int, at: Tensor) -> Tensor:
         return at.new_ones(len(at), classes) if classes else at * 2
 
     # NaN must not show in rows without it: vmap cannot see what a matrix product mixes.
-    rows = torch.arange(len(made[0]), device=made[0].device)
-    plain = recording.run([*made, *rest], answer)
+    rows = torch.arange(len(samples[0]), device=samples[0].device)
+    plain = recording.run([*samples, *rest], answer)
     for bit in range((len(rows) - 1).bit_length()):  # of any two rows one is hidden and the other not, some time
         for hidden in ((rows >> bit) % 2 == 0, (rows >> bit) % 2 == 1):
-            broken = [values.masked_fill(hidden[:, None], torch.nan) for values in made]
-            found = recording.run([*broken, *rest], answer)
-            if not torch.equal(plain[~hidden].nan_to_num(), found[~hidden].nan_to_num()):
+            broken = [values.masked_fill(hidden[:, None], torch.nan) for values in samples]
+            outcome = recording.run([*broken, *rest], answer)
+            if not torch.equal(plain[~hidden].nan_to_num(), outcome[~hidden].nan_to_num()):
                 raise Refused("mixes the clients of a block")
 
 
@@ -299,13 +297,13 @@ def _in_words(error: Exception) -> str:
 
 def _without_leftovers(steps: Sequence[_Step], result: _Slot) -> tuple[_Step, ...]:
     """Return the steps, each dropping what is read there for the last time."""
-    seen, found = {result.number}, list[_Step]()
+    read_later, trimmed = {result.number}, list[_Step]()
     for step in reversed(steps):
         read = (arg.number for arg in tree_leaves((step.args, step.kwargs)) if type(arg) is _Slot)
         used = {*read, *(n for n in step.out if n is not None)}
-        found.append(replace(step, drop=tuple(used - seen)))
-        seen |= used
-    return tuple(reversed(found))
+        trimmed.append(replace(step, drop=tuple(used - read_later)))
+        read_later |= used
+    return tuple(reversed(trimmed))
 
 
 # ---------------------------------------------------------------------------------------------------- the pieces
@@ -313,8 +311,7 @@ def _without_leftovers(steps: Sequence[_Step], result: _Slot) -> tuple[_Step, ..
 
 def called(piece: object) -> str:
     """Return a piece's own name: a function's, or its class's."""
-    name: str = getattr(piece, "__qualname__", None) or type(piece).__qualname__
-    return name.replace(".<locals>", "")
+    return str(getattr(piece, "__qualname__", None) or type(piece).__qualname__).replace(".<locals>", "")
 
 
 @dataclass
@@ -323,7 +320,7 @@ class Isolated:
 
     piece: Any
     name: str
-    _made: dict[tuple[Any, ...], Recording] = field(default_factory=dict, repr=False, compare=False)
+    _recordings: dict[tuple[Any, ...], Recording] = field(default_factory=dict, repr=False, compare=False)
     _checked: set[Any] = field(default_factory=set, repr=False, compare=False)
 
     def __reduce__(self) -> Any:
@@ -332,30 +329,30 @@ class Isolated:
     def _run(self, call: Call, view: ClientView, tensors: Sequence[Tensor], ask: Ask) -> Tensor:
         """Return the outcome for one client's tensors ``(…)`` or a block's ``(n, …)``; its states go behind them."""
         single, facts, clients = tensors[0].dim() == 1, (view.clip, view.steps, view.lr), tensors[0].shape[0]
-        names, given = list(view.state), [*tensors, *view.state.values()]
-        block = [x[None] for x in given] if single else [x if x.dim() == 2 else x.expand(clients, -1) for x in given]
+        names, inputs = list(view.state), [*tensors, *view.state.values()]
+        block = [x[None] for x in inputs] if single else [x if x.dim() == 2 else x.expand(clients, -1) for x in inputs]
         asked: Ask = ask if not single else lambda name, classes, at: ask(name, classes, at[0])[None]
         shapes = tuple(x.shape[1:] for x in block)
         with _RECORDING:  # blocks of clients train in threads
-            made = self._made.get((shapes, facts))
-            if made is None or not made.fits(view.broadcast, block[0].shape[0]):
+            recording = self._recordings.get((shapes, facts))
+            if recording is None or not recording.fits(view.broadcast, block[0].shape[0]):
 
-                def inner(mine: list[Tensor], told: dict[str, Tensor], generator: Any, ask: Ask) -> Tensor:
-                    state = dict(zip(names, mine[len(tensors) :]))
-                    seen = replace(view, state=state, broadcast=told, generator=generator)
-                    return call(mine[: len(tensors)], seen, ask)
+                def inner(client: list[Tensor], vectors: dict[str, Tensor], generator: Any, ask: Ask) -> Tensor:
+                    state = dict(zip(names, client[len(tensors) :]))
+                    seen = replace(view, state=state, broadcast=vectors, generator=generator)
+                    return call(client[: len(tensors)], seen, ask)
 
                 try:
-                    made = record(inner, block, view.broadcast, check=shapes not in self._checked)
+                    recording = record(inner, block, view.broadcast, check=shapes not in self._checked)
                 except Refused as error:
                     raise Refused(f"{self.name}: {called(self.piece)} {error}") from error
                 # Learning rates change each round; old recordings would only pile up.
-                if len(self._made) >= KEPT:
-                    self._made.clear()
-                self._made[shapes, facts] = made
+                if len(self._recordings) >= KEPT:
+                    self._recordings.clear()
+                self._recordings[shapes, facts] = recording
                 self._checked.add(shapes)
-        found = made.run([*block, *view.broadcast.values(), block[0].new_zeros(block[0].shape[0])], asked)
-        return found[0] if single else found
+        outcome = recording.run([*block, *view.broadcast.values(), block[0].new_zeros(block[0].shape[0])], asked)
+        return outcome[0] if single else outcome
 
 
 class IsolatedRule(Isolated):
@@ -364,8 +361,8 @@ class IsolatedRule(Isolated):
     def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
         """Return the gradient function that the rule makes, as its recording."""
 
-        def call(mine: list[Tensor], seen: ClientView, ask: Ask) -> Tensor:
-            w, start = mine
+        def call(tensors: list[Tensor], seen: ClientView, ask: Ask) -> Tensor:
+            w, start = tensors
             seen = replace(seen, start=start, shares=lambda classes: ask("shares", classes, w))
             return cast(Tensor, self.piece(lambda at: ask("gradient", 0, at), seen)(w))
 
@@ -381,9 +378,9 @@ class IsolatedTransform(Isolated):
     def __call__(self, update: Tensor, view: ClientView) -> Tensor:
         """Return the message that the transform makes, as its recording."""
 
-        def call(mine: list[Tensor], seen: ClientView, ask: Ask) -> Tensor:
-            seen = replace(seen, gradient=lambda: ask("gradient", 0, mine[0]))
-            return cast(Tensor, self.piece(mine[0], replace(seen, examples=lambda: ask("examples", 1, mine[0]))))
+        def call(tensors: list[Tensor], seen: ClientView, ask: Ask) -> Tensor:
+            seen = replace(seen, gradient=lambda: ask("gradient", 0, tensors[0]))
+            return cast(Tensor, self.piece(tensors[0], replace(seen, examples=lambda: ask("examples", 1, tensors[0]))))
 
         def answer(name: str, classes: int, at: Tensor) -> Tensor:
             return view.gradient() if name == "gradient" else view.examples()
@@ -400,19 +397,18 @@ class IsolatedState(Isolated):
         def answer(name: str, classes: int, at: Tensor) -> Tensor:
             raise Refused("asks for a gradient")
 
-        return self._run(lambda mine, seen, ask: cast(Tensor, self.piece(mine[0], seen)), view, [sent], answer)
+        return self._run(lambda tensors, seen, ask: cast(Tensor, self.piece(tensors[0], seen)), view, [sent], answer)
 
 
 def packaged(*pieces: Any) -> bool:
     """Return whether pieces are this package's, which are tested to work row by row; no trial shows what a user's own
     does to the rows of a block once real data are in them.
     """
-    left = [piece for piece in pieces if piece is not None]
-    while left:
-        piece = left.pop()
-        if not piece.__module__.startswith("fedflat.pieces."):  # a function's, or a class's
+    for piece in pieces:
+        ours = piece is None or piece.__module__.startswith("fedflat.pieces.")  # a function's, or a class's
+        # A composed rule is packaged where both of its rules are.
+        if not ours or not packaged(*(getattr(piece, name) for name in ("outer", "inner") if hasattr(piece, name))):
             return False
-        left += [getattr(piece, name) for name in ("outer", "inner") if hasattr(piece, name)]  # a composed rule
     return True
 
 
@@ -426,35 +422,34 @@ def isolated(algorithm: Algorithm, layout: Layout, local: Local) -> Algorithm:
     phases = tuple(replace(phase, rule=of(IsolatedRule, phase.rule)) for phase in algorithm.phases)
     transforms = tuple(of(IsolatedTransform, transform) for transform in algorithm.transforms)
     states = tuple(replace(state, next=of(IsolatedState, state.next)) for state in algorithm.client_state)
-    made = replace(algorithm, phases=phases, transforms=transforms, client_state=states)
-    _try(made, layout, local)
-    return made
+    method = replace(algorithm, phases=phases, transforms=transforms, client_state=states)
+    _try(method, layout, local)
+    return method
 
 
 def pieces_of(algorithm: Algorithm) -> list[tuple[str, Any]]:
     """Return what clients run of a method, each with its name."""
-    found: list[tuple[str, Any]] = [(f"algorithm.phases[{i}].rule", p.rule) for i, p in enumerate(algorithm.phases)]
-    found += [(f"algorithm.transforms[{i}]", transform) for i, transform in enumerate(algorithm.transforms)]
-    return found + [(f"algorithm.client_state ({state.name})", state.next) for state in algorithm.client_state]
+    pieces: list[tuple[str, Any]] = [(f"algorithm.phases[{i}].rule", p.rule) for i, p in enumerate(algorithm.phases)]
+    pieces += [(f"algorithm.transforms[{i}]", transform) for i, transform in enumerate(algorithm.transforms)]
+    return pieces + [(f"algorithm.client_state ({state.name})", state.next) for state in algorithm.client_state]
 
 
 def _try(algorithm: Algorithm, layout: Layout, local: Local) -> None:
     """Call every recorded piece once, on zeros in the form of two clients."""
-    told = {name: torch.zeros(layout.dimension) for name in broadcast_by((*algorithm.server, algorithm.optimizer))}
+    vectors = {name: torch.zeros(layout.dimension) for name in broadcast_by((*algorithm.server, algorithm.optimizer))}
     state = {s.name: torch.zeros(2, layout.dimension) for s in algorithm.client_state}
-    update, phases = torch.zeros(2, layout.dimension), {id(phase.rule): phase for phase in algorithm.phases}
-    view = ClientView(steps=steps_of(algorithm.shared_phase, local), lr=0.1, broadcast=told, state=state)
+    update, tensors = torch.zeros(2, layout.dimension), layout.tensors("shared")
+    phases = {id(phase.rule): phase for phase in algorithm.phases}
+    view = ClientView(steps=steps_of(algorithm.shared_phase, local), lr=0.1, broadcast=vectors, state=state)
     for _, piece in pieces_of(algorithm):
         if isinstance(piece, IsolatedRule):
             phase = phases[id(piece)]
             span, seen = layout.span(phase.part), replace(view, steps=steps_of(phase, local), clip=1.0)
-            w, tensors = torch.zeros(2, span.stop - span.start), layout.tensors("shared")
             seen = replace(seen, broadcast={}, state={}) if phase.part == "personal" else seen
-            seen = replace(seen, start=w, tensors=tensors, shares=lambda k: torch.full((2, k), 1 / k))
-            piece(lambda at: at, seen)(w)
+            w, shares = torch.zeros(2, span.stop - span.start), lambda k: torch.full((2, k), 1 / k)
+            piece(lambda at: at, replace(seen, start=w, tensors=tensors, shares=shares))(w)
         elif isinstance(piece, IsolatedTransform):
             examples = functools.partial(torch.ones, 2, 1)
-            tensors = layout.tensors("shared")
             piece(update, replace(view, tensors=tensors, gradient=update.clone, examples=examples))
         elif isinstance(piece, IsolatedState):
             one = {key: value[0] for key, value in state.items()}

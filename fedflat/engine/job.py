@@ -47,14 +47,14 @@ class RoundResult:
     round: rounds finished. A run cannot be ended by what ``private`` says, which no ε covers.
     """
 
-    def __init__(self, state: RoundState, private: Record, made: Callable[[], nn.Module]) -> None:
+    def __init__(self, state: RoundState, private: Record, make_module: Callable[[], nn.Module]) -> None:
         self.round = state.round
-        self._state, self._private, self._made = state, private, made
+        self._state, self._private, self._make_module = state, private, make_module
         self.read_private = False
 
     def model(self) -> nn.Module:
         """Return a module of its own with the released weights, in eval mode."""
-        return marked_released(self._made().eval())
+        return marked_released(self._make_module().eval())
 
     @property
     def weights(self) -> Tensor:

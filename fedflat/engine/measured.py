@@ -55,14 +55,14 @@ def add_clipped(
         factor = scale(norm)
         # By the factor times its size a client is judged alone: who else is in the room changes nothing.
         parts = factor * size
-        kept = (parts * rows.product_error <= SHARE * bound) & (parts * math.sqrt(rows.norm_error) <= ROUNDING * bound)
-        chosen = factor * kept
-        for place in torch.nonzero(~kept & (factor > 0))[:, 0].cpu().tolist():
+        safe = (parts * rows.product_error <= SHARE * bound) & (parts * math.sqrt(rows.norm_error) <= ROUNDING * bound)
+        chosen = factor * safe
+        for place in torch.nonzero(~safe & (factor > 0))[:, 0].cpu().tolist():
             # What was measured is what is added: this very float64 vector.
-            alone = rows.written(place)
-            norm[place] = rounding.norm(alone)
+            vector = rows.written(place)
+            norm[place] = rounding.norm(vector)
             factor[place] = scale(norm[place : place + 1])[0]
-            total.add_(alone, alpha=float(factor[place] * (1.0 if weights is None else weights[start + place])))
+            total.add_(vector, alpha=float(factor[place] * (1.0 if weights is None else weights[start + place])))
         if weights is not None:
             chosen[:count] *= weights[start : start + count]
         # Clients that were written out have factor 0 here.

@@ -50,24 +50,24 @@ def layers_of(module: nn.Module, layout: Layout) -> tuple[Linear, ...] | None:
     ``linear_layers()``. What was read is compared with the module itself, loss and gradient, before it is believed.
     """
     headed = getattr(module, "frozen", False) is True  # a head on features of a frozen body, which no pass runs
-    own = getattr(module, "linear_layers", None)
-    listed = list(module) if type(module) is nn.Sequential else own() if callable(own) else None
+    declared = getattr(module, "linear_layers", None)
+    listed = list(module) if type(module) is nn.Sequential else declared() if callable(declared) else None
     counted = sum(p.requires_grad or not headed for p in module.parameters())
     if listed is None or len(layout.names) != counted or (any(True for _ in module.buffers()) and not headed):
         return None
     where = dict(zip(layout.names, layout.tensors()))
     names = {id(p): n for n, p in module.named_parameters()}
-    found: list[Linear] = []
+    stack: list[Linear] = []
     for layer in listed:
         if type(layer) is nn.Linear:
             bias = None if layer.bias is None else where[names[id(layer.bias)]]
-            found.append(Linear(layer.in_features, layer.out_features, where[names[id(layer.weight)]], bias, "none"))
-        elif type(layer) in _ACTIVATIONS and found and found[-1].activation == "none":
-            found[-1] = replace(found[-1], activation=_ACTIVATIONS[type(layer)])
-        elif type(layer) is not nn.Identity and (found or not _flattens(layer)):
+            stack.append(Linear(layer.in_features, layer.out_features, where[names[id(layer.weight)]], bias, "none"))
+        elif type(layer) in _ACTIVATIONS and stack and stack[-1].activation == "none":
+            stack[-1] = replace(stack[-1], activation=_ACTIVATIONS[type(layer)])
+        elif type(layer) is not nn.Identity and (stack or not _flattens(layer)):
             # Two activations in a row, or one before the first layer, are no stack that is written out here.
             return None
-    layers, once = tuple(found), len({layer.weight.start for layer in found}) == len(found)
+    layers, once = tuple(stack), len({layer.weight.start for layer in stack}) == len(stack)
     plain = once and bool(layers) and layers[-1].activation == "none"
     return layers if plain and _agrees(module, layout, layers) else None
 
@@ -91,11 +91,10 @@ def _agrees(module: nn.Module, layout: Layout, layers: tuple[Linear, ...]) -> bo
     except (RuntimeError, ValueError):
         return False
     vector = torch.cat([p.detach().reshape(-1) for p in chosen])[None]
-    found = DenseProblem(layout, layers).gradient(vector, "all", Batch(inputs[None], targets[None]))
-    loss, whole = found.loss, found.vector
+    actual = DenseProblem(layout, layers).gradient(vector, "all", Batch(inputs[None], targets[None]))
     expected = torch.cat([g.reshape(-1) for g in grads])
-    return torch.allclose(loss, losses.mean(), rtol=LOSS, atol=LOSS / 100) and torch.allclose(
-        whole[0], expected, rtol=GRADIENT, atol=GRADIENT / 100 * max(1.0, float(expected.abs().max()))
+    return torch.allclose(actual.loss, losses.mean(), rtol=LOSS, atol=LOSS / 100) and torch.allclose(
+        actual.vector[0], expected, rtol=GRADIENT, atol=GRADIENT / 100 * max(1.0, float(expected.abs().max()))
     )
 
 
@@ -144,8 +143,8 @@ def through(activation: Activation, delta: Tensor, state: Tensor) -> Tensor:
         return delta.mul_(state > 0)
     if activation == "none":
         return delta
-    before: Tensor = torch.ops.aten.tanh_backward(delta, state)  # in bf16, 1 - state² would cancel
-    return before
+    # In bf16, 1 - state² would cancel.
+    return torch.ops.aten.tanh_backward(delta, state)  # type: ignore[no-any-return]
 
 
 def write_gradient(
@@ -202,6 +201,6 @@ class DenseProblem(StackProblem):
 
         states = forward(self.layers, batch.flat.to(kind), apply)
         loss, right, delta = head(states[-1].to(weights.dtype), batch)
-        whole = torch.empty_like(weights)
-        write_gradient(self.layers, matrices, states, delta.to(kind), whole)
-        return Gradient(whole[:, self.layout.span(part)], loss, right)
+        vectors = torch.empty_like(weights)
+        write_gradient(self.layers, matrices, states, delta.to(kind), vectors)
+        return Gradient(vectors[:, self.layout.span(part)], loss, right)

@@ -80,10 +80,9 @@ class Buffers:
 
 def refuse_change(watched: StateWatch, of: str = "model", *, everything: bool = False) -> None:
     """Raise InputError, naming it, where something is not as it was before the first client."""
-    found = watched.changed(everything=everything)
-    if found is not None:
+    if (changed := watched.changed(everything=everything)) is not None:
         raise InputError(
-            f"{of}: {found} was changed by a client's training, outside the clipped update; nothing of this round is "
+            f"{of}: {changed} was changed by a client's training, outside the clipped update; nothing of this round is "
             "released. Remedy: keep nothing between passes, or a registered buffer, which is put back."
         )
 
@@ -114,7 +113,7 @@ class ModuleProblem:
         self.module.train()
         self._watched = [self._watch(module)]
         self._loss = None if objective.own is None else StateWatch(objective.own)
-        self._own = own_code(module)
+        self._own_code = own_code(module)
 
     def _watch(self, module: nn.Module) -> StateWatch:
         return StateWatch(module, self.parameters, module.buffers())
@@ -126,7 +125,7 @@ class ModuleProblem:
         """
         self._buffers.restore()
         for watched in self._watched:
-            refuse_change(watched, everything=everything or self._own)
+            refuse_change(watched, everything=everything or self._own_code)
         if self._loss is not None:
             refuse_change(self._loss, "loss", everything=True)
 
@@ -157,8 +156,8 @@ class ModuleProblem:
         """Return the module's output in float32; ``module``: one of ``twins`` instead."""
         module = self.module if module is None else module
         with layers_in(self.precision, inputs):
-            found: Tensor = module(inputs)
-        return found if self.precision == "fp32" else found.float()
+            outputs: Tensor = module(inputs)
+        return outputs if self.precision == "fp32" else outputs.float()
 
     def twins(self, count: int) -> list[nn.Module]:
         """``count`` modules for as many threads, the first being the module itself.
@@ -222,11 +221,10 @@ class BlockProblem(ModuleProblem):
         self._buffers.restore()
         span = self.layout.span(part)
         before, after = weights[:, : span.start], weights[:, span.stop :]
-        weights_of = batch.weights
-        if weights_of is None:
-            weights_of = torch.ones(batch.targets.shape[:2], device=batch.inputs.device)
+        inputs, targets, counts = batch.inputs, batch.targets, batch.weights
+        counts = torch.ones(targets.shape[:2], device=inputs.device) if counts is None else counts
         per_client = torch.func.vmap(torch.func.grad_and_value(self._client_loss, has_aux=True), randomness="error")
-        vectors, (loss, right) = per_client(weights[:, span], before, after, batch.inputs, batch.targets, weights_of)
+        vectors, (loss, right) = per_client(weights[:, span], before, after, inputs, targets, counts)
         return Gradient(vectors, loss.detach(), right.detach())
 
     def _client_loss(

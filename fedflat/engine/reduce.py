@@ -91,15 +91,15 @@ class Accumulator:
             # A place without a client may hold anything; with the weight 0 it adds nothing.
             counted = [max(0, size) if self.weighted else int(size != EMPTY) for size in sizes]
             weights = torch.tensor(counted, dtype=torch.float64, device=self.total.device)
-            norms, factors = (each[rows] for each in add_clipped(self.total, messages, scale, bound, weights))
+            norms, factors = (values[rows] for values in add_clipped(self.total, messages, scale, bound, weights))
         else:
             dense = messages.dense() if isinstance(messages, Factored) else messages
-            norms, factors = (each[rows] for each in self.clip.factors(dense, self.threshold, self.tensors))
+            norms, factors = (values[rows] for values in self.clip.factors(dense, self.threshold, self.tensors))
             self._add(dense[rows], norms, factors, there)
         # Figures are those of the clip alone, without weights.
-        alone = factors if factors.dim() == 1 else factors.amin(1)
-        given = {name: torch.atleast_1d(values)[rows].double() for name, values in (stats or {}).items()}
-        self._note({NORM: norms, FACTOR: alone, **given})
+        least = factors if factors.dim() == 1 else factors.amin(1)
+        facts = {name: torch.atleast_1d(values)[rows].double() for name, values in (stats or {}).items()}
+        self._note({NORM: norms, FACTOR: least, **facts})
         return factors
 
     def _add(self, messages: Tensor, norms: Tensor, factors: Tensor, sizes: Sequence[int]) -> None:
@@ -117,10 +117,10 @@ class Accumulator:
         freed messages keep a heap from shrinking.
         """
         for name, values in figures.items():
-            known = self._figures.setdefault(name, [])
-            known.append(values.to(self.total.device))
-            if len(known) >= MERGED:
-                known[:] = [torch.cat(known)]
+            recorded = self._figures.setdefault(name, [])
+            recorded.append(values.to(self.total.device))
+            if len(recorded) >= MERGED:
+                recorded[:] = [torch.cat(recorded)]
 
     def _sum(self, messages: Tensor, factors: Tensor) -> None:
         """total += Σ factor·message, each product and sum in float64."""
@@ -192,9 +192,9 @@ class GridAccumulator(Accumulator):
 
     def result(self) -> Aggregate:
         """Return the aggregate so far, with its whole-number sum."""
-        found = super().result()
-        total = found.total if self.pitch is None else torch.from_numpy(self.exact * self.pitch)
-        return replace(found, total=total, exact=self.exact)
+        plain = super().result()
+        total = plain.total if self.pitch is None else torch.from_numpy(self.exact * self.pitch)
+        return replace(plain, total=total, exact=self.exact)
 
 
 def states_of(algorithm: Algorithm, heads: PersonalState, client: int, shared: Tensor) -> dict[str, Tensor]:
@@ -339,7 +339,7 @@ def as_added(message: Tensor, factors: Tensor, tensors: tuple[slice, ...]) -> Te
     """Return a message ``(k·d,)`` as it is in the sum: times its factor ``()``, or one for each tensor ``(L,)``;
     float32.
     """
-    whole = torch.nan_to_num(message.double(), nan=0.0, posinf=0.0, neginf=0.0)
+    finite = torch.nan_to_num(message.double(), nan=0.0, posinf=0.0, neginf=0.0)
     if factors.dim() == 0:
-        return (whole * factors).to(torch.float32)
-    return torch.cat([whole[where] * factor for where, factor in zip(tensors, factors)]).to(torch.float32)
+        return (finite * factors).to(torch.float32)
+    return torch.cat([finite[where] * factor for where, factor in zip(tensors, factors)]).to(torch.float32)

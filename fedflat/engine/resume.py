@@ -13,8 +13,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import fresh_key, noise_key
@@ -43,8 +41,7 @@ def first_start(job: Job) -> Start:
     state = job.parts.first_state(job.initial_weights[:size], job.threshold)
     # A server keeps no client's state, so it has no place for them either.
     states = () if job.folder is not None and job.folder.deployment else job.parts.algorithm.client_state
-    kept: dict[str, dict[int, Tensor]] = {found.name: {} for found in states}
-    return Start(state, PersonalState(job.initial_weights[size:].clone(), states=kept), [], [])
+    return Start(state, PersonalState(job.initial_weights[size:].clone(), states={s.name: {} for s in states}), [], [])
 
 
 def resume_run(job: Job, ledger: Ledger) -> Start:
@@ -63,9 +60,9 @@ def resume_run(job: Job, ledger: Ledger) -> Start:
         aside = set_aside(statement).name
         job.say(f"{statement.name} is not as it was written; set aside as {aside}, a new one comes at the end")
     named = checkpoint.rounds_named(job.folder.checkpoints)  # before a damaged one is set aside
-    found = checkpoint.newest(job.folder.checkpoints, lambda path, why: job.say(_aside(path, why)))
+    loaded = checkpoint.newest(job.folder.checkpoints, lambda path, why: job.say(_aside(path, why)))
     start = first_start(job)
-    state, heads, facts = (start.state, start.heads, {}) if found is None else found
+    state, heads, facts = (start.state, start.heads, {}) if loaded is None else loaded
     # Its weights would go on under another run's ledger.
     if facts.get("run", job.opening.run) != job.opening.run:
         raise wrong(str(job.folder.checkpoints), "a checkpoint of another run", "those of the run in this folder")
@@ -141,15 +138,15 @@ def _choose_key(job: Job, ledger: Ledger, start: int, begun: str) -> None:
     opening: Opening = job.opening  # type: ignore[assignment]
     now, job.identity = job.identity.engine, replace(job.identity, engine=opening.engine)  # as the key was made
     why, lost = reasons(job, ledger, start, begun)
-    here = software_of(job)
-    _say_changed(job, here)
+    current = software_of(job)
+    _say_changed(job, current)
     if why:
         # First: whoever finds the old key later must not draw these rounds again.
         keys.forget(opening.run)
         # Whatever else takes this run up elsewhere, or at another round, must get another key from the same seed.
-        then = json.dumps([now, start, ledger.tip(len(ledger.entries))])
-        job.identity = replace(job.identity, engine=sha256(then.encode()).hexdigest())
-    job.opening = replace(opening, software=here, attempt=opening.attempt + bool(why), engine=job.identity.engine)
+        point = json.dumps([now, start, ledger.tip(len(ledger.entries))])
+        job.identity = replace(job.identity, engine=sha256(point.encode()).hexdigest())
+    job.opening = replace(opening, software=current, attempt=opening.attempt + bool(why), engine=job.identity.engine)
     job.key = _key(job, _root(job))
     job.opening = replace(job.opening, key=_name(job.opening, job.key))
     if job.opening != opening:
@@ -173,9 +170,8 @@ def software_of(job: Job) -> Record:
         return software(job.backend, job.problem)
 
 
-def _say_changed(job: Job, here: Record) -> None:
-    before = job.opening.software  # type: ignore[union-attr]
-    if changed := [name for name in here if here[name] != before.get(name)]:
+def _say_changed(job: Job, current: Record) -> None:
+    if changed := [name for name in current if current[name] != job.opening.software.get(name)]:  # type: ignore[union-attr]
         job.say(f"{', '.join(changed)} differ from when the run was started: what follows may differ in its last bits")
 
 
@@ -189,15 +185,15 @@ def note_software(job: Job, ledger: Ledger, round: int, *, charged: bool) -> Non
         RunError: the round was drawn before, and would be released a second time with the same noise.
     """
     opening: Opening = job.opening  # type: ignore[assignment]
-    if job.folder is None or (here := software_of(job)) == opening.software:
+    if job.folder is None or (current := software_of(job)) == opening.software:
         return
-    changed = {**here, "changed": "while the run went on"}  # a round may have had both: no other is known to be equal
+    changed = {**current, "changed": "while the run went on"}  # a round may have had both: nothing equals it
     if opening.software != changed:
-        _say_changed(job, here)
+        _say_changed(job, current)
         job.opening = replace(opening, software=changed)
         job.opening.write(job.folder.path)  # before the round's line: who takes it up again gets a fresh key
     if not charged and any(e["round"] == round and e.get("key_id") == ledger.key_id for e in ledger.entries):
-        names = ", ".join(name for name in here if here[name] != opening.software.get(name))
+        names = ", ".join(name for name in current if current[name] != opening.software.get(name))
         found, allowed = f"another {names} than when it was drawn before", "the same"
         raise RunError(f"round {round}: found {found}; allowed: {allowed}. Resumed again, it gets a fresh key.")
 
@@ -208,8 +204,8 @@ def _root(job: Job) -> int | bytes:
     if not job.stored:
         return job.seed
     name = job.opening.run  # type: ignore[union-attr]
-    found = keys.load(name)
-    held = keys.create(name) if found is None else found
+    held = keys.load(name)
+    held = keys.create(name) if held is None else held
     # A server's key is half in memory: a machine that is put back, files and all, must not draw the same noise again.
     return sha256(held + fresh_key()).digest() if job.folder.deployment else held  # type: ignore[union-attr]
 
@@ -235,8 +231,8 @@ def reasons(job: Job, ledger: Ledger, start: int, begun: str) -> tuple[list[str]
         lost, behind = keys.compare(job.opening.run, entries)  # type: ignore[union-attr]
         why += [behind] if behind else []
         held = keys.load(job.opening.run)  # type: ignore[union-attr]
-        kept = held is not None and not job.folder.deployment  # type: ignore[union-attr]
-        if kept and job.opening.key not in ("", _name(job.opening, _key(job, held))):  # type: ignore[union-attr, arg-type]
+        entire = held is not None and not job.folder.deployment  # type: ignore[union-attr]
+        if entire and job.opening.key not in ("", _name(job.opening, _key(job, held))):  # type: ignore[union-attr, arg-type]
             why.append("the noise key is not the one that the run was drawn with")
         if held is None and entries and start < job.parts.plan.rounds:
             why.append(GONE)
@@ -262,8 +258,8 @@ def _charge(job: Job, ledger: Ledger, start: int, why: str, lost: Sequence[Entry
     rounds = sorted(round for round, name in latest.items() if name != ledger.key_id)
     job.why = why or GONE
     if rounds:
-        shown = f"round {rounds[0]} is" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]} are"
-        job.say(f"{job.why}: a fresh key from round {start} on; {shown} charged again when drawn again")
+        phrase = f"round {rounds[0]} is" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]} are"
+        job.say(f"{job.why}: a fresh key from round {start} on; {phrase} charged again when drawn again")
     elif why:
         job.say(f"{why}: a fresh key from round {start} on")
 
@@ -283,9 +279,8 @@ def update_plan(job: Job, ledger: Ledger, start: int, round: int) -> None:
 
 
 def charge_drawn(job: Job, ledger: Ledger, round: int) -> bool:
-    """Charge a round once more that was drawn before with another key, and may have been released; whether it was."""
-    again = job.folder is not None and bool(ledger.drawn_before(round))
-    if again:
+    """Charge a round once more if another key drew it before, as it may have been released; return whether it was."""
+    if again := job.folder is not None and bool(ledger.drawn_before(round)):
         ledger.charge_again(f"{job.why}: drawn again with a fresh key", round=round)
     return again
 

@@ -110,9 +110,8 @@ def broadcast_of(
 def accumulator_of(parts: RoundParts, broadcast: Broadcast, key: bytes) -> Any:
     """Return what adds up the round's messages: the plain clipped sum, unless the mechanism has its own."""
     tensors, size = parts.message_tensors, parts.message_length
-    own = parts.mechanism.accumulator(parts.clip, broadcast, tensors, key)
-    if own is not None:
-        return own
+    if (accumulator := parts.mechanism.accumulator(parts.clip, broadcast, tensors, key)) is not None:
+        return accumulator
     if parts.mechanism.exact:
         encoder = parts.mechanism.encoder(key, broadcast, parts.clip.bound(broadcast.clip), size)
         return GridAccumulator(encoder, parts.clip, broadcast.clip, tensors, size)
@@ -130,15 +129,15 @@ def within_cap(parts: RoundParts, state: RoundState, cohort: np.ndarray) -> tupl
     if not apart and cap is None:
         return cohort, state
     name, before = (LAST_ROUND, NEVER) if apart else (COUNTS, 0)
-    known = state.slots.get(name)
-    known = torch.full((sampler.clients,), before, dtype=torch.int64) if known is None else known.clone()
+    turns = state.slots.get(name)
+    turns = torch.full((sampler.clients,), before, dtype=torch.int64) if turns is None else turns.clone()
     if isinstance(sampler, MinSeparation) and apart:
-        allowed = separated(known.numpy(), cohort, state.round, sampler.separation)
-        known[torch.from_numpy(allowed)] = state.round
+        allowed = separated(turns.numpy(), cohort, state.round, sampler.separation)
+        turns[torch.from_numpy(allowed)] = state.round
     else:
-        allowed = cohort[known.numpy()[cohort] < (cap or 0)]
-        known[torch.from_numpy(allowed)] += 1
-    return allowed, dataclasses.replace(state, slots={**state.slots, name: known})
+        allowed = cohort[turns.numpy()[cohort] < (cap or 0)]
+        turns[torch.from_numpy(allowed)] += 1
+    return allowed, dataclasses.replace(state, slots={**state.slots, name: turns})
 
 
 def finish_round(
@@ -175,12 +174,12 @@ def finish_round(
     shared, changed = parts.optimizer(mean_view(parts, bound, constant, round))(state.shared, mean, slots)
     slots.update(changed)
     clip = _next_clip(parts, broadcast.clip, aggregate, key, round)
-    shown = {"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None}
+    public = {"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None}
     if plan.min_cohort is not None:
-        shown["aborted"] = False
+        public["aborted"] = False
     if scores is not None:
-        shown |= private_accuracy(plan, scores, key, round)
-    info = RoundInfo(released=shown, private=_private_facts(aggregate, rounding.distance(released, aggregate.total)))
+        public |= private_accuracy(plan, scores, key, round)
+    info = RoundInfo(released=public, private=_private_facts(aggregate, rounding.distance(released, aggregate.total)))
     return _averaged(parts, RoundState(round + 1, shared, clip, slots)), info
 
 
@@ -192,8 +191,8 @@ def private_accuracy(plan: Plan, scores: np.ndarray, key: bytes, round: int) -> 
     std = math.sqrt(2) * (plan.count_std or 0.0)
     centred, halves = scores + std * stream(key, "evaluation noise", round).standard_normal(2)
     # The divisor is floored by a public number, so that noise near zero cannot blow the ratio up.
-    found = 0.5 + centred / (2 * max(halves, plan.divisor / 8))
-    return {"private_accuracy": float(np.clip(found, 0, 1)), "private_accuracy_sd": std / plan.divisor}
+    accuracy = 0.5 + centred / (2 * max(halves, plan.divisor / 8))
+    return {"private_accuracy": float(np.clip(accuracy, 0, 1)), "private_accuracy_sd": std / plan.divisor}
 
 
 def noisy_sum(
@@ -212,8 +211,8 @@ def noisy_sum(
 def mean_view(parts: RoundParts, bound: float, divisor: float, round: int) -> MeanView:
     """Return the public noise in a mean of messages with L2 norm ≤ ``bound``, for the expected cohort."""
     plan, source = parts.plan, parts.mechanism
-    found = source.total_std(bound, plan.divisor)
-    std = (plan.std(bound) if found is None else found) * source.row_norm(round)
+    total_std = source.total_std(bound, plan.divisor)
+    std = (plan.std(bound) if total_std is None else total_std) * source.row_norm(round)
     return MeanView(std / divisor, bound, divisor)
 
 
@@ -221,18 +220,18 @@ def _averaged(parts: RoundParts, state: RoundState) -> RoundState:
     """Return the state with the average of iterates that is released instead of the last one, if there is to be one."""
     if parts.average is None:
         return state
-    found = parts.average(state.round, state.shared, state.slots.get(AVERAGE))
-    return state if found is None else dataclasses.replace(state, slots={**state.slots, AVERAGE: found})
+    average = parts.average(state.round, state.shared, state.slots.get(AVERAGE))
+    return state if average is None else dataclasses.replace(state, slots={**state.slots, AVERAGE: average})
 
 
 def _aborted(
     parts: RoundParts, state: RoundState, broadcast: Broadcast, aggregate: Aggregate
 ) -> tuple[RoundState, RoundInfo]:
     """Release nothing: too few honest shares, or more than the top-up has room for; the charge stays."""
-    shown = {"round": state.round, "clip": broadcast.clip, "aborted": True}
+    public = {"round": state.round, "clip": broadcast.clip, "aborted": True}
     hidden = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
     after = _averaged(parts, dataclasses.replace(state, round=state.round + 1))
-    return after, RoundInfo(released=shown, private=hidden)
+    return after, RoundInfo(released=public, private=hidden)
 
 
 def _next_clip(parts: RoundParts, threshold: float, aggregate: Aggregate, key: bytes, round: int) -> float:
@@ -244,7 +243,7 @@ def _next_clip(parts: RoundParts, threshold: float, aggregate: Aggregate, key: b
 
 def _malformed(aggregate: Aggregate) -> dict[str, int]:
     """Return how many messages counted as zero because they were not finite, or of another shape; nothing if none."""
-    return {MALFORMED: found} if (found := int((~torch.isfinite(aggregate.norms)).sum())) else {}
+    return {MALFORMED: count} if (count := int((~torch.isfinite(aggregate.norms)).sum())) else {}
 
 
 def _private_facts(aggregate: Aggregate, noise_norm: float) -> dict[str, Any]:

@@ -78,10 +78,10 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
             peeked = peeked or after.read_private
             if ended and state.round < job.last_round:
                 if peeked:  # no ε covers an end that private values decided
-                    given = "a run ended by a function that has read state.private"
-                    raise wrong("on_round", given, "True only from a function of the released record and state.model()")
-                rest = range(state.round, job.last_round)
-                charge_remaining_rounds(ledger, job.parts.plan, rest, job.parts.clip.bound(state.clip))
+                    found = "a run ended by a function that has read state.private"
+                    raise wrong("on_round", found, "True only from a function of the released record and state.model()")
+                remaining = range(state.round, job.last_round)
+                charge_remaining_rounds(ledger, job.parts.plan, remaining, job.parts.clip.bound(state.clip))
                 stopped = f"ended early after {counted(state.round, 'round')} by what was released"
                 break
         complete = state.round >= job.last_round
@@ -97,15 +97,15 @@ def _opened(job: Job) -> Iterator[tuple[Ledger, Start]]:
         yield MemoryLedger(), first_start(job)  # type: ignore[misc]
         return
     path = job.folder.path / LEDGER
-    made = [file for file in (path, path.with_suffix(".lock")) if not file.exists()]
+    created = [file for file in (path, path.with_suffix(".lock")) if not file.exists()]
     # A copied folder has another ledger and the same key; a server asks before it touches the network.
     shared = job.stored and not job.folder.deployment
     with keys.alone(job.folder.path, job.folder.run) if shared else nullcontext(), Ledger.open(path) as ledger:
         try:
             start = resume_run(job, ledger)
         except BaseException:
-            if path in made and not ledger.entries:  # no trace of an attempt at a run whose ledger is gone
-                for file in made:
+            if path in created and not ledger.entries:  # no trace of an attempt at a run whose ledger is gone
+                for file in created:
                     file.unlink(missing_ok=True)
             raise
         yield ledger, start
@@ -172,8 +172,8 @@ class _Round:
         claimed = plan.account.claimed(plan, new.round + job.charged_again)
         first |= {} if claimed is None else {"claimed_epsilon": claimed}
         best = job.evaluation.keep != "last"
-        shown = replace(new, slots={**new.slots, AVERAGE: new.shared}) if best else new
-        public, private = evaluate.evaluate_round(job, shown, heads)
+        candidate = replace(new, slots={**new.slots, AVERAGE: new.shared}) if best else new
+        public, private = evaluate.evaluate_round(job, candidate, heads)
         new = evaluate.best_so_far(new, public) if best else new
         self.clock("evaluation")
         facts = {**info.released, **public}
@@ -205,7 +205,7 @@ def _save(
     """
     clock, folder = _Clock(job.stages), job.folder
     folder.append(released, hidden)  # type: ignore[union-attr]
-    kept, layout = heads.copy(), job.parts.layout
+    snapshot, layout = heads.copy(), job.parts.layout
     facts = {"run": folder.run, "ledger": ledger, **tensors_of(layout)}  # type: ignore[union-attr]
 
     def note(checksum: str) -> None:
@@ -218,11 +218,11 @@ def _save(
     def save() -> object:
         try:
             folder.flush_lines()  # type: ignore[union-attr]
-            return checkpoint.save(folder.checkpoints, state, kept, facts, note)  # type: ignore[union-attr]
+            return checkpoint.save(folder.checkpoints, state, snapshot, facts, note)  # type: ignore[union-attr]
         except (OSError, SafetensorError) as error:
             why = getattr(error, "strerror", None) or " ".join(str(error).split())
-            found = f"{folder.checkpoints}: cannot be written ({why})"  # type: ignore[union-attr]
-            raise RunError(f"{found}; the run stops, resume it later.") from error
+            failure = f"{folder.checkpoints}: cannot be written ({why})"  # type: ignore[union-attr]
+            raise RunError(f"{failure}; the run stops, resume it later.") from error
 
     written = in_background(save)
     if folder.deployment:  # type: ignore[union-attr]  # a model is broadcast only when a restarted server knows it
@@ -252,7 +252,7 @@ def _noise_ahead(job: Job, round: int) -> Callable[[], Tensor] | None:
 
 
 def final_module(job: Job, outcome: Outcome) -> torch.nn.Module:
-    """w^0's module with the released weights, on the processor; nothing else of it has met a client's data."""
+    """Return w^0's module with the released weights, on the processor; nothing else of it has met clients' data."""
     return _module(job, outcome.state, outcome.heads)
 
 

@@ -163,9 +163,9 @@ class SharedDiscreteNoise(Mechanism):
         def encode(clipped: Tensor) -> Integers:
             total = np.zeros(mechanism.padded, dtype=np.int64)
             for message in clipped:
-                own = int.from_bytes(hashlib.sha256(message.cpu().numpy().tobytes()).digest())
-                bits = self._source(key, "rounding", broadcast.round, own, equal[own])
-                equal[own] += 1
+                fingerprint = int.from_bytes(hashlib.sha256(message.cpu().numpy().tobytes()).digest())
+                bits = self._source(key, "rounding", broadcast.round, fingerprint, equal[fingerprint])
+                equal[fingerprint] += 1
                 total += mechanism.wrap(mechanism.round_to_grid(message, signs, bits))
             return total
 

@@ -78,8 +78,8 @@ class CorrelatedGridNoise(GridNoise):
 
     def grid(self, bound: float, dimension: int) -> GridGaussian:
         """Return the public grid of a round, on which Z has std 2^bits with at most ``MOST_BITS`` bits."""
-        made = super().grid(bound, dimension)
-        return GridGaussian(bound, made.std, dimension, min(made.log2_std, MOST_BITS))
+        plain = super().grid(bound, dimension)
+        return GridGaussian(bound, plain.std, dimension, min(plain.log2_std, MOST_BITS))
 
     def _steps(self, key: bytes, broadcast: Broadcast, count: int, grid: GridGaussian) -> NDArray[np.int64]:
         sizes = [min(CHUNK, grid.dimension - start) for start in range(0, grid.dimension, CHUNK)]
@@ -92,17 +92,15 @@ class CorrelatedGridNoise(GridNoise):
     def _rows(self, key: bytes, round: int, log2_std: int, number: int, size: int) -> NDArray[np.int64]:
         """y_round of one chunk of coordinates: rows 0 to ``round`` one after the other, as many kept as C has bands."""
         entries = np.rint(self.factor.columns * 2.0**PLACES).astype(np.int64)
-        bands, kept = self.factor.bands, np.zeros((self.factor.bands, size), dtype=np.int64)
+        bands, recent = self.factor.bands, np.zeros((self.factor.bands, size), dtype=np.int64)
         for t in range(round + 1):
-            source = SecureBits(key, "correlated noise", t, number)
             # Drawn 2^16 times finer, as fine as the entries of C: only so is every product whole.
-            left = rounded_gaussian(log2_std + PLACES, size, source)
+            left = rounded_gaussian(log2_std + PLACES, size, SecureBits(key, "correlated noise", t, number))
             for j in range(1, min(bands, t + 1)):
-                left -= entries[t - j, j] * kept[(t - j) % bands]
+                left -= entries[t - j, j] * recent[(t - j) % bands]
             # Rounded half up in whole numbers, as the proof above has it.
-            kept[t % bands] = (2 * left + entries[t, 0]) // (2 * entries[t, 0])
-        found: NDArray[np.int64] = kept[round % bands]
-        return found.copy()
+            recent[t % bands] = (2 * left + entries[t, 0]) // (2 * entries[t, 0])
+        return np.array(recent[round % bands])
 
 
 def trust_of(recipe: Recipe, method: Algorithm) -> str:
@@ -189,7 +187,7 @@ def mechanism_of(recipe: Recipe, plan: Plan) -> Mechanism:
     secure = recipe.privacy.secure_rng
     if isinstance(plan.mechanism, DDGaussPlan) and plan.private:
         numbers = plan.mechanism.account(plan)
-        shared = {each.name: getattr(numbers, each.name) for each in fields(ShareNumbers)}
+        shared = {item.name: getattr(numbers, item.name) for item in fields(ShareNumbers)}
         return SharedDiscreteNoise(DistributedDiscreteGaussian(**shared), recipe.seed, numbers.n_max, secure)
     if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.kind != "independent":
         factor = plan.mechanism.factor
@@ -209,15 +207,15 @@ def mixed_by(plan: Plan) -> str:
     An optimiser makes C, so the same recipe may have another one elsewhere. One Z behind both would be no noise: the
     difference of the releases gives it away.
     """
-    own = plan.mechanism
-    return own.factor.digest if isinstance(own, ScheduledPlan) and own.kind != "independent" else ""
+    mechanism = plan.mechanism
+    return mechanism.factor.digest if isinstance(mechanism, ScheduledPlan) and mechanism.kind != "independent" else ""
 
 
 def facts(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """Return what the privacy statement says of a mechanism that is not float Gaussian noise."""
-    own, text = plan.mechanism, TEXTS["noise"]
-    if isinstance(own, VotesPlan | DDGaussPlan | Published):
-        return own.facts
-    if isinstance(own, ScheduledPlan) and own.kind != "independent":
-        return {"mechanism": own.sentence + (text["rows on a grid"] if recipe.privacy.secure_rng else "")}
+    mechanism, text = plan.mechanism, TEXTS["noise"]
+    if isinstance(mechanism, VotesPlan | DDGaussPlan | Published):
+        return mechanism.facts
+    if isinstance(mechanism, ScheduledPlan) and mechanism.kind != "independent":
+        return {"mechanism": mechanism.sentence + (text["rows on a grid"] if recipe.privacy.secure_rng else "")}
     return {"mechanism": text["grid"]} if recipe.privacy.secure_rng else {}

@@ -117,16 +117,17 @@ class DDGaussPlan(Accounted):
         """Return the shares in every topped-up sum; also the number of messages that the default γ makes room for."""
         if self.most is not None:
             return self.most
-        found = most_messages(plan.sampler.clients, self._rate(plan), plan.rounds, plan.delta / 100)
-        return max(min(found, plan.sampler.clients), self._min_cohort(plan) + plan.colluders)
+        sampler = plan.sampler
+        require(sampler.name == "poisson", "cohort.sampling", sampler.name, "poisson for ddgauss")
+        most = most_messages(sampler.clients, sampler.q, plan.rounds, plan.delta / 100)
+        return max(min(most, sampler.clients), self._min_cohort(plan) + plan.colluders)
 
     def pitch(self, plan: Plan) -> float:
         """γ in the update's units."""
         if self.granularity is not None:
             return self.granularity
-        sigma = plan.event_multiplier
         least, most = self._min_cohort(plan), self.n_max(plan)
-        return default_granularity(self.clip, sigma, self.dimension, least, most, self.bits)
+        return default_granularity(self.clip, plan.event_multiplier, self.dimension, least, most, self.bits)
 
     def account(self, plan: Plan) -> DDGaussAccount:
         """Return the account of this mechanism in this plan; InputError unless it has Poisson cohorts and a
@@ -151,7 +152,3 @@ class DDGaussPlan(Accounted):
         if plan.min_cohort is None:
             raise wrong("privacy.trust", plan.trust, "distributed, with which cohort.min is set, for ddgauss")
         return plan.min_cohort
-
-    def _rate(self, plan: Plan) -> float:
-        require(plan.sampler.name == "poisson", "cohort.sampling", plan.sampler.name, "poisson for ddgauss")
-        return float(plan.sampler.size) / plan.sampler.clients

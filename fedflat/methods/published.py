@@ -17,6 +17,7 @@ import yaml
 from fedflat.core.checks import in_range, nearest, one_of, whole, wrong
 from fedflat.core.cohorts import FromRound, Poisson
 from fedflat.core.types import Sampler
+from fedflat.methods.plans import most_messages
 from fedflat.privacy.accounting.curves import compose_epsilon
 from fedflat.privacy.accounting.epsilon import calibrate
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
@@ -74,10 +75,8 @@ class Published(Accounted):
         sampler = plan.sampler
         if isinstance(sampler, FromRound):
             return float(sampler.size)
-        from scipy.stats import binom
-
-        least = int(binom.isf(plan.delta / 100 / max(plan.rounds, 1), sampler.clients, sampler.q)) + 1
-        return float(min(least, sampler.clients))
+        most = most_messages(sampler.clients, sampler.q, plan.rounds, plan.delta / 100)
+        return float(min(most, sampler.clients))
 
     def proven(self, plan: Plan, rounds: int, factor: float = 2.0) -> float:
         """ε of the busiest client's messages; inf where nothing bounds them.
@@ -96,8 +95,8 @@ class Published(Accounted):
     def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
         """Return one adversary: who sees every noised message and every cohort, as the server does."""
         text = "the server and everyone else: each client's noised message and every cohort are known"
-        found = self.proven(plan, rounds)
-        return (Guarantee("server", text, self.relation, found, plan.delta, "exact Gaussian composition"),)
+        epsilon = self.proven(plan, rounds)
+        return (Guarantee("server", text, self.relation, epsilon, plan.delta, "exact Gaussian composition"),)
 
     def record(self, plan: Plan) -> dict[str, Any]:
         """The line's numbers are those of one message, not of the sum; ``participations`` are the busiest client's."""
@@ -111,14 +110,14 @@ class Published(Accounted):
 
     def reasons(self, plan: Plan, rounds: int) -> list[str]:
         """Return why the claimed ε does not hold and what the proven one is, one sentence each, by item."""
-        found = [REASONS["claimed"].format(tight=_shown(self.claimed(plan, rounds, "pld")))]
+        sentences = [REASONS["claimed"].format(tight=_rounded(self.claimed(plan, rounds, "pld")))]
         for item in self.items:
             # Where each client clips at its own median there is no sensitivity, of a tensor or of all.
             if not (item == 1 and 2 in self.items) and not (item == 5 and not isinstance(plan.sampler, FromRound)):
-                found.append(f"Item {item}: {REASONS[item].format(**self._figures(item, plan, rounds))}")
+                sentences.append(f"Item {item}: {REASONS[item].format(**self._figures(item, plan, rounds))}")
         if self.paper == "004":
-            found.append(REASONS["realised"])
-        return [*found, self._proof(plan, rounds)]
+            sentences.append(REASONS["realised"])
+        return [*sentences, self._proof(plan, rounds)]
 
     def stated(self, plan: Plan, rounds: int) -> dict[str, Any]:
         """Return what the statement needs: the claimed and the proven ε after ``rounds`` rounds, and the reasons."""
@@ -128,12 +127,12 @@ class Published(Accounted):
     @property
     def facts(self) -> dict[str, Any]:
         """The facts for the statement: which items apply, and the procedure in a sentence."""
-        own = "its own median tensor norm" if 2 in self.items else "C"
+        threshold = "its own median tensor norm" if 2 in self.items else "C"
         mean = "weights n_i/Σn_j" if 4 in self.items else "a constant denominator"
         masked = ", then masks it," if 3 in self.items else ""
         text = _DATA["procedures"]["realised" if self.paper == "004" else "shares"]
-        said = text.format(paper=CITED[self.paper], own=own, mean=mean, masked=masked)
-        return {"paper_items": list(self.items), "mechanism": said}
+        sentence = text.format(paper=CITED[self.paper], own=threshold, mean=mean, masked=masked)
+        return {"paper_items": list(self.items), "mechanism": sentence}
 
     def settled(self, epochs: int | None) -> dict[str, dict[str, Any]]:
         """Return what a settled recipe says differently: the paper, its cohorts, and epochs that clients count
@@ -146,12 +145,12 @@ class Published(Accounted):
         """Return the numbers in the sentence on an item."""
         sigma, sampler = plan.noise_multiplier, plan.sampler
         if item == 1:
-            alone = formula(sampler, sigma / math.sqrt(self.tensors), plan.delta, rounds, "pld")
-            return {"tensors": self.tensors, "alone": _shown(alone)}
+            epsilon = formula(sampler, sigma / math.sqrt(self.tensors), plan.delta, rounds, "pld")
+            return {"tensors": self.tensors, "alone": _rounded(epsilon)}
         if item == 5 and isinstance(sampler, FromRound):
             most = sampler.busiest(rounds)
             reach = math.sqrt(most) / sigma if sigma else math.inf
-            one, two = (_shown(gaussian_epsilon(times * reach, plan.delta)) for times in (1, 2))
+            one, two = (_rounded(gaussian_epsilon(times * reach, plan.delta)) for times in (1, 2))
             return {"most": most, "rounds": rounds, "one": one, "two": two}
         return {"share": f"{sigma / math.sqrt(sampler.size):.3f}"}
 
@@ -163,12 +162,12 @@ class Published(Accounted):
             times = f"over the busiest client's {plan.sampler.busiest(rounds)} messages"
         return REASONS["proven"].format(
             times=times, multiplier=f"{self.message_multiplier(plan):.3g}", shares=f"{self.shares(plan):g}",
-            tensors=self.tensors, two=_shown(self.proven(plan, rounds)), one=_shown(self.proven(plan, rounds, 1.0)),
+            tensors=self.tensors, two=_rounded(self.proven(plan, rounds)), one=_rounded(self.proven(plan, rounds, 1.0)),
             sizes="; it takes data sizes to be public (items 4 and 6)" if 4 in self.items else "",
         )  # fmt: skip
 
 
-def _shown(value: float) -> str:
+def _rounded(value: float) -> str:
     if not math.isfinite(value):
         return "none"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
@@ -201,14 +200,14 @@ def reproduced_paper(paper: str, have: Iterable[str]) -> str:
     return number
 
 
-def paper_of(algorithm: str, given: str | None) -> str:
+def paper_of(algorithm: str, named: str | None) -> str:
     """Return the paper whose procedure a recipe asks for: as given, or by the algorithm's name.
 
     Raises:
         InputError: no such paper, or none for this algorithm.
     """
-    if given is not None:
-        return str(one_of("privacy.published", given, PAPERS))
+    if named is not None:
+        return str(one_of("privacy.published", named, PAPERS))
     if algorithm not in PAPER_OF:
         allowed = "sound, or privacy.published: " + ", ".join(PAPERS)
         raise wrong("privacy.protocol", f"published for {algorithm}", allowed)
@@ -239,17 +238,17 @@ def published_plan(
         sigma = calibrate(lambda s: formula(sampler, s, spent, rounds), target)
     else:
         sigma = accountable(noise_multiplier)
-    left_out = {item for item, kept in ((6, epochs), (9, spent >= 1 / clients * (1 - 1e-9))) if not kept}
-    applying = tuple(item for item in items if item not in left_out)
-    mechanism = Published(paper, applying, clip=None if paper == "002" else clip)
+    applies = {6: epochs, 9: spent >= 1 / clients * (1 - 1e-9)}  # every other item applies always
+    items = tuple(item for item in items if applies.get(item, True))
+    mechanism = Published(paper, items, clip=None if paper == "002" else clip)
     plan = Plan(sampler, rounds, sigma, spent, protocol="published", mechanism=mechanism)
     source = f"the procedure released by {CITED[paper]}; the ε of that paper is claimed, not proven."
     return replace(plan, warnings=(f"protocol published: {source}", *warnings_of(plan)))
 
 
 def with_tensors(plan: Plan, tensors: int) -> Plan:
-    """The plan once the model is known: L tensors are sent, which matters where each is clipped by itself."""
-    found = plan.mechanism
-    if not isinstance(found, Published) or 1 not in found.items:
+    """Return the plan once the model is known: L tensors are sent, which matters where each is clipped by itself."""
+    account = plan.mechanism
+    if not isinstance(account, Published) or 1 not in account.items:
         return plan
-    return replace(plan, mechanism=replace(found, tensors=whole("tensors", tensors, 1)))
+    return replace(plan, mechanism=replace(account, tensors=whole("tensors", tensors, 1)))

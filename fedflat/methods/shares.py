@@ -77,7 +77,7 @@ class SharesAccumulator(Accumulator):
         self, shares: NoiseShares, clip: Any, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes
     ) -> None:
         super().__init__(clip, broadcast.clip, tensors, tensors[-1].stop, shares.weighted)
-        self.shares, self.own, self.broadcast, self.key = shares, clip, broadcast, key
+        self.shares, self.message_clip, self.broadcast, self.key = shares, clip, broadcast, key
         self.noise = torch.zeros_like(self.total)
         self._drawn = 0
         self._sizes: Sequence[int] = ()
@@ -89,7 +89,7 @@ class SharesAccumulator(Accumulator):
 
     def _sum(self, messages: Tensor, factors: Tensor) -> None:
         # Again, for the noise: the clip's factors do not say what a message was clipped to.
-        thresholds = self.own.client_thresholds(messages, self.threshold, self.tensors)
+        thresholds = self.message_clip.client_thresholds(messages, self.threshold, self.tensors)
         for message, factor, threshold, size in zip(messages, factors, thresholds.tolist(), self._sizes):
             # Nobody sends for a client without data, so there is no noise of its own either.
             if size == 0:
@@ -97,9 +97,9 @@ class SharesAccumulator(Accumulator):
             weight = float(size) if self.weighted else 1.0
             signal = torch.cat([message[where].double() * f for where, f in zip(self.tensors, factor)])
             noise = weight * self._share(threshold)
-            kept = self._mask(signal + noise)
-            self.total += signal * kept + weight * self._surplus(size)
-            self.noise += noise * kept
+            mask = self._mask(signal + noise)
+            self.total += signal * mask + weight * self._surplus(size)
+            self.noise += noise * mask
 
     def _share(self, threshold: float) -> Tensor:
         """N(0, share²) float64 ``(d,)`` from a stream of the client's place in the cohort."""
@@ -189,11 +189,11 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
 
 def threshold_of(recipe: Recipe) -> float:
     """Return the constant clip C of the paper's procedure; InputError for a clip of another kind."""
-    given = recipe.privacy.clipping
-    if given.value is not None:
-        return given.value
-    hint = "Median clipping is that of Liu et al. 2025." if given.kind == "median" else ""
-    raise wrong("privacy.clip", given.kind, "a number > 0 in this published procedure", hint=hint)
+    clip = recipe.privacy.clipping
+    if clip.value is not None:
+        return clip.value
+    hint = "Median clipping is that of Liu et al. 2025." if clip.kind == "median" else ""
+    raise wrong("privacy.clip", clip.kind, "a number > 0 in this published procedure", hint=hint)
 
 
 def clip_of(recipe: Recipe, account: Published, layout: Layout) -> tuple[Clip, float]:

@@ -79,14 +79,14 @@ class VoteAccumulator:
 
     def result(self) -> VoteAggregate:
         """Return the aggregate of all draws, in their order."""
-        each = [found.result() for found in self._sums.values()]
-        names = sorted({name for found in each for name in found.stats})
-        seen = {n: [f.stats[n] for f in each if n in f.stats and math.isfinite(f.stats[n])] for n in names}
+        draws = [draw.result() for draw in self._sums.values()]
+        names = sorted({name for draw in draws for name in draw.stats})
+        finite = {n: [f.stats[n] for f in draws if n in f.stats and math.isfinite(f.stats[n])] for n in names}
         return VoteAggregate(
-            total=torch.cat([found.total for found in each]), count=sum(found.count for found in each), bits=0.0,
-            norms=torch.cat([found.norms for found in each]), factors=torch.cat([found.factors for found in each]),
-            stats={name: sum(values) / len(values) for name, values in seen.items() if values},
-            counts=tuple(found.count for found in each),
+            total=torch.cat([draw.total for draw in draws]), count=sum(draw.count for draw in draws), bits=0.0,
+            norms=torch.cat([draw.norms for draw in draws]), factors=torch.cat([draw.factors for draw in draws]),
+            stats={name: sum(values) / len(values) for name, values in finite.items() if values},
+            counts=tuple(draw.count for draw in draws),
         )  # fmt: skip
 
 
@@ -152,17 +152,17 @@ class Voters:
             answers, facts = zip(*map(self.answers, present))
             labels = torch.stack([answer[start : start + self.labels] for answer in answers]).long()
             votes = F.one_hot(labels, self.classes).to(torch.float32).flatten(1)
-            stats = {name: torch.stack([each[name] for each in facts]) for name in facts[0]}
+            stats = {name: torch.stack([fact[name] for fact in facts]) for name in facts[0]}
             yield Trained(votes, sizes[sizes > 0].tolist(), facts=stats)
 
     def answers(self, client: int) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return a client's class ``(queries,)`` for every public example, and facts of its training."""
         # Taken out and put back: the order of the dictionary is that of last use.
-        found = self._answers.pop(client, None) or self._train(client)
-        self._answers[client] = found
-        while len(self._answers) > max(1, self.limit // max(1, found[0].nbytes)):
+        answer = self._answers.pop(client, None) or self._train(client)
+        self._answers[client] = answer
+        while len(self._answers) > max(1, self.limit // max(1, answer[0].nbytes)):
             self._answers.popitem(last=False)
-        return found
+        return answer
 
     def _train(self, client: int) -> tuple[Tensor, Mapping[str, Tensor]]:
         rows, weights = self.data.parts[client], self.first.to(self.problem.device, copy=True)
@@ -217,12 +217,12 @@ class Student:
 
     def fit(self, labels: Tensor, round: int) -> Tensor:
         """Return the student ``(d,)`` for ``labels`` ``(n,)`` of the first n queries; w^0 without any label."""
-        device, known = self.problem.device, torch.nonzero(labels != NO_LABEL).flatten()
-        if known.numel() == 0:
+        device, labelled = self.problem.device, torch.nonzero(labels != NO_LABEL).flatten()
+        if labelled.numel() == 0:
             return self.first.clone()
         weights = self.first.to(device, copy=True)
-        rows = np.arange(known.numel(), dtype=np.int64)
-        inputs, targets, nothing = self.queries[known.to(device)], labels[known].to(device), np.empty(0, np.int64)
+        rows = np.arange(labelled.numel(), dtype=np.int64)
+        inputs, targets, nothing = self.queries[labelled.to(device)], labels[labelled].to(device), np.empty(0, np.int64)
         data = FederatedData(inputs, targets, (rows,), (nothing,), None, None, self.classes, "student")
         steps = self.epochs * math.ceil(len(rows) / self.local.batch_size)
         order = Order(self.seed, round, self.local.batch_size)

@@ -122,8 +122,8 @@ class _PublishedClip(Clip):
 
     def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
         """Messages ``(n, d)`` -> norms ``(n,)`` of the whole message, factors ``(n, L)``, one per tensor."""
-        norms, own = norms_of(messages), self.client_thresholds(messages, threshold, tensors)[:, None]
-        return norms, _factor(tensor_norms(messages, tensors), own) * torch.isfinite(norms)[:, None]
+        norms, limits = norms_of(messages), self.client_thresholds(messages, threshold, tensors)[:, None]
+        return norms, _factor(tensor_norms(messages, tensors), limits) * torch.isfinite(norms)[:, None]
 
 
 @dataclass(frozen=True)
@@ -194,25 +194,24 @@ class MethodScale(NormClip):
     def scale(self, norms: Tensor, threshold: float) -> Tensor:
         """Norms ``(n,)`` -> factors ``(n,)``."""
         tiny = torch.finfo(norms.dtype).tiny
-        found = torch.minimum(self._asked(norms, threshold), threshold / norms.clamp_min(tiny))
-        sound = torch.isfinite(norms) & torch.isfinite(found) & (found >= tiny)
-        return torch.where(sound, found, torch.zeros_like(norms))
+        factors = torch.minimum(self._asked(norms, threshold), threshold / norms.clamp_min(tiny))
+        sound = torch.isfinite(norms) & torch.isfinite(factors) & (factors >= tiny)
+        return torch.where(sound, factors, torch.zeros_like(norms))
 
     def _asked(self, norms: Tensor, threshold: float) -> Tensor:
         """Return the rule's factor for each norm ``(n,)``; raises InputError for another shape, a draw or a memory."""
-        before, said = global_generators(), torch.zeros_like(norms)
+        before, factors = global_generators(), torch.zeros_like(norms)
         for place in range(len(norms)):
-            found = self.rule(norms[place : place + 1].clone(), threshold)
-            if not isinstance(found, Tensor) or found.shape != (1,):
-                told = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-                raise wrong("algorithm.scale", f"{told} for norms (1,)", "one factor for each norm")
-            said[place : place + 1] = found.detach()
+            factor = self.rule(norms[place : place + 1].clone(), threshold)
+            if not isinstance(factor, Tensor) or factor.shape != (1,):
+                form = f"shape {tuple(factor.shape)}" if isinstance(factor, Tensor) else type(factor).__name__
+                raise wrong("algorithm.scale", f"{form} for norms (1,)", "one factor for each norm")
+            factors[place : place + 1] = factor.detach()
         if global_generators() != before:
             raise wrong("algorithm.scale", "a draw of random numbers", "a function of a message's norm and C")
-        changed = self._watched.changed(everything=True)
-        if changed is not None:
+        if (changed := self._watched.changed(everything=True)) is not None:
             raise wrong("algorithm.scale", f"{changed or 'itself'}, which a call changed", "one that keeps nothing")
-        return said
+        return factors
 
 
 @dataclass(frozen=True)

@@ -77,16 +77,11 @@ class Pgn:
     beta: float
 
     def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
-        direction = view.broadcast.get("direction")
-        if direction is None:
+        if (direction := view.broadcast.get("direction")) is None:
             return lambda w: self.beta * gradient(w)
         offset = _direction(direction, self.rho)
         pull = (1 - self.beta) * direction
-
-        def mixed(w: Tensor) -> Tensor:
-            return self.beta * gradient(w + offset) + pull
-
-        return mixed
+        return lambda w: self.beta * gradient(w + offset) + pull
 
 
 @dataclass(frozen=True)
@@ -126,11 +121,10 @@ class LookAhead:
     gamma: float
 
     def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
-        momentum = view.broadcast.get("nesterov")
-        if momentum is None:
+        if (momentum := view.broadcast.get("nesterov")) is None:
             return gradient
-        ahead = self.gamma * momentum
-        return lambda w: gradient(w + ahead)
+        offset = self.gamma * momentum
+        return lambda w: gradient(w + offset)
 
 
 @dataclass(frozen=True)
@@ -233,12 +227,8 @@ class LabelPrior:
         shares = (view.shares(classes) + self.absent) / (1 + classes * self.absent)
         around = (bias.start, view.start.shape[-1] - bias.stop)
         shift = torch.nn.functional.pad(self.strength * torch.log(shares), around)
-        kept = 1 - torch.nn.functional.pad(torch.ones_like(shares), around)
-
-        def adjusted(w: Tensor) -> Tensor:
-            return gradient(w + shift) * kept
-
-        return adjusted
+        mask = 1 - torch.nn.functional.pad(torch.ones_like(shares), around)
+        return lambda w: gradient(w + shift) * mask
 
 
 @dataclass(frozen=True)
@@ -277,8 +267,8 @@ def check_bias(algorithm: Algorithm, module: nn.Module, layout: Layout, inputs: 
         moved = before.shape == (len(inputs), bias.numel()) and bias.dim() == 1
         if moved:
             bias.add_(added)
-            rest = tried(inputs).double() - before - added  # a constant in each row changes no softmax
-            moved = bool((rest - rest.mean(-1, keepdim=True)).abs().max() < 1e-3 * len(added))
+            residual = tried(inputs).double() - before - added  # a constant in each row changes no softmax
+            moved = bool((residual - residual.mean(-1, keepdim=True)).abs().max() < 1e-3 * len(added))
     found = f"{algorithm.name} on a model whose last tensor, {name}, is not the bias of its outputs"
     require(moved, "algorithm", found, "a model that ends in a linear layer with a bias")
 

@@ -135,9 +135,8 @@ class Adaptive:
     tau: float = 1e-3
 
     def __call__(self, w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        first = slots.get("first", torch.zeros_like(w))
+        first = self.beta1 * slots.get("first", torch.zeros_like(w)) + (1 - self.beta1) * mean
         second = slots.get("second", torch.full_like(w, self.tau**2))
-        first = self.beta1 * first + (1 - self.beta1) * mean
         square = mean * mean
         if self.kind == "adam":
             second = self.beta2 * second + (1 - self.beta2) * square

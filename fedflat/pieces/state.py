@@ -164,11 +164,10 @@ class Mixture:
     weight: float
 
     def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
-        moved = view.broadcast.get("moved")
-        if moved is None:
+        if (moved := view.broadcast.get("moved")) is None:
             return gradient
-        ahead, rest = self.gamma * moved, 1 - self.weight
-        return lambda w: self.weight * gradient(w + ahead) + (rest * gradient(w) if rest else 0.0)
+        offset, rest = self.gamma * moved, 1 - self.weight
+        return lambda w: self.weight * gradient(w + offset) + (rest * gradient(w) if rest else 0.0)
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def test_a_recording_is_for_any_number_of_clients_unless_its_steps_tell_it() -> 
         found = IsolatedRule(rule(body).phases[0].rule, "rule")
         view = ClientView(start=torch.zeros(5, 4), clip=1.0, steps=1, lr=0.1)
         assert found(lambda at: at, view)(torch.ones(5, 4)).shape == (5, 4)
-        assert [made.rows for made in found._made.values()] == [rows]
+        assert [made.rows for made in found._recordings.values()] == [rows]
 
 
 class Ruled(torch.autograd.Function):
