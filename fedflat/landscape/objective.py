@@ -81,8 +81,6 @@ class Objective:
         """Return the loss and accuracy of every point ``(P, 2)``; on_chunk: points finished."""
         dtype = torch.float64 if self.inputs.dtype == torch.float64 else torch.float32
         inputs = self.inputs.to(dtype) if self.inputs.is_floating_point() else self.inputs
-        # Chunks follow from model and data alone, so that threads do not change the numbers.
-        size = self._chunk()
         evaluate = self._together if self.dense else self._one_by_one
 
         def one(module: nn.Module, chunk: slice) -> np.ndarray:
@@ -90,7 +88,8 @@ class Objective:
                 return evaluate(module, points.take(chunk).to(dtype), inputs)
 
         results = []
-        for result in self._spread(one, _slices(len(points), size)):
+        # Chunks follow from model and data alone, so that threads do not change the numbers.
+        for result in self._spread(one, _slices(len(points), self._chunk())):
             results.append(result)
             if on_chunk is not None:
                 on_chunk(len(result))

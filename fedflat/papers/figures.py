@@ -288,8 +288,7 @@ def _rounds(panel: Panel, ran: Ran) -> list[Figure]:
     """Return a measure by round: means over seeds with bands of one standard deviation."""
     groups = [Group(line.label, tuple(runs), style) for style, (line, runs) in enumerate(ran)]
     figures = {figure.key: figure for figure in figures_of_groups(groups)}
-    chosen = [figures[key] for key in panel.shows if key in figures]
-    return [replace(figure, overlay=False, y_title=figure.title) for figure in chosen]
+    return [replace(figures[key], overlay=False, y_title=figures[key].title) for key in panel.shows if key in figures]
 
 
 def _bands(panel: Panel, ran: Ran) -> list[Figure]:

@@ -129,10 +129,9 @@ class Table:
         ``Dirichlet 1`` comes no ``Dirichlet 10``. Raises InputError for a text that no column contains or a method that
         is not in the table.
         """
-        every = list(dict.fromkeys(cell.column for cell in self.cells))
         known = list(dict.fromkeys(cell.method for cell in self.cells))
         wanted = [one_of("--method", name, known) for name in methods]
-        chosen = named(columns, every)
+        chosen = named(columns, list(dict.fromkeys(cell.column for cell in self.cells)))
         cells = (cell for cell in self.cells if not chosen or cell.column in chosen)
         return replace(self, cells=tuple(cell for cell in cells if not wanted or cell.method in wanted))
 

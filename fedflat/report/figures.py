@@ -197,10 +197,8 @@ def figures_of_run(run: Run) -> list[Figure]:
     figures: list[Figure | None] = []
     for key, entry in _declared()["run"].items():
         figure = declared("run", key)
-        lines = [
-            _line(run, label or figure.title, name, place)
-            for place, (label, name) in enumerate(entry.get("of", {}).items())
-        ]
+        sources = entry.get("of", {}).items()
+        lines = [_line(run, label or figure.title, name, place) for place, (label, name) in enumerate(sources)]
         figures.append(SPECIAL[key](run, figure, lines) if key in SPECIAL else with_series(figure, lines))
         if key == "loss":
             for k in metrics.own_metrics(run.metrics):
@@ -276,10 +274,9 @@ def last_classes(run: Run) -> list[float | None]:
 def class_names(run: Run) -> list[str]:
     """Return the classes' names by the recipe or the run's preparation; empty where neither has names."""
     data = metrics.section(run.recipe, "data")
-    listed = metrics.section(data, "categories").get(str(data.get("target"))) or metrics.preparation(run.path).get(
-        "names"
-    )
-    return [{False: "no", True: "yes"}.get(name, str(name)) for name in listed] if isinstance(listed, list) else []
+    names = metrics.section(data, "categories").get(str(data.get("target")))
+    names = names or metrics.preparation(run.path).get("names")
+    return [{False: "no", True: "yes"}.get(name, str(name)) for name in names] if isinstance(names, list) else []
 
 
 def class_bars(figure: Figure, groups: Sequence[Group]) -> Figure | None:
@@ -348,8 +345,7 @@ def by_epsilon(groups: Sequence[Group]) -> Figure | None:
 
 def _overlay(figure: Figure, groups: Sequence[Group], name: str) -> Figure | None:
     most, tested = min(MAX_POINTS, max(100, MAX_OVERLAID // len(groups))), name.startswith("test_")
-    points = points_of(name)
-    series = [_series(group, points, spent=tested, share=figure.percent, most=most) for group in groups]
+    series = [_series(group, points_of(name), spent=tested, share=figure.percent, most=most) for group in groups]
     changes: dict[str, Any] = {}
     if name == "test_accuracy":
         changes["lines"] = chance_line([run for group in groups for run in group.runs])

@@ -158,7 +158,6 @@ def _curves(groups: Sequence[Record], place: int) -> list[Figure]:
 
 def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str) -> Figure:
     several = any(len(group["seeds"]) > 1 for group in groups)
-    over = "steps" if kind == "line" else "levels"
     series = []
     for group in groups:
         curve = group[kind]
@@ -169,7 +168,7 @@ def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str
         else:
             # A loss is not below zero, and a logarithmic axis could not show it.
             low = [max(value, min(y) / 2) for value in low]
-        x = {"round": tuple(100 * value for value in curve[over])}
+        x = {"round": tuple(100 * value for value in curve["steps" if kind == "line" else "levels"])}
         bands = (tuple(low), tuple(high)) if several else ((), ())
         series.append(Series(group["label"], x, tuple(y), *bands, style=group["style"]))
     title_x = "distance, % of the filters' norm" if kind == "line" else "noise, % of the weights"

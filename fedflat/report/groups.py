@@ -94,8 +94,7 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     members = _parts(runs)
     parts = [part for group in members for part in (_parts(group, engine=True) if _repeats(group) else [group])]
     firsts = [group[0] for group in parts]
-    engines = len(parts) > len(members)
-    labels = _distinct([_label(first, firsts, engines) for first in firsts])
+    labels = _distinct([_label(first, firsts, engine=len(parts) > len(members)) for first in firsts])
     return [Group(label, tuple(group), style) for style, (label, group) in enumerate(zip(labels, parts, strict=True))]
 
 

@@ -34,8 +34,7 @@ def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
     Raises:
         InputError: a folder is missing or is not a run.
     """
-    target = Path(out)
-    target = target / "report.html" if target.is_dir() else target
+    target = Path(out, "report.html") if Path(out).is_dir() else Path(out)
     loaded = metrics.read_runs(runs)
     target.parent.mkdir(parents=True, exist_ok=True)
     if any(run.private for run in loaded):

@@ -67,6 +67,12 @@ def section(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def listed(record: Mapping[str, Any], key: str) -> list[Any]:
+    """Return ``record[key]`` if it is a list, otherwise an empty one."""
+    value = record.get(key)
+    return value if isinstance(value, list) else []
+
+
 def preparation(run: Path) -> Record:
     """Return how rows become inputs (public constants), as an export or the last checkpoint says; empty without."""
     try:
@@ -120,10 +126,8 @@ def read_records(path: Path) -> list[Record]:
 
 def _by_round(records: list[Record]) -> list[Record]:
     """Return one record per round; where a round was written twice the later one counts."""
-    latest: dict[Any, Record] = {}
-    for place, record in enumerate(records):
-        # A run that is resumed writes the round in which it was killed a second time.
-        latest[record.get("round", f"line {place}")] = record
+    # A run that is resumed writes the round in which it was killed a second time.
+    latest = {record.get("round", f"line {place}"): record for place, record in enumerate(records)}
     return list(latest.values())
 
 
@@ -164,9 +168,7 @@ def read_runs(folders: Iterable[Path | str]) -> list[Run]:
     Raises:
         InputError: as :func:`read_run`, or nothing was given.
     """
-    runs: list[Run] = []
-    for folder in map(Path, folders):
-        runs.extend(read_run(path) for path in run_folders(folder) or [folder])
+    runs = [read_run(path) for folder in map(Path, folders) for path in run_folders(folder) or [folder]]
     require(bool(runs), "report", "no run", "one or more run folders")
     return runs
 
@@ -284,11 +286,10 @@ def claimed_epsilon(run: Run) -> float | None:
 
 def reasons(run: Run) -> list[str]:
     """Return why the proven ε is what it is, in the statement's words."""
-    entry = run.privacy.get("reasons")
-    if isinstance(entry, str):
-        return [entry]
-    listed = [item if isinstance(item, str) else json.dumps(item) for item in entry] if isinstance(entry, list) else []
-    return listed or ([] if run.privacy else [NO_STATEMENT])
+    if isinstance(run.privacy.get("reasons"), str):
+        return [run.privacy["reasons"]]
+    texts = [item if isinstance(item, str) else json.dumps(item) for item in listed(run.privacy, "reasons")]
+    return texts or ([] if run.privacy else [NO_STATEMENT])
 
 
 def spent(run: Run) -> list[tuple[int, float]]:
@@ -429,9 +430,9 @@ def guess(released: Sequence[Record]) -> Guess | None:
 
     Each class counts alike too: where most examples are of one class, naming nearly always that one has learnt nothing.
     """
-    last = next((r for r in reversed(released) if number(r.get("test_accuracy")) is not None), None)
-    by_class = [] if last is None else tested_classes(last)
-    if last is None or len(by_class) < 2:
+    last = next((r for r in reversed(released) if number(r.get("test_accuracy")) is not None), {})
+    by_class = tested_classes(last)
+    if len(by_class) < 2:
         return None
     model = Guess(float(last["test_accuracy"]), len(by_class), sorted(by_class) == [0.0] * (len(by_class) - 1) + [1.0])
     most = (CHANCE if model.classes >= FEW else CHANCE_OF_FEW) / model.classes

@@ -197,8 +197,7 @@ def _x_scale(figure: Figure, axis: str, end: float = RIGHT) -> Scale:
         if low > 0 and high / low > DECADES:
             return logarithmic(low, high, LEFT + EDGE, end - EDGE)
         return linear(low, high, LEFT + EDGE, end - EDGE, 6, snap=False)
-    rounds = axis == "round" and figure.x_title == "round"
-    if axis == "epsilon" or rounds:
+    if axis == "epsilon" or figure.x_title == "round":
         low = 0.0
     whole = axis == "round" and all(value == int(value) for value in values)
     return linear(low, high, LEFT, end, 6, snap=False, whole=whole)

@@ -39,8 +39,7 @@ def write_plates(figures: Sequence[Figure], folder: Path, landscapes: Sequence[M
     for figure in figures:
         paths += write_figure(figure, folder)
     for place, record in enumerate(landscapes):
-        drawn = [group for group in record["groups"] if group["surface"]]
-        if drawn:
+        if drawn := [group for group in record["groups"] if group["surface"]]:
             paths += _save(contours(drawn), folder, f"contours-{place}")
     return paths
 

@@ -9,7 +9,7 @@ import yaml
 from markupsafe import Markup
 
 from fedflat.report import metrics
-from fedflat.report.metrics import Record, Run, number
+from fedflat.report.metrics import Record, Run, listed, number, section
 from fedflat.report.pages import Facts
 from fedflat.report.wording import asset
 
@@ -115,10 +115,10 @@ def readable(value: Any) -> str:
 
 def audited_text(audit: Record) -> str:
     """``≥ 1.23`` for a lower bound, ``1.000 C`` for a movement, ``1.000 σC`` for noise."""
-    if "movement" in _details(audit):
-        return "–" if audit.get("runs") == 0 else _times(_details(audit)["movement"])
+    if "movement" in section(audit, "details"):
+        return "–" if audit.get("runs") == 0 else _times(section(audit, "details")["movement"])
     if audit.get("kind") == "noise":
-        ratio = number(_details(audit).get("ratio"))
+        ratio = number(section(audit, "details").get("ratio"))
         return "–" if ratio is None else f"{ratio:.3f} σC"
     bound = number(audit.get("lower_bound"))
     return "–" if bound is None else f"≥ {metrics.epsilon_text(bound, round_up=False)}"
@@ -133,7 +133,7 @@ def verdict(audit: Record) -> str:
     """Return one reading of the numbers, in a few words."""
     bound, proven = number(audit.get("lower_bound")), number(audit.get("proven"))
     noise = audit.get("kind") == "noise"
-    if noise or "movement" in _details(audit):
+    if noise or "movement" in section(audit, "details"):
         bad, good = ("not as planned", "as planned") if noise else ("over C", "within C")
         return bad if exceeded(audit) else "not run" if audit.get("runs") == 0 else good
     if exceeded(audit):
@@ -149,14 +149,14 @@ def greatest(run: Run) -> str:
     worlds = [audit for audit in run.audits if audit.get("kind") == "worlds" and audit.get("runs")]
     if not worlds:
         return ""
-    details = _details(worlds[-1])
+    details = section(worlds[-1], "details")
     return f"{audited_text(worlds[-1])} at most, {details.get('back_end')}, {details.get('data')}"
 
 
 def matrix(audit: Record) -> tuple[list[str], list[list[str]]]:
     """Return (heads, rows) of a worlds audit: data by back end, each cell a movement over C; else both empty."""
-    table = _details(audit).get("table")
-    if not isinstance(table, dict) or not table:
+    table = section(section(audit, "details"), "table")
+    if not table:
         return [], []
     engines = list(dict.fromkeys(engine for row in table.values() for engine in row))
     rows = [
@@ -168,9 +168,8 @@ def matrix(audit: Record) -> tuple[list[str], list[list[str]]]:
 
 def remarks(audit: Record) -> list[str]:
     """Return what a worlds audit did not do, and why, one sentence each."""
-    details = _details(audit)
-    refused = details.get("refused")
-    sentences = [f"{engine}: {reason}" for engine, reason in refused.items()] if isinstance(refused, dict) else []
+    details = section(audit, "details")
+    sentences = [f"{engine}: {reason}" for engine, reason in section(details, "refused").items()]
     if left := details.get("left_out"):
         sentences.append(f"{left} pairs were left out to end in time; fedflat audit --kind worlds runs all.")
     return sentences
@@ -182,11 +181,6 @@ def _times(value: object) -> str:
     if movement is None:
         return "∞ C"
     return f"{movement:.3f} C" if movement < 100 else f"{movement:.1e} C"
-
-
-def _details(audit: Record) -> Record:
-    details = audit.get("details")
-    return details if isinstance(details, dict) else {}
 
 
 def cells(audit: Record) -> list[str]:
@@ -206,13 +200,9 @@ def notes(audits: Sequence[Record]) -> list[dict[str, Any]]:
     for audit in audits:
         kind = str(audit.get("kind"))
         texts = [WORDS["audits"].get(kind, ""), *(f"{key}: {audit.get(key)}" for key in ("canary", "statistic"))]
-        broken = "" if kind == "noise" or "movement" in _details(audit) else "Contract 2b broken: "
-        lines = [broken + text for text in _texts(audit, "violations")] + remarks(audit) + _texts(audit, "assumptions")
+        broken = "" if kind == "noise" or "movement" in section(audit, "details") else "Contract 2b broken: "
+        violations = [f"{broken}{text}" for text in listed(audit, "violations")]
+        lines = [*violations, *remarks(audit), *map(str, listed(audit, "assumptions"))]
         basis = "; ".join(fact for fact in texts if fact and not fact.endswith(": None"))
         entries.append({"head": f"{kind}, {audit.get('method')}: what it rests on", "about": basis, "lines": lines})
     return entries
-
-
-def _texts(audit: Record, key: str) -> list[str]:
-    listed = audit.get(key)
-    return [str(item) for item in listed] if isinstance(listed, list) else []

@@ -29,8 +29,7 @@ def cautions(privacy: Mapping[str, Any], released: Sequence[Record], private: Se
     """Return the statement's warnings, then what the rounds show: losses that are not finite, accuracy at chance,
     everything clipped, noise ten times the signal. privacy: the statement; released, private: the rounds' records.
     """
-    listed = privacy.get("warnings")
-    stated = [str(text) for text in listed] if isinstance(listed, list) else []
+    stated = map(str, metrics.listed(privacy, "warnings"))
     return [*stated, *_loss(released, private), *_chance(released), *_clipped(private), *_drowned(released, private)]
 
 
