@@ -26,7 +26,7 @@ ORDERS: tuple[float, ...] = (*(round(1 + k / 10, 1) for k in range(1, 100)), *ma
 
 
 LARGEST = 1e30
-"""Of a constant: products of a few are still numbers."""
+"""The largest value of a constant: products of a few are still finite."""
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,7 @@ def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, PersonalState]
     from fedflat.assembly.tasks import refuse_other_tasks
 
     require(bool(run.recipe), f"run folder {run.path}", "no recipe.yaml in it", "a folder written by fedflat run")
-    newest = checkpoint.newest(run.path / "checkpoints")
-    if newest is None:
+    if (newest := checkpoint.newest(run.path / "checkpoints")) is None:
         raise wrong(f"run folder {run.path}", "no readable checkpoint in it", "a run that has finished a round")
     state, heads, _ = newest
     # A model can be measured on a machine without the run's own device.

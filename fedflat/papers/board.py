@@ -49,7 +49,7 @@ class Task:
 
     @property
     def features(self) -> str:
-        """What the ceiling is of: the data, with the prior where they have two."""
+        """The name of its ceiling: the data, with the prior where they have two."""
         return f"{self.data}, {self.prior}" if self.second else self.data
 
     def changes(self, public: str | None = None) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def record(row: Row) -> dict[str, Any]:
 
 
 def task_of(row: Row) -> Task:
-    """Return the task that a row is of."""
+    """Return the task of a row."""
     tasks = (task for task in TASKS if (task.data, task.alpha) == (row["data"], row["alpha"]))
     return next(task for task in tasks if task.prior == row.get("prior", task.prior))
 

@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def run(self) -> tuple[str, str]:
-        """Whose runs it is of: column and method."""
+        """The column and the method whose runs this number is taken from."""
         return self.of, self.method
 
     @property

@@ -50,7 +50,7 @@ class Card:
 
     @property
     def title(self) -> str:
-        """What the card is of."""
+        """The name of the run that the card describes."""
         named = self.run.recipe.get("name")
         # Without a name of its own a run is called as its folder, as in its report.
         return readable(self.run.name if named in (None, "", "run") else str(named))

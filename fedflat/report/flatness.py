@@ -24,7 +24,7 @@ def write_page(record: Record, target: Path) -> Path:
 
 def render(record: Record) -> str:
     """Return the page on flatness as HTML text."""
-    groups = [{**group, "name": _name(group)} for group in record["groups"]]
+    groups = [{**group, "name": plates.surface_name(group)} for group in record["groups"]]
     curvature = max(model["curvature_examples"] for model in record["models"])
     reading = {"rho": record["settings"]["rho"], "curvature_examples": curvature}
     drawn = [group for group in groups if group["surface"]]
@@ -46,10 +46,6 @@ def render(record: Record) -> str:
 def _by_model(record: Record) -> list[tuple[str, list[Record]]]:
     models = dict.fromkeys(group["model"] for group in record["groups"])
     return [(model, [group for group in record["groups"] if group["model"] == model]) for model in models]
-
-
-def _name(group: Record) -> str:
-    return str(group["label"]) + ("" if group["model"] == "global" else f", {group['model']}")
 
 
 def _lead(record: Record) -> str:
@@ -148,10 +144,9 @@ def figures(record: Record) -> list[Figure]:
 
 
 def _curves(groups: Sequence[Record], place: int) -> list[Figure]:
-    kinds = {"line": "along a direction", "noise": "under weight noise"}
     return [
         _figure(groups, kind, key, f"{kind}-{key}-{place}", f"{key.capitalize()} {where}")
-        for kind, where in kinds.items()
+        for kind, where in {"line": "along a direction", "noise": "under weight noise"}.items()
         for key in ("loss", "accuracy")
     ]
 

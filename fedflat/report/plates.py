@@ -160,12 +160,16 @@ def contours(groups: Sequence[Mapping[str, Any]]) -> Sheet:
         if lines:
             drawn = axes.contour(steps, steps, surface, levels=lines, colors=colour, linestyles=style, linewidths=1.1)
             axes.clabel(drawn, fontsize=7, fmt="%g")
-        name = group["label"] + ("" if group["model"] == "global" else f", {group['model']}")
-        handles.append(Line2D([], [], color=colour, ls=style, label=name))
+        handles.append(Line2D([], [], color=colour, ls=style, label=surface_name(group)))
     axes.plot(0, 0, "+", color="black")
     axes.set(title="Loss contours", xlabel="direction 1", ylabel="direction 2", aspect="equal")
     sheet.legend(handles=handles, fontsize="x-small", frameon=False, loc="outside lower center", ncols=4)
     return sheet
+
+
+def surface_name(group: Mapping[str, Any]) -> str:
+    """Return the name of a group's surface: its label, with the model where that is a client's."""
+    return str(group["label"]) + ("" if group["model"] == "global" else f", {group['model']}")
 
 
 def levels(low: float, high: float, count: int = 9) -> list[float]:

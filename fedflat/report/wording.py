@@ -32,7 +32,7 @@ def filled(template: str, **values: Any) -> Markup:
 
 @functools.cache
 def environment() -> Environment:
-    """Return where templates come from, with what they call."""
+    """Return the environment that templates are read from, with the filters that they call."""
     env = Environment(
         loader=PackageLoader("fedflat.report"), autoescape=select_autoescape(["html", "svg"]),
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
