@@ -78,10 +78,9 @@ def render(runs: Sequence[Run]) -> str:
 def _date(runs: Sequence[Run]) -> str:
     """Return the day on which the last record of the runs was written (UTC); empty without any."""
     files = [path for run in runs if (path := run.path / "metrics.jsonl").is_file()]
-    last = max((path.stat().st_mtime for path in files), default=None)
-    if last is None:
+    if not files:
         return ""
-    day = datetime.datetime.fromtimestamp(last, datetime.UTC)
+    day = datetime.datetime.fromtimestamp(max(path.stat().st_mtime for path in files), datetime.UTC)
     return f"{day.day} {day:%B %Y}"
 
 
