@@ -26,7 +26,7 @@ ORDERS: tuple[float, ...] = (*(round(1 + k / 10, 1) for k in range(1, 100)), *ma
 
 
 LARGEST = 1e30
-"""Of a constant: products of a few are still numbers."""
+"""The largest value of a constant: products of a few are still finite."""
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,10 @@ def discounts_004(far: Iterable[bool], *, lam: float, lr: float) -> tuple[NDArra
     two agree where no step is far. λ < 1/η is the lemma's condition. Enters no privacy statement.
     """
     lr = in_range("lr", lr, 0, open_low=True)
-    kept = 1 - lr * in_range("lam", lam, 0, 1 / lr, open_high=True)
+    factor = 1 - lr * in_range("lam", lam, 0, 1 / lr, open_high=True)
     beyond = np.asarray(list(far), dtype=bool)
-    steps = np.where(beyond, kept, 1.0)
-    printed = np.where(beyond, kept ** np.arange(len(beyond)), 1.0)
+    steps = np.where(beyond, factor, 1.0)
+    printed = np.where(beyond, factor ** np.arange(len(beyond)), 1.0)
     exact: NDArray[np.float64] = np.cumprod(np.append(steps[1:], 1.0)[::-1])[::-1]
     return printed, exact
 

@@ -105,9 +105,9 @@ def measure(
                 drawn = place == 0 and settings.directions == 2
                 if on_stage is not None:
                     on_stage(f"{group.label}, seed {run.seed}, {model.name}", settings.points**2 if drawn else 0)
-                found = of_model(model, job, settings, drawn, on_points)
-                _compare_with_record(found, run, model, settings, notes)
-                measured.append({"group": group.label, "run": str(run.path), "seed": run.seed, **found})
+                measurement = of_model(model, job, settings, drawn, on_points)
+                _compare_with_record(measurement, run, model, settings, notes)
+                measured.append({"group": group.label, "run": str(run.path), "seed": run.seed, **measurement})
     return {
         "settings": asdict(settings), "groups": _grouped(groups, measured, settings), "models": measured,
         "notes": list(dict.fromkeys(notes)),
@@ -132,10 +132,9 @@ def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, PersonalState]
     from fedflat.assembly.tasks import refuse_other_tasks
 
     require(bool(run.recipe), f"run folder {run.path}", "no recipe.yaml in it", "a folder written by fedflat run")
-    found = checkpoint.newest(run.path / "checkpoints")
-    if found is None:
+    if (newest := checkpoint.newest(run.path / "checkpoints")) is None:
         raise wrong(f"run folder {run.path}", "no readable checkpoint in it", "a run that has finished a round")
-    state, heads, _ = found
+    state, heads, _ = newest
     # A model can be measured on a machine without the run's own device.
     here = ["engine.backend=sequential", "engine.device=cpu", "engine.compile=null"]
     recipe = Recipe.of(run.recipe, here, where=str(run.path / "recipe.yaml"))
@@ -181,18 +180,18 @@ def _data(job: Job, client: int | None, settings: Settings) -> tuple[Tensor, Ten
         rows = np.concatenate(data.parts) if client is None else data.parts[client]
         require(len(rows) > 0, "--clients", client, "with --on train, clients that have data")
         inputs, targets = data.inputs[torch.from_numpy(rows)], data.targets[torch.from_numpy(rows)]
-    return _some(inputs, targets, settings.examples, settings.seed)
+    return _subset(inputs, targets, settings.examples, settings.seed)
 
 
-def _some(inputs: Tensor, targets: Tensor, count: int | None, seed: int) -> tuple[Tensor, Tensor]:
+def _subset(inputs: Tensor, targets: Tensor, count: int | None, seed: int) -> tuple[Tensor, Tensor]:
     """Return ``count`` examples at random, in stored order and memory layout."""
     if count is None or count >= len(inputs):
         return inputs, targets
     rows = torch.from_numpy(np.sort(stream(seed, "landscape examples").choice(len(inputs), count, replace=False)))
     # Indexing returns another memory layout, which would change the last bits.
     last = inputs.dim() == 4 and inputs.is_contiguous(memory_format=torch.channels_last)
-    kept = inputs[rows]
-    return kept.contiguous(memory_format=torch.channels_last) if last else kept, targets[rows]
+    chosen = inputs[rows]
+    return chosen.contiguous(memory_format=torch.channels_last) if last else chosen, targets[rows]
 
 
 def of_model(
@@ -201,31 +200,31 @@ def of_model(
     """Return everything that is measured of one model, ready for JSON."""
     began, weights, module, layout = time.perf_counter(), model.weights, job.problem.module, job.parts.layout
     objective = Objective(module, layout, model.inputs, model.targets, threads=settings.threads)
-    fewer = _some(model.inputs, model.targets, settings.curvature_examples, settings.seed)
+    fewer = _subset(model.inputs, model.targets, settings.curvature_examples, settings.seed)
     part = Objective(module, layout, *fewer, threads=settings.threads)
     loss, accuracy = objective.value(weights)
     if not math.isfinite(loss):
         raise InputError(f"landscape: found a model whose loss is {loss}; allowed: a run that has not diverged.")
     private = model.client is not None or settings.on == "train"
-    found: Numbers = {"model": model.name, "client": model.client, "private": private}
-    found["examples"], found["curvature_examples"] = len(model.inputs), len(fewer[0])
+    measurement: Numbers = {"model": model.name, "client": model.client, "private": private}
+    measurement["examples"], measurement["curvature_examples"] = len(model.inputs), len(fewer[0])
     pair = surfaces.directions(weights, layout, settings.seed, settings.directions)
     steps = surfaces.steps_of(settings.points, settings.span)
-    found["line"] = _grid(surfaces.surface(objective, weights, pair[:1], steps))
+    measurement["line"] = _grid(surfaces.surface(objective, weights, pair[:1], steps))
     noisy = surfaces.robustness(objective, weights, layout, settings.seed, settings.noise, settings.draws)
-    found["noise"] = _grid(noisy, "levels")
+    measurement["noise"] = _grid(noisy, "levels")
     middle = len(settings.noise) // 2
-    noise_loss, noise_accuracy = (float(each[middle].mean()) for each in (noisy.loss, noisy.accuracy))
+    noise_loss, noise_accuracy = (float(values[middle].mean()) for values in (noisy.loss, noisy.accuracy))
     curved, details = _curved(part, weights, layout, settings)
     scalars = {
         "loss": loss, "accuracy": accuracy, "norm": float(torch.linalg.vector_norm(weights)),
         "noise_loss": noise_loss - loss, "noise_accuracy": noise_accuracy,
     }  # fmt: skip
-    found["numbers"] = {key: (scalars | curved)[key] for key in NUMBERS}
-    found |= details
+    measurement["numbers"] = {key: (scalars | curved)[key] for key in NUMBERS}
+    measurement |= details
     if with_surface:
-        found["surface"] = _grid(surfaces.surface(objective, weights, pair, steps, on_points))
-    return found | {"seconds": time.perf_counter() - began}
+        measurement["surface"] = _grid(surfaces.surface(objective, weights, pair, steps, on_points))
+    return measurement | {"seconds": time.perf_counter() - began}
 
 
 def _curved(part: Objective, weights: Tensor, layout: Layout, settings: Settings) -> tuple[Numbers, Numbers]:
@@ -243,12 +242,12 @@ def _grid(grid: surfaces.Grid, steps: str = "steps") -> Numbers:
     return {steps: grid.steps.tolist(), "loss": grid.loss.tolist(), "accuracy": grid.accuracy.tolist()}
 
 
-def _compare_with_record(found: Numbers, run: Run, model: Model, settings: Settings, notes: list[str]) -> None:
+def _compare_with_record(measurement: Numbers, run: Run, model: Model, settings: Settings, notes: list[str]) -> None:
     """Add a note where the accuracy measured here is not the one that the run recorded."""
-    recorded, own = final_accuracy(run), found["numbers"]["accuracy"]
+    recorded, fresh = final_accuracy(run), measurement["numbers"]["accuracy"]
     comparable = model.client is None and settings.on == "test" and settings.examples is None
-    if comparable and recorded is not None and abs(recorded - own) > 1e-3:
-        notes.append(f"{run.path}: recorded a test accuracy of {100 * recorded:.2f} %, found {100 * own:.2f} % here.")
+    if comparable and recorded is not None and abs(recorded - fresh) > 1e-3:
+        notes.append(f"{run.path}: recorded a test accuracy of {100 * recorded:.2f} %, found {100 * fresh:.2f} % here.")
 
 
 def _grouped(groups: Sequence[Group], measured: Sequence[Numbers], settings: Settings) -> list[Numbers]:
@@ -256,32 +255,32 @@ def _grouped(groups: Sequence[Group], measured: Sequence[Numbers], settings: Set
     first.
     """
     listed: list[Numbers] = []
-    for name in dict.fromkeys(each["model"] for each in measured):
-        chosen = [each for each in measured if each["model"] == name]
-        numbers = {each["run"]: each["numbers"] for each in chosen}
+    for name in dict.fromkeys(row["model"] for row in measured):
+        chosen = [row for row in measured if row["model"] == name]
+        numbers = {row["run"]: row["numbers"] for row in chosen}
         for place, group in enumerate(groups):
-            own = [each for each in chosen if each["group"] == group.label]
+            rows = [row for row in chosen if row["group"] == group.label]
             listed.append({
-                "label": group.label, "model": name, "style": group.style, "seeds": [each["seed"] for each in own],
-                "epsilon": _plain(spread(proven_epsilon(run) for run in group.runs)), "private": own[0]["private"],
+                "label": group.label, "model": name, "style": group.style, "seeds": [row["seed"] for row in rows],
+                "epsilon": _plain(spread(proven_epsilon(run) for run in group.runs)), "private": rows[0]["private"],
                 "seeded": any(map(seeded, group.runs)),
-                "numbers": {key: _plain(spread(each["numbers"][key] for each in own)) for key in NUMBERS},
+                "numbers": {key: _plain(spread(row["numbers"][key] for row in rows)) for key in NUMBERS},
                 "differences": {key: _difference(groups[0], group, numbers, key) for key in NUMBERS} if place else {},
-                "line": {"steps": own[0]["line"]["steps"]} | _curves([each["line"] for each in own]),
-                "noise": {"levels": list(settings.noise)} | _curves([_over_draws(each["noise"]) for each in own]),
-                "surface": own[0].get("surface"),
+                "line": {"steps": rows[0]["line"]["steps"]} | _curves([row["line"] for row in rows]),
+                "noise": {"levels": list(settings.noise)} | _curves([_over_draws(row["noise"]) for row in rows]),
+                "surface": rows[0].get("surface"),
             })  # fmt: skip
     return listed
 
 
-def _plain(found: Any) -> Numbers | None:
-    return None if found is None else asdict(found)
+def _plain(value: Any) -> Numbers | None:
+    return None if value is None else asdict(value)
 
 
 def _difference(first: Group, group: Group, numbers: Mapping[str, Numbers], key: str) -> Numbers | None:
     """Return the difference paired over common seeds: mean and 95 % t interval."""
-    theirs, own = (by_seed(each, lambda run: numbers[str(run.path)][key]) for each in (first, group))
-    return _plain(paired_difference(theirs, own))
+    reference, compared = (by_seed(side, lambda run: numbers[str(run.path)][key]) for side in (first, group))
+    return _plain(paired_difference(reference, compared))
 
 
 def _over_draws(noise: Numbers) -> Numbers:

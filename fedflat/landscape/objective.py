@@ -81,20 +81,19 @@ class Objective:
         """Return the loss and accuracy of every point ``(P, 2)``; on_chunk: points finished."""
         dtype = torch.float64 if self.inputs.dtype == torch.float64 else torch.float32
         inputs = self.inputs.to(dtype) if self.inputs.is_floating_point() else self.inputs
-        # Chunks follow from model and data alone, so that threads do not change the numbers.
-        size = self._chunk()
-        each = self._together if self.dense else self._one_by_one
+        evaluate = self._together if self.dense else self._one_by_one
 
         def one(module: nn.Module, chunk: slice) -> np.ndarray:
             with torch.no_grad():
-                return each(module, points.take(chunk).to(dtype), inputs)
+                return evaluate(module, points.take(chunk).to(dtype), inputs)
 
-        found = []
-        for result in self._spread(one, _slices(len(points), size)):
-            found.append(result)
+        results = []
+        # Chunks follow from model and data alone, so that threads do not change the numbers.
+        for result in self._spread(one, _slices(len(points), self._chunk())):
+            results.append(result)
             if on_chunk is not None:
                 on_chunk(len(result))
-        return np.concatenate(found)
+        return np.concatenate(results)
 
     def _chunk(self) -> int:
         """Return the points per task; of the model and the data only."""
@@ -114,15 +113,15 @@ class Objective:
         total = torch.zeros(len(weights), 2, dtype=torch.float64)
         for row, vector in zip(total, weights, strict=True):
             for rows in batches:
-                row.add_(torch.stack([each.double().sum() for each in self._at(module, inputs, rows, vector)]))
+                row.add_(torch.stack([measure.double().sum() for measure in self._at(module, inputs, rows, vector)]))
         return (total / len(inputs)).numpy()
 
     def _together(self, module: nn.Module, weights: Tensor, inputs: Tensor) -> np.ndarray:
         """Return a dense model at several points by batched matrix products."""
         total = torch.zeros(len(weights), 2, dtype=torch.float64)
         for rows in _slices(len(inputs), DENSE_BATCH):
-            found = torch.func.vmap(partial(self._at, module, inputs, rows))(weights)
-            total += torch.stack([each.double().sum(-1) for each in found], dim=-1)
+            measures = torch.func.vmap(partial(self._at, module, inputs, rows))(weights)
+            total += torch.stack([measure.double().sum(-1) for measure in measures], dim=-1)
         return (total / len(inputs)).numpy()
 
     # --------------------------------------------------------------------------------- gradients and products
@@ -185,10 +184,10 @@ def _slices(count: int, size: int) -> list[slice]:
 
 def _added(terms: Iterable[Tensor]) -> Tensor:
     """Return the sum in the terms' order."""
-    found = iter(terms)
+    rest = iter(terms)
     # In a fixed order, so that the number of threads does not change the sum.
-    total = next(found).clone()
-    for term in found:
+    total = next(rest).clone()
+    for term in rest:
         total += term
     return total
 

@@ -56,21 +56,21 @@ Line = tuple[str, str, float | Callable[[], float | None] | None, str | Callable
 """A statement without its section, and not evaluated yet: where its own condition fails, it is void."""
 
 
-def _evaluated(section: str, reference: str, what: str, value: Any, said: Any) -> Statement:
+def _evaluated(section: str, reference: str, quantity: str, value: Any, remark: Any) -> Statement:
     try:
-        value, said = (each() if callable(each) else each for each in (value, said))
+        value, remark = (item() if callable(item) else item for item in (value, remark))
     except InputError as error:
-        value, said = None, f"void: {error}"
-    return Statement(section, reference, what, value, said)
+        value, remark = None, f"void: {error}"
+    return Statement(section, reference, quantity, value, remark)
 
 
 def _sensitivity(setting: Setting) -> Iterator[Line]:
     facts, rho = setting.facts, setting.rho
     twice = setting.relation == "replace-one"
-    said = "2C: a client's data are replaced" if twice else "C: a client's slot contributes nothing"
-    whole = facts.clip * (2 if twice else 1)
-    yield "Zhang et al. 2024, Lemma 6", "of the sum of clipped updates", whole, said
-    yield "Shi et al. 2023a, 2023b, Liu et al. 2025, Lemma 1", "of the mean, ÷ m", whole / facts.cohort, ""
+    remark = "2C: a client's data are replaced" if twice else "C: a client's slot contributes nothing"
+    sensitivity = facts.clip * (2 if twice else 1)
+    yield "Zhang et al. 2024, Lemma 6", "of the sum of clipped updates", sensitivity, remark
+    yield "Shi et al. 2023a, 2023b, Liu et al. 2025, Lemma 1", "of the mean, ÷ m", sensitivity / facts.cohort, ""
     before = "of an unclipped update, one sample changed: no client-level claim"
     if rho is not None:
         papers = "Shi et al. 2023a, Eq. 10, Shi et al. 2023b, Eq. 13"
@@ -82,28 +82,28 @@ def _sensitivity(setting: Setting) -> Iterator[Line]:
 
 def _noise(setting: Setting) -> Iterator[Line]:
     sigma = setting.facts.noise_multiplier
-    known: dict[str, Any] = {"q": setting.q, "rounds": setting.facts.rounds, "delta": setting.delta}
+    parameters: dict[str, Any] = {"q": setting.q, "rounds": setting.facts.rounds, "delta": setting.delta}
     if sigma > 0:
         papers = "Shi et al. 2023a, 2023b, Eq. 13–14, Liu et al. 2025, Eq. 24"
-        claimed = partial(bounds.renyi_epsilon, **known, noise_multiplier=sigma)
+        claimed = partial(bounds.renyi_epsilon, **parameters, noise_multiplier=sigma)
         yield papers, "ε of the formula, Poisson and one C", lambda: claimed()[0], ""
     zhang, cheng = "Zhang et al. 2024, Theorem 2", "Cheng et al. 2022, Theorem 1"
     if not math.isfinite(setting.epsilon):
         yield f"{zhang}, {cheng}", "σ for a finite ε", None, "void: no finite ε is proven"
         return
-    known["epsilon"] = setting.epsilon
+    parameters["epsilon"] = setting.epsilon
     at = f"at the proven ε = {setting.epsilon:.4g}"
-    condition = cache(partial(bounds.noise_condition_001, **known))
+    condition = cache(partial(bounds.noise_condition_001, **parameters))
     yield zhang, f"σ that it asks for {at}", lambda: condition().noise_multiplier, lambda: _lemma_4(condition())
-    least = partial(bounds.noise_multiplier_004, **known)
+    least = partial(bounds.noise_multiplier_004, **parameters)
     yield cheng, f"σ with c₂ = 1 {at}", least, "the theorem says only that c₁ and c₂ exist"
     if sigma > 0:
         yield cheng, "c₂ that the proven σ amounts to", lambda: sigma / least(), ""
 
 
-def _lemma_4(found: bounds.NoiseCondition) -> str:
-    limit = f"α = {found.order:.4g} ≤ {found.limit:.4g}"
-    return f"Lemma 4's condition holds: {limit}" if found.holds else f"Lemma 4's condition FAILS: not {limit}"
+def _lemma_4(condition: bounds.NoiseCondition) -> str:
+    limit = f"α = {condition.order:.4g} ≤ {condition.limit:.4g}"
+    return f"Lemma 4's condition holds: {limit}" if condition.holds else f"Lemma 4's condition FAILS: not {limit}"
 
 
 def _per_sample(setting: Setting) -> Iterator[Line]:
@@ -115,18 +115,18 @@ def _per_sample(setting: Setting) -> Iterator[Line]:
         yield "Shi et al. 2023b, Theorems 4, 5", "generalisation", None, why
         return
     cohort = min(setting.samples, max(1, round(facts.cohort)))
-    known: dict[str, Any] = {"samples": setting.samples, "cohort": cohort, "delta_tilde": setting.delta_tilde}
-    step = cache(partial(bounds.sample_round_privacy, facts, rho=setting.rho, **known))
-    risk = cache(lambda: bounds.generalization_bound(step(), rounds=facts.rounds, **known))
+    parameters: dict[str, Any] = {"samples": setting.samples, "cohort": cohort, "delta_tilde": setting.delta_tilde}
+    step = cache(partial(bounds.sample_round_privacy, facts, rho=setting.rho, **parameters))
+    risk = cache(lambda: bounds.generalization_bound(step(), rounds=facts.rounds, **parameters))
 
-    def given() -> str:
+    def delta_text() -> str:
         return f"δ = {step().delta:.3g}, δ̃ given"
 
-    def sure() -> str:
+    def probability() -> str:
         return f"with probability > {risk()[1]:.3g}" if risk()[1] > 0 else "void: no positive probability"
 
-    yield "Shi et al. 2023b, Theorem 4", "ε̃ of one round", lambda: step().epsilon, given
-    yield "Shi et al. 2023b, Theorem 5", "risk gap under", lambda: risk()[0] if risk()[1] > 0 else None, sure
+    yield "Shi et al. 2023b, Theorem 4", "ε̃ of one round", lambda: step().epsilon, delta_text
+    yield "Shi et al. 2023b, Theorem 5", "risk gap under", lambda: risk()[0] if risk()[1] > 0 else None, probability
 
 
 def _drift(setting: Setting) -> Iterator[Line]:
@@ -148,13 +148,13 @@ def _convergence(setting: Setting) -> Iterator[Line]:
     yield from _terms("Liu et al. 2025, Theorem 1 (DP-FedPGN)", bounds.dp_fedpgn(facts, beta=setting.beta))
     yield from _terms("Cheng et al. 2022, Theorem 2 (BLUR, LUS)", bounds.blur_lus(facts))
     if math.isfinite(setting.epsilon):
-        found = bounds.blur_lus_at(facts, epsilon=setting.epsilon, delta=setting.delta)
-        yield from _terms("Cheng et al. 2022, Corollary 1", found, "with Theorem 1's σ at the proven ε")
+        bound = bounds.blur_lus_at(facts, epsilon=setting.epsilon, delta=setting.delta)
+        yield from _terms("Cheng et al. 2022, Corollary 1", bound, "with Theorem 1's σ at the proven ε")
 
 
-def _terms(reference: str, found: Terms, said: str = "") -> Iterator[Line]:
-    for term, value in found.terms.items():
+def _terms(reference: str, bound: Terms, remark: str = "") -> Iterator[Line]:
+    for term, value in bound.terms.items():
         yield reference, term, value, ""
-    yield reference, "sum", found.total, said
-    for ratio, value in found.ratios.items():
+    yield reference, "sum", bound.total, remark
+    for ratio, value in bound.ratios.items():
         yield reference, f"asked for: {ratio}; here", value, ""

@@ -44,17 +44,17 @@ def normalised(direction: Tensor, weights: Tensor, layout: Layout) -> Tensor:
     for shape, span in zip(layout.shapes, layout.tensors(), strict=True):
         if len(shape) < 2:
             continue
-        theirs, own = (each[span].to(weights.dtype).reshape(shape[0], -1) for each in (direction, weights))
-        length = torch.linalg.vector_norm(theirs, dim=1, keepdim=True)
-        scale = torch.linalg.vector_norm(own, dim=1, keepdim=True) / length.clamp_min(torch.finfo(weights.dtype).tiny)
-        result[span] = (theirs * scale).reshape(-1)
+        raw, base = (vector[span].to(weights.dtype).reshape(shape[0], -1) for vector in (direction, weights))
+        length = torch.linalg.vector_norm(raw, dim=1, keepdim=True)
+        scale = torch.linalg.vector_norm(base, dim=1, keepdim=True) / length.clamp_min(torch.finfo(weights.dtype).tiny)
+        result[span] = (raw * scale).reshape(-1)
     return result
 
 
 def directions(weights: Tensor, layout: Layout, seed: int, count: int) -> Tensor:
     """Return ``count`` filter-normalised directions ``(count, D)`` from the seed's streams."""
     drawn = (raw_direction(layout, seed, index) for index in range(count))
-    return torch.stack([normalised(each, weights, layout) for each in drawn])
+    return torch.stack([normalised(direction, weights, layout) for direction in drawn])
 
 
 def steps_of(points: int, span: float) -> np.ndarray:
@@ -71,8 +71,8 @@ def surface(
     """Return the loss and accuracy over the line or the plane of one or two directions ``(k, D)``."""
     axes = np.meshgrid(*[steps] * len(along), indexing="ij")
     coefficients = torch.from_numpy(np.stack(axes, axis=-1).reshape(-1, len(along)))
-    found = objective.values(Points(weights, along, coefficients), on_points).reshape(*axes[0].shape, 2)
-    return Grid(steps, found[..., 0], found[..., 1])
+    values = objective.values(Points(weights, along, coefficients), on_points).reshape(*axes[0].shape, 2)
+    return Grid(steps, values[..., 0], values[..., 1])
 
 
 Product = Callable[[Tensor], Tensor]
@@ -103,11 +103,11 @@ def lanczos(
             stacked = torch.stack(basis)
             image = image - stacked.T @ (stacked @ image)
         beta = float(torch.linalg.vector_norm(image))
-        found = _ritz(diagonal, beside, beta, count)
-        scale = max(abs(found["top"][0]), abs(found["lowest"]), 1e-30)
+        spectrum = _ritz(diagonal, beside, beta, count)
+        scale = max(abs(spectrum["top"][0]), abs(spectrum["lowest"]), 1e-30)
         ended = beta <= 1e-9 * scale or len(diagonal) >= min(steps, size)
-        if ended or (len(found["top"]) == count and max(found["errors"]) <= tolerance * scale):
-            return found
+        if ended or (len(spectrum["top"]) == count and max(spectrum["errors"]) <= tolerance * scale):
+            return spectrum
         beside.append(beta)
         basis.append(image / beta)
 
@@ -125,12 +125,12 @@ def trace(product: Product, size: int, seed: int, draws: int = 30) -> dict[str, 
 
     The mean estimates the trace (Hutchinson 1990).
     """
-    found = []
+    estimates = []
     for draw in range(draws):
         z = torch.from_numpy(stream(seed, "hutchinson", draw).integers(0, 2, size).astype(np.float32) * 2 - 1)
-        found.append(float(z.double() @ product(z).double()))
-    error = float(np.std(found, ddof=1)) / math.sqrt(draws) if draws > 1 else math.nan
-    return {"mean": float(np.mean(found)), "error": error, "draws": draws}
+        estimates.append(float(z.double() @ product(z).double()))
+    error = float(np.std(estimates, ddof=1)) / math.sqrt(draws) if draws > 1 else math.nan
+    return {"mean": float(np.mean(estimates)), "error": error, "draws": draws}
 
 
 VANISHING = 1e-18
@@ -174,8 +174,8 @@ def robustness(
     """
     sizes = np.asarray(levels, dtype=np.float64)
     scale = noise_scale(weights, layout)
-    found = np.empty((len(sizes), draws, 2))
+    values = np.empty((len(sizes), draws, 2))
     for draw in range(draws):
         z = torch.from_numpy(stream(seed, "weight noise", draw).standard_normal(layout.size, dtype=np.float32))
-        found[:, draw] = objective.values(Points(weights, (scale * z)[None], torch.from_numpy(sizes)[:, None]))
-    return Grid(sizes, found[..., 0], found[..., 1])
+        values[:, draw] = objective.values(Points(weights, (scale * z)[None], torch.from_numpy(sizes)[:, None]))
+    return Grid(sizes, values[..., 0], values[..., 1])

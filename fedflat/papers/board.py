@@ -49,7 +49,7 @@ class Task:
 
     @property
     def features(self) -> str:
-        """What the ceiling is of: the data, with the prior where they have two."""
+        """The name of its ceiling: the data, with the prior where they have two."""
         return f"{self.data}, {self.prior}" if self.second else self.data
 
     def changes(self, public: str | None = None) -> dict[str, Any]:
@@ -72,17 +72,17 @@ def recipe_for(source: str) -> tuple[str, str] | None:
     """
     tasks = [t for t in TASKS if t.data == source.replace("_", "-") and t.alpha in (0.6, None) and not t.public]
     top = best(row for row in load()["rows"] if row["method"]["name"] == _method(task_of(row).recipe))
-    known = [(task, top[task, MEASURED_AT]) for task in tasks if (task, MEASURED_AT) in top]
-    known.sort(key=lambda pair: -_mean(pair[1]))
-    missing = {task: install(task.needs[1]) for task, _ in known if task.needs and not find_spec(task.needs[0])}
-    there = [task for task, _ in known if task not in missing]
-    if not there:
+    measured = [(task, top[task, MEASURED_AT]) for task in tasks if (task, MEASURED_AT) in top]
+    measured.sort(key=lambda pair: -_mean(pair[1]))
+    missing = {task: install(task.needs[1]) for task, _ in measured if task.needs and not find_spec(task.needs[0])}
+    usable = [task for task, _ in measured if task not in missing]
+    if not usable:
         return None
-    said = [
+    texts = [
         f"{task.recipe} {spread_of(row, 1)} %" + (f" ({missing[task]})" if task in missing else "")
-        for task, row in known
+        for task, row in measured
     ]
-    return there[0].recipe, f"{source}: takes {there[0].recipe}; measured at ε = {MEASURED_AT}: {', '.join(said)}"
+    return usable[0].recipe, f"{source}: takes {usable[0].recipe}; measured at ε = {MEASURED_AT}: {', '.join(texts)}"
 
 
 @cache
@@ -126,9 +126,9 @@ def record(row: Row) -> dict[str, Any]:
 
 
 def task_of(row: Row) -> Task:
-    """Return the task that a row is of."""
-    found = (task for task in TASKS if (task.data, task.alpha) == (row["data"], row["alpha"]))
-    return next(task for task in found if task.prior == row.get("prior", task.prior))
+    """Return the task of a row."""
+    tasks = (task for task in TASKS if (task.data, task.alpha) == (row["data"], row["alpha"]))
+    return next(task for task in tasks if task.prior == row.get("prior", task.prior))
 
 
 def best(rows: Iterable[Row]) -> dict[tuple[Task, float], Row]:
@@ -136,15 +136,15 @@ def best(rows: Iterable[Row]) -> dict[tuple[Task, float], Row]:
     return {(task_of(row), row["epsilon"]): row for row in reversed(ordered(rows))}
 
 
-def summary(found: Mapping[str, Any]) -> list[list[str]]:
+def summary(board: Mapping[str, Any]) -> list[list[str]]:
     """Return each task's best accuracy at every ε, and its ceiling, for 80 columns; – where nobody measured."""
-    top, table = best(found["rows"]), []
+    top, table = best(board["rows"]), []
     for task in TASKS:
         rows = [top.get((task, epsilon)) for epsilon in EPSILONS]
-        ceiling = found["ceilings"].get(task.features)
+        ceiling = board["ceilings"].get(task.features)
         name = task.title.replace("Dirichlet ", "").replace(" clients", "").replace("-MNIST public", " public")
-        shown = ["–" if row is None else spread_of(row, 1) for row in rows]
-        table.append([name, *shown, "–" if ceiling is None else f"{ceiling:.1f}"])
+        accuracies = ["–" if row is None else spread_of(row, 1) for row in rows]
+        table.append([name, *accuracies, "–" if ceiling is None else f"{ceiling:.1f}"])
     return table
 
 

@@ -47,38 +47,38 @@ class Line:
     def recipe(self, table: Table, scale: str, overrides: Sequence[str] = ()) -> Recipe:
         """Return what runs at a scale: the table's own run where nothing is changed. Raises InputError as ``dry``
         does."""
-        own = _known(self.cell)
-        plain = planned(table, self.cell, scale, "sound", overrides if not self.changes else ()).recipe or own
+        paper = _recipe_of(self.cell)
+        unvaried = planned(table, self.cell, scale, "sound", overrides if not self.changes else ()).recipe or paper
         if not self.changes:
-            return plain
-        full = Recipe.of(own, self.changes, where=own.name)
-        found, known = scaled(full, scale).dump(), plain.dump()
+            return unvaried
+        full = Recipe.of(paper, self.changes, where=paper.name)
+        small, sizes = scaled(full, scale).dump(), unvaried.dump()
         for room, name in (key.split(".") for key in SIZES):
             if f"{room}.{name}" in self.varied:
-                _shrink(found, room, name, [own.dump(), full.dump(), known])
+                _shrink(small, room, name, [paper.dump(), full.dump(), sizes])
             elif room != "local":
                 # A varied q would change these as well.
-                found[room][name] = known[room][name]
+                small[room][name] = sizes[room][name]
         marks = "_".join(re.sub(r"[^\w.+-]+", "-", text) for text in self.changes)
-        return Recipe.of({**found, "name": f"{plain.name}_{marks}"}, overrides, where=plain.name)
+        return Recipe.of({**small, "name": f"{unvaried.name}_{marks}"}, overrides, where=unvaried.name)
 
 
-def _known(cell: Cell) -> Recipe:
+def _recipe_of(cell: Cell) -> Recipe:
     """Return the cell's recipe. Raises InputError for one whose setting the paper's text does not say."""
     if cell.recipe is None:
         raise wrong("figure", cell.column, "a column whose setting the paper says")
     return cell.recipe
 
 
-def _shrink(found: dict[str, Any], room: str, name: str, recipes: Sequence[Mapping[str, Any]]) -> None:
-    """Set a size in ``found`` as far from the small run's own value as the full one's is from the paper's. recipes: the
-    paper's, the full one, the small run's."""
-    old, new, own = (each[room][name] for each in recipes)
+def _shrink(small: dict[str, Any], room: str, name: str, recipes: Sequence[Mapping[str, Any]]) -> None:
+    """Set a size in ``small`` as far from the unvaried run's as the full one's is from the paper's. recipes: the
+    paper's, the full one, the unvaried run's."""
+    paper, full, unvaried = (recipe[room][name] for recipe in recipes)
     # A small scale replaces epochs by a number of steps.
-    if name == "epochs" and own is None:
-        name, own = "steps", recipes[-1][room]["steps"]
-    value = own * new / old
-    found[room][name] = value if name == "size" else max(1, round(value))
+    if name == "epochs" and unvaried is None:
+        name, unvaried = "steps", recipes[-1][room]["steps"]
+    value = unvaried * full / paper
+    small[room][name] = value if name == "size" else max(1, round(value))
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class PaperFigure:
         """Return the panels that the texts name, as ``Table.only`` has it. Raises InputError for a text that names
         none.
         """
-        kept = named(panels, [panel.title for panel in self.panels])
-        return replace(self, panels=tuple(panel for panel in self.panels if not panels or panel.title in kept))
+        titles = named(panels, [panel.title for panel in self.panels])
+        return replace(self, panels=tuple(panel for panel in self.panels if not panels or panel.title in titles))
 
 
 def figure_names() -> list[str]:
@@ -140,10 +140,10 @@ def find_figure(paper: str, name: str) -> PaperFigure:
     number, asked = asked_for(paper, name, f"figure-{digits[1]}" if digits else name.strip().lower(), figure_names())
     entry = _entries()[f"{number} {asked}"]
     panels = []
-    for each in entry["panels"]:
-        table = load(f"{number}-{each['of'][0]}")
-        given = {key: each[key] for key in ("title", "draw", "x", "shows", "pairs", "clients") if key in each}
-        panels.append(Panel(table=table, lines=tuple(_lines(table, each)), **given))
+    for item in entry["panels"]:
+        table = load(f"{number}-{item['of'][0]}")
+        options = {key: item[key] for key in ("title", "draw", "x", "shows", "pairs", "clients") if key in item}
+        panels.append(Panel(table=table, lines=tuple(_lines(table, item)), **options))
     return PaperFigure(number, asked, entry["about"], tuple(entry.get("notes", ())), tuple(panels))
 
 
@@ -165,23 +165,23 @@ def _lines(table: Table, entry: Mapping[str, Any]) -> Iterable[Line]:
         for method, algorithm in entry.get("more", {}).items():
             chosen[method] = _other(every[name, table.cells[0].method], method, algorithm)
         for method, cell in chosen.items():
-            whole = Line(entry.get("label", method), cell, placed.get(method, at), fixed)
-            yield from _varied(whole, entry["vary"]) if "vary" in entry else [whole]
+            line = Line(entry.get("label", method), cell, placed.get(method, at), fixed)
+            yield from _varied(line, entry["vary"]) if "vary" in entry else [line]
 
 
 def _other(cell: Cell, method: str, algorithm: Mapping[str, Any]) -> Cell:
     """Return a column's cell with a method that the table lacks."""
-    own = _known(cell)
-    recipe = Recipe.of({**own.dump(), "name": f"{own.name}_{slug(method)}", "algorithm": dict(algorithm)})
+    base = _recipe_of(cell)
+    recipe = Recipe.of({**base.dump(), "name": f"{base.name}_{slug(method)}", "algorithm": dict(algorithm)})
     return replace(cell, method=method, published="–", recipe=recipe, personal=algorithm["name"] == "p-fedsam")
 
 
 def _varied(line: Line, vary: Mapping[str, Any]) -> Iterable[Line]:
     """Yield the line at each value of a key; ``share``: a key whose ratio to it is kept."""
     key, more = vary["key"], vary.get("share")
-    whole = flatten(_known(line.cell).dump())
+    settings = flatten(_recipe_of(line.cell).dump())
     for value in vary["values"]:
-        changes = [f"{key}={value}"] + ([f"{more}={whole[more] * value / whole[key]:g}"] if more else [])
+        changes = [f"{key}={value}"] + ([f"{more}={settings[more] * value / settings[key]:g}"] if more else [])
         yield replace(line, x=float(value), changes=(*line.changes, *changes), varied=(key, more) if more else (key,))
 
 
@@ -227,17 +227,17 @@ def draw(
             missing |= dict.fromkeys(absent.values())
             continue
         count = seeds or SCALES[scale].seeds or panel.table.seeds
-        found, failed = trained(recipes, count, folder / panel.table.folder_name, processes, update)
+        ended, failed = trained(recipes, count, folder / panel.table.folder_name, processes, update)
         missing |= dict.fromkeys(failed)
-        ran = [(line, list(runs.values())) for line, runs in zip(panel.lines, found) if runs]
+        ran = [(line, list(runs.values())) for line, runs in zip(panel.lines, ended) if runs]
         every += [run for _, runs in ran for run in runs]
         remarks |= dict.fromkeys(_remarks(panel, recipes, ran))
         if panel.draw == "landscape" and ran:
             landscapes.append(_landscape(panel, ran, say))
         elif ran:
-            made = DRAWS[panel.draw](panel, ran)
-            titles = (_title(panel, each, len(made), overrides) for each in made)
-            drawn += [replace(each, key=f"{each.key}-{place}", title=title) for each, title in zip(made, titles)]
+            plots = DRAWS[panel.draw](panel, ran)
+            titles = (_title(panel, plot, len(plots), overrides) for plot in plots)
+            drawn += [replace(plot, key=f"{plot.key}-{place}", title=title) for plot, title in zip(plots, titles)]
     if not drawn and not landscapes:
         raise RunError("; ".join(missing) or f"{figure.paper} {figure.name}: no run ended")
     return Drawn(figure, scale, tuple(drawn), tuple(landscapes), tuple(missing), tuple(remarks), tuple(every))
@@ -246,26 +246,26 @@ def draw(
 def _remarks(panel: Panel, recipes: Sequence[Recipe], ran: Ran) -> list[str]:
     """Return what every line of a panel changes in the paper's setting, runs that came to nothing, the table's
     notes."""
-    changes = [differences(line.cell.recipe, own) for line, own in zip(panel.lines, recipes) if line.cell.recipe]
-    shared = [text for text in changes[0] if all(text in each for each in changes)] if changes else []
-    said = [f"Changed: {', '.join(shared)}."] if shared else []
+    changes = [differences(line.cell.recipe, recipe) for line, recipe in zip(panel.lines, recipes) if line.cell.recipe]
+    shared = [text for text in changes[0] if all(text in texts for texts in changes)] if changes else []
+    remarks = [f"Changed: {', '.join(shared)}."] if shared else []
     for kind, words in FATES.items():
         lost = [(line, sum(fate(run) == kind for run in runs), len(runs)) for line, runs in ran]
         named = [f"{_place(panel, line)} ({some} of {of} runs)" for line, some, of in lost if some]
         if named:
-            said.append(f"{words[:1].upper()}{words[1:]}, the last round is shown: {', '.join(named)}.")
-    said += _moved(panel, recipes)
-    shown = replace(panel.table, cells=tuple(line.cell for line in panel.lines))
-    return said + [f"Differs: {note}." for note in shown.said("sound")]
+            remarks.append(f"{words[:1].upper()}{words[1:]}, the last round is shown: {', '.join(named)}.")
+    remarks += _moved(panel, recipes)
+    table = replace(panel.table, cells=tuple(line.cell for line in panel.lines))
+    return remarks + [f"Differs: {note}." for note in table.said("sound")]
 
 
 def _moved(panel: Panel, recipes: Sequence[Recipe]) -> list[str]:
     """Return what ran at each of the axis's values, where a scale shrank them."""
     pairs: dict[str, None] = {}
-    for line, own in zip(panel.lines, recipes):
+    for line, recipe in zip(panel.lines, recipes):
         for key in (key for key in line.varied[:1] if key in SIZES):
             room, name = key.split(".")
-            section = own.dump()[room]
+            section = recipe.dump()[room]
             name = "steps" if name == "epochs" and section.get(name) is None else name
             if f"{room}.{name}" != key or section[name] != line.x:
                 pairs[f"{line.x:g} is {room}.{name} = {section[name]:g}"] = None
@@ -277,73 +277,72 @@ def _place(panel: Panel, line: Line) -> str:
     return line.label if line.x is None else f"{line.label} at {panel.x} = {line.x:g}"
 
 
-def _title(panel: Panel, made: Figure, count: int, overrides: Sequence[str]) -> str:
+def _title(panel: Panel, figure: Figure, count: int, overrides: Sequence[str]) -> str:
     """Return the panel's title, what is drawn where it has several drawings, and what was changed by hand."""
-    own = made.title if made.title != panel.title else made.y_title
+    name = figure.title if figure.title != panel.title else figure.y_title
     changed = [text for text in overrides if not text.startswith(UNSEEN)]
-    return panel.title + (f": {own}" if count > 1 else "") + (f" ({', '.join(changed)})" if changed else "")
+    return panel.title + (f": {name}" if count > 1 else "") + (f" ({', '.join(changed)})" if changed else "")
 
 
 def _rounds(panel: Panel, ran: Ran) -> list[Figure]:
     """Return a measure by round: means over seeds with bands of one standard deviation."""
     groups = [Group(line.label, tuple(runs), style) for style, (line, runs) in enumerate(ran)]
-    made = {each.key: each for each in figures_of_groups(groups)}
-    kept = [made[key] for key in panel.shows if key in made]
-    return [replace(each, overlay=False, y_title=each.title) for each in kept]
+    figures = {figure.key: figure for figure in figures_of_groups(groups)}
+    return [replace(figures[key], overlay=False, y_title=figures[key].title) for key in panel.shows if key in figures]
 
 
 def _bands(panel: Panel, ran: Ran) -> list[Figure]:
     """Return quantiles of update norms by round, a drawing for each method; of the first seed."""
-    found = []
+    figures = []
     for place, (line, runs) in enumerate(ran):
-        made = [each for each in figures_of_run(runs[0]) if each.key == "norms"]
-        found += [replace(each, key=f"norms-{place}", title=line.label, y_title="Update norm") for each in made]
-    return found
+        norms = [figure for figure in figures_of_run(runs[0]) if figure.key == "norms"]
+        figures += [replace(figure, key=f"norms-{place}", title=line.label, y_title="Update norm") for figure in norms]
+    return figures
 
 
 def _axis(panel: Panel, ran: Ran) -> list[Figure]:
     """Return the accuracy on a real axis: means over seeds with 95 % t intervals."""
-    made: dict[str, list[tuple[float, float, float, float]]] = {}
+    by_label: dict[str, list[tuple[float, float, float, float]]] = {}
     for line, runs in ran:
         if (point := _point(line, runs)) is not None and line.x is not None:
-            made.setdefault(line.label, []).append((line.x, *point))
+            by_label.setdefault(line.label, []).append((line.x, *point))
     series = []
     drawn = {line.label: style for style, (line, _) in enumerate(ran)}
-    for label, points in made.items():
+    for label, points in by_label.items():
         x, y, low, high = zip(*sorted(points))
         several = any(a != b for a, b in zip(low, high))
         series.append(Series(label, {"round": x}, y, low if several else (), high if several else (), drawn[label]))
     personal = any(line.cell.personal for line, _ in ran)
-    what = f"{'Personal' if personal else 'Test'} accuracy"
-    note = f"{what} of the {panel.lines[0].cell.base} round; mean over seeds, 95 % t interval."
+    y_title = f"{'Personal' if personal else 'Test'} accuracy"
+    note = f"{y_title} of the {panel.lines[0].cell.base} round; mean over seeds, 95 % t interval."
     return [Figure(
         "axis", panel.title, tuple(series), "%", note, personal, percent=True, kind="points", x_title=panel.x,
-        y_title=what,
+        y_title=y_title,
     )]  # fmt: skip
 
 
 def _point(line: Line, runs: Sequence[Run]) -> tuple[float, float, float] | None:
     """Return the mean accuracy and the ends of its 95 % t interval (the mean itself for one seed)."""
     cell = replace(line.cell, measure=line.cell.base)
-    found = spread(None if value is None else value / 100 for value in (measured(cell, run) for run in runs))
-    if found is None:
+    accuracy = spread(None if value is None else value / 100 for value in (measured(cell, run) for run in runs))
+    if accuracy is None:
         return None
-    half = found.half or 0.0
-    return found.mean, max(0.0, found.mean - half), min(1.0, found.mean + half)
+    half = accuracy.half or 0.0
+    return accuracy.mean, max(0.0, accuracy.mean - half), min(1.0, accuracy.mean + half)
 
 
 def _bars(panel: Panel, ran: Ran) -> list[Figure]:
     """Return each method's accuracy with privacy beside its twin's without."""
-    found = {line.cell.method: _point(line, runs) for line, runs in ran}
-    kept = [(name, twin) for name, twin in panel.pairs.items() if found.get(name) and found.get(twin)]
-    x = {"round": tuple(map(float, range(len(kept))))}
+    accuracies = {line.cell.method: _point(line, runs) for line, runs in ran}
+    pairs = [(name, twin) for name, twin in panel.pairs.items() if accuracies.get(name) and accuracies.get(twin)]
+    x = {"round": tuple(map(float, range(len(pairs))))}
     series = []
     for place, label in enumerate(("private", "without privacy")):
-        points = [found[pair[place]] for pair in kept]
+        points = [accuracies[pair[place]] for pair in pairs]
         y, low, high = zip(*[point for point in points if point is not None]) if points else ((), (), ())
         series.append(Series(label, x, y, low, high, place))
     note = "Accuracy of the final round, personal models on their own data; mean over seeds, 95 % t interval."
-    names = tuple(f"{name} / {twin}" for name, twin in kept)
+    names = tuple(f"{name} / {twin}" for name, twin in pairs)
     return [Figure(
         "bars", panel.title, tuple(series), "%", note, True, percent=True, kind="bars", x_title="", zero=True,
         names=names, y_title="Accuracy",
@@ -359,8 +358,8 @@ def _landscape(panel: Panel, ran: Ran, say: Callable[[str], None] | None) -> Map
             say(f"landscape of {name}" + (f": {points} points, then its curvature" if points else ": its curvature"))
 
     settings = flatness.Settings(points=21, examples=500, clients=tuple(panel.clients))
-    measured = flatness.measure([run.path for _, runs in ran for run in runs], settings, stage)
-    return cast(Mapping[str, Any], plain(measured))
+    record = flatness.measure([run.path for _, runs in ran for run in runs], settings, stage)
+    return cast(Mapping[str, Any], plain(record))
 
 
 DRAWS: dict[str, Callable[[Panel, Ran], list[Figure]]] = {

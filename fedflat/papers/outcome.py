@@ -76,31 +76,31 @@ class Verdict:
 
     def which(self, here: int, told: bool) -> list[Ordering]:
         """Return the orderings of one kind."""
-        return [each for each in self.orderings if each.here == here and each.told == told]
+        return [ordering for ordering in self.orderings if ordering.here == here and ordering.told == told]
 
 
 def judge(rows: Sequence[Row]) -> Verdict | None:
     """Return the verdict on one column; None where fewer than two of its methods have both numbers."""
     from scipy.stats import kendalltau
 
-    known = [(row, row.cell.value, row.spread) for row in rows]
-    kept = [(row, theirs[0], ours.mean) for row, theirs, ours in known if theirs and ours]
-    if len(kept) < 2:
+    values = [(row, row.cell.value, row.spread) for row in rows]
+    compared = [(row, theirs[0], ours.mean) for row, theirs, ours in values if theirs and ours]
+    if len(compared) < 2:
         return None
-    _, published, found = zip(*kept)
-    tau = float(kendalltau(published, found).statistic)
-    return Verdict(tau if math.isfinite(tau) else None, tuple(_orderings(kept)))
+    _, published, measured = zip(*compared)
+    tau = float(kendalltau(published, measured).statistic)
+    return Verdict(tau if math.isfinite(tau) else None, tuple(_orderings(compared)))
 
 
-def _orderings(kept: Sequence[tuple[Row, float, float]]) -> Iterator[Ordering]:
+def _orderings(compared: Sequence[tuple[Row, float, float]]) -> Iterator[Ordering]:
     """Yield the orderings among rows that stand beside the published mean and ours."""
-    for one, other in combinations(kept, 2):
+    for one, other in combinations(compared, 2):
         sign = -1 if one[0].cell.measure in LOWER else 1
         # What the paper prints as equal orders nothing.
         if gap := _lead(one[1], other[1]) * sign:
             (better, _, ours), (worse, _, theirs) = (one, other) if gap > 0 else (other, one)
             here = _lead(ours, theirs) * sign
-            yield Ordering(better.cell.method, worse.cell.method, here, _told(better, worse))
+            yield Ordering(better.cell.method, worse.cell.method, here, _told_apart(better, worse))
 
 
 def _lead(one: float, other: float) -> int:
@@ -108,7 +108,7 @@ def _lead(one: float, other: float) -> int:
     return (one > other) - (one < other)
 
 
-def _told(one: Row, other: Row) -> bool:
+def _told_apart(one: Row, other: Row) -> bool:
     """Return whether the paired t test over common seeds tells two methods apart, two-sided: zero is outside the 95 %
     interval; never from a single seed."""
     gap = paired_difference(one.ours, other.ours)
@@ -120,23 +120,23 @@ def sentences(found: Verdict | None) -> list[str]:
     if found is None:
         return []
     tau = "cannot be given: all are equal" if found.tau is None else f"= {found.tau:.2f}".replace("-", "−")
-    said = [f"Rank agreement: Kendall τ {tau}."]
+    lines = [f"Rank agreement: Kendall τ {tau}."]
     if total := len(found.orderings):
         sure = found.which(1, True)
         holds = len(sure) + len(found.which(1, False))
-        told, of = "holds" if holds == 1 else "hold", f" ({_names(sure)})" if sure else ""
-        said.append(f"Of the paper's {total} orderings {holds} {told} here, {len(sure)} of them at 95 %{of}.")
+        verb, of = "holds" if holds == 1 else "hold", f" ({_names(sure)})" if sure else ""
+        lines.append(f"Of the paper's {total} orderings {holds} {verb} here, {len(sure)} of them at 95 %{of}.")
     others = {
         "Not here, at 95 %": found.which(-1, True), "Not here, within the seeds' spread": found.which(-1, False),
-        "Equal here": [each for each in found.orderings if each.here == 0],
+        "Equal here": [ordering for ordering in found.orderings if ordering.here == 0],
     }  # fmt: skip
-    return said + [f"{words}: {_names(orderings)}." for words, orderings in others.items() if orderings]
+    return lines + [f"{words}: {_names(orderings)}." for words, orderings in others.items() if orderings]
 
 
-def _names(found: Sequence[Ordering]) -> str:
-    shown = [f"{each.better} over {each.worse}" for each in found[:NAMED]]
-    more = len(found) - len(shown)
-    return "; ".join(shown) + (f"; {more} more" if more else "")
+def _names(orderings: Sequence[Ordering]) -> str:
+    named = [f"{ordering.better} over {ordering.worse}" for ordering in orderings[:NAMED]]
+    more = len(orderings) - len(named)
+    return "; ".join(named) + (f"; {more} more" if more else "")
 
 
 @dataclass(frozen=True)
@@ -174,12 +174,12 @@ class Outcome:
 
     def columns(self) -> dict[str, list[Row]]:
         """Return the rows by column."""
-        found: dict[str, list[Row]] = {}
+        columns: dict[str, list[Row]] = {}
         for row in self.rows:
-            found.setdefault(row.cell.column, []).append(row)
-        return found
+            columns.setdefault(row.cell.column, []).append(row)
+        return columns
 
     def verdicts(self) -> dict[str, Verdict]:
         """Return for each column with two methods or more that ran whether it ranks them as the paper does."""
         judged = {name: judge(rows) for name, rows in self.columns().items()}
-        return {name: found for name, found in judged.items() if found is not None}
+        return {name: verdict for name, verdict in judged.items() if verdict is not None}

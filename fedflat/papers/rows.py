@@ -35,7 +35,7 @@ def dry(table: Table, scale: str = "full", protocol: str = "sound", overrides: S
     for row in rows:
         if row.cell.recipe is not None and row.recipe is not None:
             changed.setdefault(row.cell.of, {}).update(dict.fromkeys(differences(row.cell.recipe, row.recipe)))
-    texts = {name: tuple(found) for name, found in changed.items()}
+    texts = {name: tuple(lines) for name, lines in changed.items()}
     return Outcome(table, rows, scale, protocol, texts, overrides=tuple(overrides))
 
 
@@ -47,7 +47,7 @@ def planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Sequ
     # Anybody can have these data, and seeded noise gives the same table again.
     texts = ["privacy.randomness=seeded"]
     # The run must not depend on which of its numbers are shown, so the whole table decides.
-    if cell.of in {each.of for each in find(table.paper, table.table).cells if each.measure in COUNTED}:
+    if cell.of in {other.of for other in find(table.paper, table.table).cells if other.measure in COUNTED}:
         # Rounds to a target can only be counted where every round is evaluated.
         texts.append("evaluation.every=1")
     return accounted(cell, Recipe.of(recipe, [*texts, *overrides], where=recipe.name))
@@ -70,13 +70,13 @@ def _procedure(table: Table, recipe: Recipe, released: Sequence[str], protocol: 
         return recipe
     sampling = "poisson" if table.paper == "004" else "fixed"
     size = recipe.cohort.size if sampling == "poisson" else round(recipe.cohort.size)
-    found = reduce(override, released, recipe.dump())
-    found["privacy"].update(protocol="published", published=table.paper)
+    procedure = reduce(override, released, recipe.dump())
+    procedure["privacy"].update(protocol="published", published=table.paper)
     # That paper's released code clips to the median of the norms.
     if table.paper == "002":
-        found["privacy"]["clip"] = {"kind": "median"}
-    found["cohort"].update(size=size, sampling=sampling)
-    return Recipe.of({**found, "name": f"{recipe.name}_published"}, where=recipe.name)
+        procedure["privacy"]["clip"] = {"kind": "median"}
+    procedure["cohort"].update(size=size, sampling=sampling)
+    return Recipe.of({**procedure, "name": f"{recipe.name}_published"}, where=recipe.name)
 
 
 def claimed_epsilon(cell: Cell) -> float | None:
@@ -135,10 +135,10 @@ def fill(
     count = seeds or SCALES[plan.scale].seeds or plan.table.seeds
     chosen = [row for row in plan.rows if row.recipe is not None and row.recipe.data.dataset not in absent]
     recipes = {row.cell.run: row.recipe for row in chosen if row.recipe is not None}
-    found, missing = trained(list(recipes.values()), count, folder, processes, update)
-    runs = dict(zip(recipes, found))
+    ended, missing = trained(list(recipes.values()), count, folder, processes, update)
+    runs = dict(zip(recipes, ended))
     rows = tuple(_measured(row, runs, plan.table.first) for row in plan.rows)
-    spent = sum(metrics.summary(run)["seconds"] for found in runs.values() for run in found.values())
+    spent = sum(metrics.summary(run)["seconds"] for by_seed in runs.values() for run in by_seed.values())
     return replace(plan, rows=rows, missing=(*absent.values(), *missing), folder=folder, seconds=spent)
 
 
@@ -150,27 +150,27 @@ def trained(
     not."""
     if not recipes:
         return [], []
-    found = compare(recipes, (), count, folder, processes, update)
+    comparison = compare(recipes, (), count, folder, processes, update)
     runs: list[dict[int, Run]] = []
     for setting in expand(recipes, (), count):
         places = {seed: folder / setting.slug / f"seed-{seed}" for seed in setting.seeds}
         runs.append({s: metrics.read_run(place) for s, place in places.items() if (place / "privacy.json").is_file()})
-    return runs, [f"{name}: {why}" for name, why in found.failed.items()]
+    return runs, [f"{name}: {why}" for name, why in comparison.failed.items()]
 
 
 def lacking(recipes: Sequence[Recipe]) -> dict[str, str]:
     """Return the data sets that cannot be had, each with the reader's one line."""
     from fedflat.data.locate import locate
 
-    found: dict[str, str] = {}
+    absent: dict[str, str] = {}
     for name in dict.fromkeys(recipe.data.dataset for recipe in recipes):
         try:
             # digits comes with scikit-learn.
             if name != "digits":
                 locate(name)
         except (InputError, RunError) as error:
-            found[name] = str(error)
-    return found
+            absent[name] = str(error)
+    return absent
 
 
 def _measured(row: Row, runs: Mapping[tuple[str, str], Mapping[int, Run]], first: str) -> Row:
@@ -190,7 +190,7 @@ def _measured(row: Row, runs: Mapping[tuple[str, str], Mapping[int, Run]], first
         proven=max((math.inf if value is None else value for value in proven), default=row.proven),
         delta=metrics.number(next(iter(mine.values())).privacy.get("delta")) or row.delta,
         simulated=max((value for value in projected if value is not None), default=row.simulated),
-        fates={seed: found for seed, run in mine.items() if (found := fate(run))},
+        fates={seed: ending for seed, run in mine.items() if (ending := fate(run))},
     )
     against = runs.get((row.cell.of, first), {})
     values = {seed: measured(row.cell, run, against.get(seed)) for seed, run in mine.items()}
@@ -212,39 +212,39 @@ def measured(cell: Cell, run: Run, first: Run | None = None) -> float | None:
     """
     if cell.measure in COUNTED:
         return _counted(cell, run, first)
-    found = _share(cell, run, first)
-    return None if found is None else 100 * found
+    share = _share(cell, run, first)
+    return None if share is None else 100 * share
 
 
 def _share(cell: Cell, run: Run, first: Run | None) -> float | None:
     """Return an accuracy, or a difference of two, from 0 to 1."""
     if cell.measure == "gap":
         return metrics.generalisation_gap(run, cell.base)
-    own = cell.measure in ("best", "final")
-    if own and cell.personal:
+    absolute = cell.measure in ("best", "final")
+    if absolute and cell.personal:
         values = metrics.values(run.private, "personal_accuracy")
         return max(values) if values and cell.measure == "best" and not fate(run) else next(reversed(values), None)
-    shown = metrics.shown_round(run, cell.measure if own else cell.base)
-    if shown is None or own:
-        return None if shown is None else shown[1]
+    tested = metrics.shown_round(run, cell.measure if absolute else cell.base)
+    if tested is None or absolute:
+        return None if tested is None else tested[1]
     if cell.measure == "train":
-        return metrics.train_accuracy(run, shown[0])
+        return metrics.train_accuracy(run, tested[0])
     theirs = None if first is None else metrics.shown_round(first, cell.base)
-    return None if theirs is None else shown[1] - theirs[1]
+    return None if theirs is None else tested[1] - theirs[1]
 
 
 def _counted(cell: Cell, run: Run, first: Run | None) -> float | None:
     """Return the rounds to the target, or how many times as many the first method takes."""
-    own, theirs = (None if each is None else _rounds(cell, each) for each in (run, first))
-    if own is None or cell.measure == "rounds":
-        return own
-    if theirs is None or math.isinf(theirs):
+    rounds, baseline = (None if one is None else _rounds(cell, one) for one in (run, first))
+    if rounds is None or cell.measure == "rounds":
+        return rounds
+    if baseline is None or math.isinf(baseline):
         return None
-    return 0.0 if math.isinf(own) else theirs / own
+    return 0.0 if math.isinf(rounds) else baseline / rounds
 
 
 def _rounds(cell: Cell, run: Run) -> float | None:
     if cell.target is None or metrics.shown_round(run) is None:
         return None
-    found = metrics.rounds_to(run, cell.target / 100)
-    return math.inf if found is None else float(found)
+    rounds = metrics.rounds_to(run, cell.target / 100)
+    return math.inf if rounds is None else float(rounds)

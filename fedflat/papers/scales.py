@@ -53,30 +53,30 @@ def scaled(recipe: Recipe, name: str) -> Recipe:
     scale = SCALES[one_of("--scale", name, SCALES)]
     if scale.clients is None:
         return recipe
-    found = recipe.dump()
+    small = recipe.dump()
     before = recipe.data.clients or scale.clients
     share = recipe.cohort.size / before
     # ddgauss aborts a round with too few shares, which costs δ: its cohorts must hardly ever be small.
     least = max(scale.least_cohort, SHARES) if algorithm_of(recipe).kind == "ddgauss" else scale.least_cohort
     clients = min(before, max(scale.clients, math.ceil(least / share)))
     size = share * clients if recipe.cohort.sampling == "poisson" else float(math.ceil(share * clients))
-    found["data"].update(
+    small["data"].update(
         clients=clients, max_examples=_least(recipe.data.max_examples, scale.examples),
         max_test=_least(recipe.data.max_test, scale.test),
     )  # fmt: skip
-    found["cohort"]["size"] = int(size) if size == int(size) else size
-    found["rounds"] = min(recipe.rounds, scale.rounds or recipe.rounds)
-    found["privacy"].update(_noise(recipe, size, before))
+    small["cohort"]["size"] = int(size) if size == int(size) else size
+    small["rounds"] = min(recipe.rounds, scale.rounds or recipe.rounds)
+    small["privacy"].update(_noise(recipe, size, before))
     batch = min(recipe.local.batch_size, scale.batch or recipe.local.batch_size)
-    found["local"].update(batch_size=batch, **_training(recipe, scale, batch / (scale.examples or 1) * clients))
-    found["model"] = dict(scale.models.get(recipe.model.name, found["model"]))
+    small["local"].update(batch_size=batch, **_training(recipe, scale, batch / (scale.examples or 1) * clients))
+    small["model"] = dict(scale.models.get(recipe.model.name, small["model"]))
     if recipe.model.name == "roberta-base":
-        found["data"]["tokenizer"] = None
-    found["evaluation"]["every"] = max(1, found["rounds"] // 10)
-    if found["algorithm"].get("queries"):
-        found["algorithm"].update(queries=scale.queries, student_epochs=2)
-    found["name"] = f"{recipe.name}_{name}"
-    return Recipe.of(found, where=found["name"])
+        small["data"]["tokenizer"] = None
+    small["evaluation"]["every"] = max(1, small["rounds"] // 10)
+    if small["algorithm"].get("queries"):
+        small["algorithm"].update(queries=scale.queries, student_epochs=2)
+    small["name"] = f"{recipe.name}_{name}"
+    return Recipe.of(small, where=small["name"])
 
 
 def _training(recipe: Recipe, scale: Scale, share: float) -> dict[str, Any]:
@@ -102,12 +102,12 @@ def _noise(recipe: Recipe, size: float, clients: int) -> dict[str, Any]:
     if not method.private:
         return {}
     sigma = sigma_of(recipe)
-    found = {"noise_multiplier": sigma, "epsilon": None, "delta": privacy.delta or default_delta(clients)}
+    settings = {"noise_multiplier": sigma, "epsilon": None, "delta": privacy.delta or default_delta(clients)}
     if sigma == 0:
-        return found
+        return settings
     if method.kind == "ddgauss" or privacy.protocol == "published":
-        return {**found, "noise_multiplier": sigma * size / recipe.cohort.size}
-    return {**found, "noise_cohort": recipe.cohort.size}
+        return {**settings, "noise_multiplier": sigma * size / recipe.cohort.size}
+    return {**settings, "noise_cohort": recipe.cohort.size}
 
 
 def sigma_of(recipe: Recipe) -> float:
@@ -117,12 +117,12 @@ def sigma_of(recipe: Recipe) -> float:
     """
     if recipe.privacy.noise_multiplier is not None:
         return recipe.privacy.noise_multiplier
-    found = recipe.dump()
+    full = recipe.dump()
     options = {"queries", "labels_per_draw"} if algorithm_of(recipe).kind == "votes" else set()
-    kept = {key: value for key, value in found["algorithm"].items() if key in options}
-    method = {"name": "ae-dpfl", **kept} if options else {"name": "dp-fedavg"}
-    plain = {"name": "run", "rounds": found["rounds"], "data": {"clients": found["data"]["clients"]}, "model": "mlp"}
-    plain |= {"algorithm": method, "cohort": found["cohort"], "privacy": found["privacy"]}
+    voting = {key: value for key, value in full["algorithm"].items() if key in options}
+    method = {"name": "ae-dpfl", **voting} if options else {"name": "dp-fedavg"}
+    plain = {"name": "run", "rounds": full["rounds"], "data": {"clients": full["data"]["clients"]}, "model": "mlp"}
+    plain |= {"algorithm": method, "cohort": full["cohort"], "privacy": full["privacy"]}
     return _calibrated(Recipe.of(plain).model_dump_json(), recipe.data.clients or 1)
 
 
@@ -132,8 +132,8 @@ def _calibrated(text: str, clients: int) -> float:
     return plan_of(recipe, algorithm_of(recipe), clients).noise_multiplier
 
 
-def _least(given: int | None, limit: int | None) -> int | None:
-    return min((n for n in (given, limit) if n is not None), default=None)
+def _least(value: int | None, limit: int | None) -> int | None:
+    return min((n for n in (value, limit) if n is not None), default=None)
 
 
 def differences(full: Recipe, run: Recipe) -> list[str]:

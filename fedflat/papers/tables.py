@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def run(self) -> tuple[str, str]:
-        """Whose runs it is of: column and method."""
+        """The column and the method whose runs this number is taken from."""
         return self.of, self.method
 
     @property
@@ -70,8 +70,8 @@ class Cell:
 
 def printed(text: str) -> tuple[float, float | None] | None:
     """Return ``53.92 ± 0.55``, ``40``, ``3.3×`` or ``+1.04`` as (mean, sd or None); None for –."""
-    found = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)×?(?: ± (\d+(?:\.\d+)?))?", text)
-    return None if found is None else (float(found[1]), None if found[2] is None else float(found[2]))
+    match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)×?(?: ± (\d+(?:\.\d+)?))?", text)
+    return None if match is None else (float(match[1]), None if match[2] is None else float(match[2]))
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Note:
     def holds(self, protocol: str, cells: Iterable[Cell]) -> bool:
         """Return whether it is about what these cells show under a protocol."""
         names = {name for cell in cells for name in (cell.column, cell.method)}
-        about = not self.of or any(part in name for part in self.of for name in names)
-        return about and self.protocol in ("", protocol)
+        relevant = not self.of or any(part in name for part in self.of for name in names)
+        return relevant and self.protocol in ("", protocol)
 
 
 @dataclass(frozen=True)
@@ -129,22 +129,21 @@ class Table:
         ``Dirichlet 1`` comes no ``Dirichlet 10``. Raises InputError for a text that no column contains or a method that
         is not in the table.
         """
-        every = list(dict.fromkeys(cell.column for cell in self.cells))
         known = list(dict.fromkeys(cell.method for cell in self.cells))
         wanted = [one_of("--method", name, known) for name in methods]
-        kept = named(columns, every)
-        cells = (cell for cell in self.cells if not kept or cell.column in kept)
+        chosen = named(columns, list(dict.fromkeys(cell.column for cell in self.cells)))
+        cells = (cell for cell in self.cells if not chosen or cell.column in chosen)
         return replace(self, cells=tuple(cell for cell in cells if not wanted or cell.method in wanted))
 
 
 def named(texts: Iterable[str], every: Sequence[str]) -> set[str]:
     """Return the columns, or panels, that any of the texts names. Raises InputError for a text that names none."""
-    kept: set[str] = set()
+    chosen: set[str] = set()
     for text in texts:
-        found = _named(text, every)
-        require(bool(found), "--column", text, "part of one of: " + "; ".join(every), hint=nearest(text, every))
-        kept.update(found)
-    return kept
+        matches = _named(text, every)
+        require(bool(matches), "--column", text, "part of one of: " + "; ".join(every), hint=nearest(text, every))
+        chosen.update(matches)
+    return chosen
 
 
 def _named(text: str, every: Sequence[str]) -> list[str]:
@@ -174,10 +173,10 @@ def find(paper: str, table: str) -> Table:
 
 def asked_for(paper: str, given: str, name: str, every: Iterable[str], more: str = "") -> tuple[str, str]:
     """Return a paper's number and the ``name`` that ``given`` asks for, which ``every`` must have as ``000 name``."""
-    have = [each.split(" ", 1) for each in every]
-    number = reproduced_paper(paper, (p for p, _ in have))
-    own = [each for p, each in have if p == number]
-    require(name in own, f"reproduce {number}", given, ", ".join(own) + more, hint=nearest(name, own))
+    pairs = [entry.split(" ", 1) for entry in every]
+    number = reproduced_paper(paper, (p for p, _ in pairs))
+    entries = [entry for p, entry in pairs if p == number]
+    require(name in entries, f"reproduce {number}", given, ", ".join(entries) + more, hint=nearest(name, entries))
     return number, name
 
 
@@ -190,10 +189,10 @@ def load(stem: str) -> Table:
     """
     import yaml
 
-    found: dict[str, Any] = yaml.safe_load((FOLDER / f"{stem}.yaml").read_text(encoding="utf-8"))
-    notes = tuple(each for note in found.get("notes", ()) for each in _notes(note))
-    rest = {key: found[key] for key in ("paper", "table", "title", "about", "measure", "seeds", "claimed")}
-    return Table(**rest, notes=notes, cells=tuple(_cells(stem, found)), first=next(iter(found["methods"])))
+    source: dict[str, Any] = yaml.safe_load((FOLDER / f"{stem}.yaml").read_text(encoding="utf-8"))
+    notes = tuple(note for entry in source.get("notes", ()) for note in _notes(entry))
+    rest = {key: source[key] for key in ("paper", "table", "title", "about", "measure", "seeds", "claimed")}
+    return Table(**rest, notes=notes, cells=tuple(_cells(stem, source)), first=next(iter(source["methods"])))
 
 
 def _notes(entry: str | Mapping[str, Any]) -> list[Note]:
@@ -202,27 +201,27 @@ def _notes(entry: str | Mapping[str, Any]) -> list[Note]:
     if isinstance(entry, str):
         return [Note(entry)]
     of = entry.get("of", ())
-    about = (of,) if isinstance(of, str) else tuple(of)
-    return [Note(text, "" if key == "note" else key, about) for key, text in entry.items() if key != "of"]
+    subjects = (of,) if isinstance(of, str) else tuple(of)
+    return [Note(text, "" if key == "note" else key, subjects) for key, text in entry.items() if key != "of"]
 
 
-def _cells(stem: str, found: Mapping[str, Any]) -> Iterator[Cell]:
+def _cells(stem: str, source: Mapping[str, Any]) -> Iterator[Cell]:
     """Yield the cells of a file, column by column, each column's further numbers after its first."""
-    methods: dict[str, dict[str, Any]] = found["methods"]
+    methods: dict[str, dict[str, Any]] = source["methods"]
     algorithms = [entry["algorithm"]["name"] for entry in methods.values()]
     # Where methods share an algorithm, the printed name tells their runs apart.
-    alone = len(set(algorithms)) == len(algorithms)
-    released = tuple(found.get("released", ()))
-    for place, column in enumerate(found["columns"]):
-        runs = {name: _runs(stem, column, "" if alone else name, entry) for name, entry in methods.items()}
-        for label, show in [("", {"measure": found["measure"]}), *found.get("shows", {}).items()]:
+    distinct = len(set(algorithms)) == len(algorithms)
+    released = tuple(source.get("released", ()))
+    for place, column in enumerate(source["columns"]):
+        runs = {name: _runs(stem, column, "" if distinct else name, entry) for name, entry in methods.items()}
+        for label, show in [("", {"measure": source["measure"]}), *source.get("shows", {}).items()]:
             for name, entry in methods.items():
                 listed = entry[label or "values"]
-                if len(listed) != len(found["columns"]):
+                if len(listed) != len(source["columns"]):
                     raise ValueError(f"{stem}: {name}, {label or 'values'}: {len(listed)} values")
                 yield Cell(
                     column=f"{column['name']}: {label}" if label else column["name"], method=name,
-                    published=str(listed[place]), recipe=runs[name], measure=show["measure"], base=found["measure"],
+                    published=str(listed[place]), recipe=runs[name], measure=show["measure"], base=source["measure"],
                     target=column.get("target"), of=column["name"], released=(*released, *entry.get("released", ())),
                     personal=entry.get("personal", False), input=tuple(column.get("input", ())),
                     classes=column.get("classes", 0),

@@ -50,15 +50,15 @@ class Card:
 
     @property
     def title(self) -> str:
-        """What the card is of."""
+        """The name of the run that the card describes."""
         named = self.run.recipe.get("name")
         # Without a name of its own a run is called as its folder, as in its report.
         return readable(self.run.name if named in (None, "", "run") else str(named))
 
     def text(self, title: str, label: str, between: str = " ") -> str:
         """Return one row's text, with ``between`` between the items of a list."""
-        found = self.sections[title][label]
-        return found if isinstance(found, str) else between.join(found)
+        row = self.sections[title][label]
+        return row if isinstance(row, str) else between.join(row)
 
 
 def card(run: Run, others: Sequence[Run] = ()) -> Card:
@@ -81,9 +81,9 @@ def card(run: Run, others: Sequence[Run] = ()) -> Card:
         "digest": hashlib.sha256(ledger.read_bytes()).hexdigest() if ledger.is_file() else "",
     }
     if others:
-        whole = total(every)
-        bounded = math.isfinite(whole.epsilon) and not whole.unbounded
-        values |= {"total": whole, "bounded": bounded, "names": [run.name for run in every]}
+        combined = total(every)
+        bounded = math.isfinite(combined.epsilon) and not combined.unbounded
+        values |= {"total": combined, "bounded": bounded, "names": [run.name for run in every]}
     text = wording.texts("templates/card.yaml", values)
     sections = {title: {label: _lines(row) for label, row in rows.items()} for title, rows in text["sections"].items()}
     return Card(run, text["sentence"], sections, epsilon, delta)
@@ -95,8 +95,8 @@ def _with_ledgers(runs: Sequence[Run]) -> list[Published]:
     names = [*paths.values()]
     # Of one name, they are told apart by their place among the arguments: a card is public, a path of this machine not.
     marks = ("" if names.count(name) == 1 else f" ({place})" for place, name in enumerate(names, 1))
-    shown = {path: f"{name}{mark}" for (path, name), mark in zip(paths.items(), marks)}
-    every = [published(run, shown) for run in runs]
+    labels = {path: f"{name}{mark}" for (path, name), mark in zip(paths.items(), marks)}
+    every = [published(run, labels) for run in runs]
     for run, its in zip(runs, every):
         if uncounted(run, its.entries):
             found = f"{run.path}, whose ledger has rounds that privacy.json does not count"
@@ -107,8 +107,8 @@ def _with_ledgers(runs: Sequence[Run]) -> list[Published]:
 def _stated(run: Run) -> dict[str, Any]:
     """Return what a template may say of a run by its statement and recipe."""
     adversaries = [a for a in run.privacy.get("adversaries") or [] if isinstance(a, Mapping)]
-    known = [(number(a.get("epsilon")), str(a.get("description") or a.get("adversary"))) for a in adversaries]
-    most = max((value for value, _ in known if value is not None), default=None)
+    epsilons = [(number(a.get("epsilon")), str(a.get("description") or a.get("adversary"))) for a in adversaries]
+    most = max((value for value, _ in epsilons if value is not None), default=None)
     recipe = ("algorithm", "data", "model", "versions")
     return {
         "run": run,
@@ -122,7 +122,7 @@ def _stated(run: Run) -> dict[str, Any]:
         "reasons": metrics.reasons(run),
         "adversaries": adversaries,
         # Those towards whom the largest ε is proven.
-        "against": list(dict.fromkeys(text for value, text in known if value == most and most is not None)),
+        "against": list(dict.fromkeys(text for value, text in epsilons if value == most and most is not None)),
         **{key: section(run.recipe, key) for key in recipe},
         **{key: section(run.privacy, key) for key in ("checklist", "facts")},
     }
@@ -132,14 +132,14 @@ def _lines(text: str | list[str]) -> str | list[str]:
     return text.split("\n") if isinstance(text, str) and "\n" in text else text
 
 
-def markdown(found: Card) -> str:
+def markdown(card: Card) -> str:
     """Return the card as Markdown."""
-    return str(filled("card.md", card=found))
+    return str(filled("card.md", card=card))
 
 
-def html(found: Card) -> str:
+def html(card: Card) -> str:
     """Return the card as a page of its own: one file, no script, no network."""
-    return str(filled("card.html", card=found, style=Markup(asset("page.css"))))
+    return str(filled("card.html", card=card, style=Markup(asset("page.css"))))
 
 
 VARYING = ("Composition", "Tuning, preprocessing and public data")
@@ -160,16 +160,16 @@ def brief(run: Run) -> Card | str:
         return str(error)
 
 
-def registry_entry(found: Card, today: datetime.date | None = None) -> dict[str, Any]:
+def registry_entry(card: Card, today: datetime.date | None = None) -> dict[str, Any]:
     """Return the card as an entry of the public registry.
 
     Raises:
         InputError: no finite ε is proven, so that there is nothing to enter.
     """
-    if found.epsilon is None or found.delta is None:
+    if card.epsilon is None or card.delta is None:
         raise wrong("registry entry", "a run without a finite proven ε", "a run with one")
-    values = _stated(found.run) | {"card": found, "today": today or datetime.date.today()}
+    values = _stated(card.run) | {"card": card, "today": today or datetime.date.today()}
     entry = wording.texts("templates/registry.yaml", values)
-    entry["deployment"]["privacy_loss"]["privacy_parameters"] = {"epsilon": found.epsilon, "delta": found.delta}
-    words = "".join(c if c.isalnum() and c.isascii() else " " for c in found.title.lower()).split()
+    entry["deployment"]["privacy_loss"]["privacy_parameters"] = {"epsilon": card.epsilon, "delta": card.delta}
+    words = "".join(c if c.isalnum() and c.isascii() else " " for c in card.title.lower()).split()
     return {"url_slug": "-".join(words) or "run", **entry}

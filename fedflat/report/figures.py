@@ -88,7 +88,7 @@ class Figure:
 
     def over(self, axis: str) -> tuple[Series, ...]:
         """Return the series that have this abscissa."""
-        return tuple(each for each in self.series if axis in each.x)
+        return tuple(series for series in self.series if axis in series.x)
 
 
 def thin(count: int, most: int = MAX_POINTS) -> list[int]:
@@ -134,8 +134,8 @@ def _worst(run: Run) -> list[tuple[int, float]]:
 
 def spent_from_start(run: Run) -> list[tuple[int, float]]:
     """Return (round, proven ε so far), with nothing spent before round 0; empty where no ε is proven."""
-    found = metrics.spent(run)
-    return [(-1, 0.0), *found] if found else []
+    points = metrics.spent(run)
+    return [(-1, 0.0), *points] if points else []
 
 
 def _series(
@@ -146,14 +146,14 @@ def _series(
     spent: by ε too, where it is known at every point. share: the values are shares, and so are the band's edges.
     """
     values = by_round(map(points, group.runs))
-    means = {turn: found for turn, each in values.items() if (found := spread(each)) is not None}
+    means = {turn: mean for turn, sample in values.items() if (mean := spread(sample)) is not None}
     turns = _thin_with_highest(means, most)
     sds = [means[turn].sd or 0.0 for turn in turns]
     x: dict[str, Values] = {"round": tuple(float(turn + 1) for turn in turns)}
     # Seeds of one setting spend the same; where they do not, the largest is the one that holds for all.
-    known = {turn: max(each) for turn, each in by_round(map(metrics.spent, group.runs)).items()} if spent else {}
-    if known and turns and all(turn in known for turn in turns):
-        x["epsilon"] = tuple(known[turn] for turn in turns)
+    epsilons = {turn: max(sample) for turn, sample in by_round(map(metrics.spent, group.runs)).items()} if spent else {}
+    if epsilons and turns and all(turn in epsilons for turn in turns):
+        x["epsilon"] = tuple(epsilons[turn] for turn in turns)
     y = tuple(means[turn].mean for turn in turns)
     return Series(group.label, x, y, *_band(y, sds, share), group.style)
 
@@ -161,8 +161,8 @@ def _series(
 def _thin_with_highest(means: Mapping[int, Spread], most: int) -> list[int]:
     """Return about ``most`` of the rounds, the one with the highest value among them: a page names it as the best."""
     turns = [*means]
-    kept = {turns[place] for place in thin(len(turns), most)}
-    return sorted(kept | {max(turns, key=lambda turn: means[turn].mean)}) if turns else []
+    thinned = {turns[place] for place in thin(len(turns), most)}
+    return sorted(thinned | {max(turns, key=lambda turn: means[turn].mean)}) if turns else []
 
 
 def _band(y: Values, sds: Sequence[float], share: bool) -> tuple[Values, Values]:
@@ -176,17 +176,17 @@ def _band(y: Values, sds: Sequence[float], share: bool) -> tuple[Values, Values]
 
 def by_round(runs: Iterable[Sequence[tuple[int, float]]]) -> dict[int, list[float]]:
     """Return the values of several runs' points at each round, the rounds in order."""
-    found: dict[int, list[float]] = {}
+    values: dict[int, list[float]] = {}
     for points in runs:
         for turn, value in points:
-            found.setdefault(turn, []).append(value)
-    return dict(sorted(found.items()))
+            values.setdefault(turn, []).append(value)
+    return dict(sorted(values.items()))
 
 
 def with_series(figure: Figure, series: Sequence[Series], **changes: Any) -> Figure | None:
     """Return the figure with those of the series that have values; None where none has."""
-    kept = tuple(each for each in series if each.y or each.low)
-    return replace(figure, series=kept, **changes) if kept else None
+    drawn = tuple(line for line in series if line.y or line.low)
+    return replace(figure, series=drawn, **changes) if drawn else None
 
 
 # ------------------------------------------------------------------------------------------------------ one run
@@ -194,19 +194,17 @@ def with_series(figure: Figure, series: Sequence[Series], **changes: Any) -> Fig
 
 def figures_of_run(run: Run) -> list[Figure]:
     """Return every figure the run has records for; an absent key leaves its figure out."""
-    found: list[Figure | None] = []
-    for key, said in _declared()["run"].items():
+    figures: list[Figure | None] = []
+    for key, entry in _declared()["run"].items():
         figure = declared("run", key)
-        lines = [
-            _line(run, label or figure.title, name, place)
-            for place, (label, name) in enumerate(said.get("of", {}).items())
-        ]
-        found.append(SPECIAL[key](run, figure, lines) if key in SPECIAL else with_series(figure, lines))
+        sources = entry.get("of", {}).items()
+        lines = [_line(run, label or figure.title, name, place) for place, (label, name) in enumerate(sources)]
+        figures.append(SPECIAL[key](run, figure, lines) if key in SPECIAL else with_series(figure, lines))
         if key == "loss":
             for k in metrics.own_metrics(run.metrics):
-                said = _declared()["own"].get(k, {})
-                found.append(with_series(replace(figure, key=k, title=_title(k), **said), [_line(run, _title(k), k)]))
-    return [figure for figure in found if figure is not None]
+                more = _declared()["own"].get(k, {})
+                figures.append(with_series(replace(figure, key=k, title=_title(k), **more), [_line(run, _title(k), k)]))
+    return [figure for figure in figures if figure is not None]
 
 
 def _line(run: Run, label: str, name: str, style: int = 0) -> Series:
@@ -233,8 +231,8 @@ def _privacy(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None
 
 def quantiles(record: Mapping[str, Any], key: str) -> dict[str, float]:
     """Return a record's quantiles by name (``0.05`` … ``0.95``, ``min``, ``max``); empty where it has none."""
-    known = ((name, number(value)) for name, value in metrics.section(record, key).items())
-    return {name: value for name, value in known if value is not None}
+    numbers = ((name, number(value)) for name, value in metrics.section(record, key).items())
+    return {name: value for name, value in numbers if value is not None}
 
 
 def _bands(run: Run, key: str) -> list[Series]:
@@ -244,11 +242,11 @@ def _bands(run: Run, key: str) -> list[Series]:
     rows = [rows[place] for place in thin(len(rows))]
 
     def band(label: str, low: str, high: str) -> Series:
-        kept = [(turn, found[low], found[high]) for turn, found in rows if low in found and high in found]
-        x = {"round": tuple(float(turn + 1) for turn, _, _ in kept)}
-        return Series(label, x, (), tuple(item[1] for item in kept), tuple(item[2] for item in kept))
+        points = [(turn, levels[low], levels[high]) for turn, levels in rows if low in levels and high in levels]
+        x = {"round": tuple(float(turn + 1) for turn, _, _ in points)}
+        return Series(label, x, (), tuple(item[1] for item in points), tuple(item[2] for item in points))
 
-    middle = [(turn, found["0.5"]) for turn, found in rows if "0.5" in found]
+    middle = [(turn, levels["0.5"]) for turn, levels in rows if "0.5" in levels]
     series = [band("5–95 %", "0.05", "0.95"), band("25–75 %", "0.25", "0.75")]
     return [*series, _series(Group("Median", (run,)), lambda _: middle)] if rows else []
 
@@ -269,17 +267,16 @@ def _norms(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
 
 def last_classes(run: Run) -> list[float | None]:
     """Return the accuracy by class at the last evaluation that recorded it; empty if none did."""
-    found = (record["class_accuracy"] for record in reversed(run.metrics) if record.get("class_accuracy"))
-    return [number(value) for value in next(found, ())]
+    recorded = (record["class_accuracy"] for record in reversed(run.metrics) if record.get("class_accuracy"))
+    return [number(value) for value in next(recorded, ())]
 
 
 def class_names(run: Run) -> list[str]:
     """Return the classes' names by the recipe or the run's preparation; empty where neither has names."""
     data = metrics.section(run.recipe, "data")
-    listed = metrics.section(data, "categories").get(str(data.get("target"))) or metrics.preparation(run.path).get(
-        "names"
-    )
-    return [{False: "no", True: "yes"}.get(name, str(name)) for name in listed] if isinstance(listed, list) else []
+    names = metrics.section(data, "categories").get(str(data.get("target")))
+    names = names or metrics.preparation(run.path).get("names")
+    return [{False: "no", True: "yes"}.get(name, str(name)) for name in names] if isinstance(names, list) else []
 
 
 def class_bars(figure: Figure, groups: Sequence[Group]) -> Figure | None:
@@ -287,12 +284,12 @@ def class_bars(figure: Figure, groups: Sequence[Group]) -> Figure | None:
     series = []
     for group in groups:
         means = [spread(values) for values in zip(*[row for row in map(last_classes, group.runs) if row])]
-        kept = [(float(index), found.mean) for index, found in enumerate(means) if found is not None]
-        x = {"round": tuple(index for index, _ in kept)}
-        series.append(Series(group.label, x, tuple(value for _, value in kept), style=group.style))
+        points = [(float(index), accuracy.mean) for index, accuracy in enumerate(means) if accuracy is not None]
+        x = {"round": tuple(index for index, _ in points)}
+        series.append(Series(group.label, x, tuple(value for _, value in points), style=group.style))
     every = {tuple(class_names(run)) for group in groups for run in group.runs}
     names = every.pop() if len(every) == 1 else ()
-    most = max((index for each in series for index in each.x["round"]), default=-1)
+    most = max((index for line in series for index in line.x["round"]), default=-1)
     return with_series(figure, series, names=names if len(names) > most else ())
 
 
@@ -315,27 +312,27 @@ MAX_OVERLAID = 3000
 
 def figures_of_groups(groups: Sequence[Group]) -> list[Figure]:
     """Return overlays of several groups: means over seeds with bands of one standard deviation."""
-    found: list[Figure | None] = [by_epsilon(groups)]
-    for key, said in _declared()["groups"].items():
+    figures: list[Figure | None] = [by_epsilon(groups)]
+    for key, entry in _declared()["groups"].items():
         figure = replace(declared("groups", key), overlay=True)
         if key == "classes":
-            found.append(class_bars(figure, groups))
+            figures.append(class_bars(figure, groups))
         elif key != "by-epsilon":
-            found.append(_overlay(figure, groups, said["of"][""]))
-    return [figure for figure in found if figure is not None]
+            figures.append(_overlay(figure, groups, entry["of"][""]))
+    return [figure for figure in figures if figure is not None]
 
 
 def by_epsilon(groups: Sequence[Group]) -> Figure | None:
     """Return the final accuracy against the proven ε, a series for each method; None with fewer than two ε."""
-    found: dict[str, list[tuple[float, Spread, int]]] = {}
+    by_method: dict[str, list[tuple[float, Spread, int]]] = {}
     for group in groups:
         epsilon, final = final_epsilon(group), spread(map(metrics.final_accuracy, group.runs))
         if epsilon is not None and final is not None:
-            found.setdefault(without_epsilon(group.label), []).append((epsilon, final, group.style))
-    if len({f"{epsilon:.3g}" for points in found.values() for epsilon, _, _ in points}) < 2:
+            by_method.setdefault(without_epsilon(group.label), []).append((epsilon, final, group.style))
+    if len({f"{epsilon:.3g}" for points in by_method.values() for epsilon, _, _ in points}) < 2:
         return None
     series = []
-    for label, points in found.items():
+    for label, points in by_method.items():
         # The line is hidden with the first of its settings.
         style = min(style for _, _, style in points)
         points.sort(key=lambda point: point[0])
@@ -348,12 +345,11 @@ def by_epsilon(groups: Sequence[Group]) -> Figure | None:
 
 def _overlay(figure: Figure, groups: Sequence[Group], name: str) -> Figure | None:
     most, tested = min(MAX_POINTS, max(100, MAX_OVERLAID // len(groups))), name.startswith("test_")
-    points = points_of(name)
-    series = [_series(group, points, spent=tested, share=figure.percent, most=most) for group in groups]
+    series = [_series(group, points_of(name), spent=tested, share=figure.percent, most=most) for group in groups]
     changes: dict[str, Any] = {}
     if name == "test_accuracy":
         changes["lines"] = chance_line([run for group in groups for run in group.runs])
-    absent = [each.label for each in series if each.y and "epsilon" not in each.x]
+    absent = [line.label for line in series if line.y and "epsilon" not in line.x]
     if tested and absent and len(absent) < len(series):
         # By ε only what has a proven ε can be drawn; the caption says who is missing.
         changes["note"] = f"{figure.note} Without a proven ε, so by round only: {', '.join(absent)}."

@@ -17,46 +17,42 @@ from fedflat.report.pages import Section, Table
 Record = Mapping[str, Any]
 
 
-def write_page(found: Record, target: Path) -> Path:
+def write_page(record: Record, target: Path) -> Path:
     """Write the page of what ``landscape.flatness.measure`` found to the file ``target``, replaced in one step."""
-    return pages.write(render(found), target)
+    return pages.write(render(record), target)
 
 
-def render(found: Record) -> str:
+def render(record: Record) -> str:
     """Return the page on flatness as HTML text."""
-    groups = [{**group, "name": _name(group)} for group in found["groups"]]
-    curvature = max(each["curvature_examples"] for each in found["models"])
-    reading = {"rho": found["settings"]["rho"], "curvature_examples": curvature}
+    groups = [{**group, "name": plates.surface_name(group)} for group in record["groups"]]
+    curvature = max(model["curvature_examples"] for model in record["models"])
+    reading = {"rho": record["settings"]["rho"], "curvature_examples": curvature}
     drawn = [group for group in groups if group["surface"]]
     sections = [
-        Section("summary", "", "noted_table", _numbers(found)),
-        Section("gaps", "Differences", "table", _differences(found)),
+        Section("summary", "", "noted_table", _numbers(record)),
+        Section("gaps", "Differences", "table", _differences(record)),
         Section("reading", "How to read this", "reading", reading),
         Section("surface", "Surfaces", "surfaces", _surfaces(drawn) if drawn else None),
     ]
-    for place, (model, own) in enumerate(_by_model(found)):
+    for place, (model, members) in enumerate(_by_model(record)):
         title = "Global model" if model == "global" else f"Local model of {model}"
-        shown = pages.cards(_curves(own, place), pages.PRIVATE if own[0]["private"] else "")
-        sections.append(Section(f"model-{place}", title, "cards", shown))
+        cards = pages.cards(_curves(members, place), pages.PRIVATE if members[0]["private"] else "")
+        sections.append(Section(f"model-{place}", title, "cards", cards))
     labels = list(dict.fromkeys(group["label"] for group in groups))
     title = "Flatness: " + (" · ".join(labels) if len(labels) <= 3 else f"{len(labels)} methods compared")
-    return pages.page(title, _lead(found), sections, "fedflat", "flatness")
+    return pages.page(title, _lead(record), sections, "fedflat", "flatness")
 
 
-def _by_model(found: Record) -> list[tuple[str, list[Record]]]:
-    models = dict.fromkeys(group["model"] for group in found["groups"])
-    return [(model, [group for group in found["groups"] if group["model"] == model]) for model in models]
+def _by_model(record: Record) -> list[tuple[str, list[Record]]]:
+    models = dict.fromkeys(group["model"] for group in record["groups"])
+    return [(model, [group for group in record["groups"] if group["model"] == model]) for model in models]
 
 
-def _name(group: Record) -> str:
-    return str(group["label"]) + ("" if group["model"] == "global" else f", {group['model']}")
-
-
-def _lead(found: Record) -> str:
-    models, settings = found["models"], found["settings"]
-    runs = len({each["run"] for each in models})
+def _lead(record: Record) -> str:
+    models, settings = record["models"], record["settings"]
+    runs = len({model["run"] for model in models})
     data = "public test data" if settings["on"] == "test" else "training data"
-    examples = max(each["examples"] for each in models)
+    examples = max(model["examples"] for model in models)
     return f"{counted(runs, 'run')} · {examples:,} examples of {data} · direction seed {settings['seed']}"
 
 
@@ -80,22 +76,22 @@ def pair_text(value: Record, percent: bool = False) -> tuple[str, str | None]:
     return f"{mean:.{places}f}", None if sd is None else f"{factor * sd:.{places}f}"
 
 
-def _numbers(found: Record) -> dict[str, Any]:
-    noise = found["settings"]["noise"]
-    shown = {
+def _numbers(record: Record) -> dict[str, Any]:
+    noise = record["settings"]["noise"]
+    headings = {
         "loss": "loss", "accuracy": "accuracy %", "eigenvalue": "top eigenvalue", "trace": "trace",
         "ascent": "sharpness", "noise_accuracy": f"% at {100 * noise[len(noise) // 2]:g} % noise",
     }  # fmt: skip
-    several = len({group["model"] for group in found["groups"]}) > 1
-    spent = "ε of the mechanism" if any(group.get("seeded") for group in found["groups"]) else "ε proven"
-    heads = ["Method", *(["Model"] if several else []), "seeds", spent, *shown.values()]
+    several = len({group["model"] for group in record["groups"]}) > 1
+    spent = "ε of the mechanism" if any(group.get("seeded") for group in record["groups"]) else "ε proven"
+    heads = ["Method", *(["Model"] if several else []), "seeds", spent, *headings.values()]
     rows = []
-    for group in found["groups"]:
+    for group in record["groups"]:
         epsilon = epsilon_text((group["epsilon"] or {}).get("mean"), "∞")
         cells = [group["label"], *([group["model"]] if several else []), str(len(group["seeds"])), epsilon]
-        rows.append(cells + [spread_text(group["numbers"][key], "%" in heading) for key, heading in shown.items()])
+        rows.append(cells + [spread_text(group["numbers"][key], "%" in heading) for key, heading in headings.items()])
     table = Table("Flatness", heads, rows, left=2 if several else 1)
-    return {"table": table, "notes": found["notes"], "headline": ""}
+    return {"table": table, "notes": record["notes"], "headline": ""}
 
 
 DIFFERENCES = {
@@ -103,10 +99,10 @@ DIFFERENCES = {
 }  # fmt: skip
 
 
-def gaps(found: Record) -> list[tuple[str, list[str]]]:
+def gaps(record: Record) -> list[tuple[str, list[str]]]:
     """Return the label, and how the global model's numbers differ from the first method's; those with an interval
     only."""
-    groups = [group for group in found["groups"] if group["model"] == "global"]
+    groups = [group for group in record["groups"] if group["model"] == "global"]
     rows = [(group["label"], [_gap(group["differences"].get(key)) for key in DIFFERENCES]) for group in groups[1:]]
     return [(label, cells) for label, cells in rows if any(cells)]
 
@@ -117,10 +113,10 @@ def _gap(gap: Record | None) -> str:
     return f"{_signed(gap['mean'])} [{_signed(gap['low'])}, {_signed(gap['high'])}]"
 
 
-def difference_notes(found: Record) -> list[str]:
+def difference_notes(record: Record) -> list[str]:
     """Return the differences in words, for a terminal."""
-    first, listed = found["groups"][0]["label"], []
-    for label, cells in gaps(found):
+    first, listed = record["groups"][0]["label"], []
+    for label, cells in gaps(record):
         parts = [f"{name} {cell}" for name, cell in zip(DIFFERENCES.values(), cells) if cell]
         listed.append(f"{label} − {first}: {'; '.join(parts)}.")
     if listed:
@@ -128,9 +124,9 @@ def difference_notes(found: Record) -> list[str]:
     return listed
 
 
-def _differences(found: Record) -> Table | None:
-    rows = [[label, *(cell or "–" for cell in cells)] for label, cells in gaps(found)]
-    first = found["groups"][0]["label"]
+def _differences(record: Record) -> Table | None:
+    rows = [[label, *(cell or "–" for cell in cells)] for label, cells in gaps(record)]
+    first = record["groups"][0]["label"]
     caption = f"Minus {first}: paired over seeds, with 95 % t intervals, not corrected for their number"
     return Table(caption, ["Method", *DIFFERENCES.values()], rows) if rows else None
 
@@ -142,34 +138,32 @@ def _signed(value: float) -> str:
 # --------------------------------------------------------------------------------------------------------- curves
 
 
-def figures(found: Record) -> list[Figure]:
+def figures(record: Record) -> list[Figure]:
     """Return the page's curves, model by model."""
-    return [figure for place, (_, own) in enumerate(_by_model(found)) for figure in _curves(own, place)]
+    return [figure for place, (_, groups) in enumerate(_by_model(record)) for figure in _curves(groups, place)]
 
 
 def _curves(groups: Sequence[Record], place: int) -> list[Figure]:
-    kinds = {"line": "along a direction", "noise": "under weight noise"}
     return [
         _figure(groups, kind, key, f"{kind}-{key}-{place}", f"{key.capitalize()} {where}")
-        for kind, where in kinds.items()
+        for kind, where in {"line": "along a direction", "noise": "under weight noise"}.items()
         for key in ("loss", "accuracy")
     ]
 
 
 def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str) -> Figure:
     several = any(len(group["seeds"]) > 1 for group in groups)
-    over = "steps" if kind == "line" else "levels"
     series = []
     for group in groups:
         curve = group[kind]
         y, sd = curve[key], curve[f"{key}_sd"] or [0.0] * len(curve[key])
         low, high = ([a + sign * b for a, b in zip(y, sd, strict=True)] for sign in (-1, 1))
         if key == "accuracy":
-            low, high = [max(0.0, each) for each in low], [min(1.0, each) for each in high]
+            low, high = [max(0.0, value) for value in low], [min(1.0, value) for value in high]
         else:
             # A loss is not below zero, and a logarithmic axis could not show it.
-            low = [max(each, min(y) / 2) for each in low]
-        x = {"round": tuple(100 * each for each in curve[over])}
+            low = [max(value, min(y) / 2) for value in low]
+        x = {"round": tuple(100 * value for value in curve["steps" if kind == "line" else "levels"])}
         bands = (tuple(low), tuple(high)) if several else ((), ())
         series.append(Series(group["label"], x, tuple(y), *bands, style=group["style"]))
     title_x = "distance, % of the filters' norm" if kind == "line" else "noise, % of the weights"
@@ -192,7 +186,7 @@ read without colour."""
 
 def _surfaces(groups: Sequence[Record]) -> dict[str, Any]:
     every = [value for group in groups for row in group["surface"]["loss"] for value in row]
-    surfaces = [{"side": len(each["surface"]["steps"]), "loss": _short(each["surface"]["loss"])} for each in groups]
+    surfaces = [{"side": len(group["surface"]["steps"]), "loss": _short(group["surface"]["loss"])} for group in groups]
     return {
         "groups": groups,
         "contours": base64.b64encode(plates.drawn_as(plates.contours(groups), "svg")).decode(),

@@ -92,11 +92,10 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     method, and where two groups share a method also with the keys in which they differ.
     """
     members = _parts(runs)
-    kept = [part for group in members for part in (_parts(group, engine=True) if _repeats(group) else [group])]
-    firsts = [group[0] for group in kept]
-    engines = len(kept) > len(members)
-    labels = _distinct([_label(first, firsts, engines) for first in firsts])
-    return [Group(label, tuple(group), style) for style, (label, group) in enumerate(zip(labels, kept, strict=True))]
+    parts = [part for group in members for part in (_parts(group, engine=True) if _repeats(group) else [group])]
+    firsts = [group[0] for group in parts]
+    labels = _distinct([_label(first, firsts, engine=len(parts) > len(members)) for first in firsts])
+    return [Group(label, tuple(group), style) for style, (label, group) in enumerate(zip(labels, parts, strict=True))]
 
 
 def _parts(runs: Iterable[Run], engine: bool = False) -> list[list[Run]]:
@@ -117,7 +116,7 @@ def _label(run: Run, others: Sequence[Run], engine: bool = False) -> str:
     same = [setting(other, engine) for other in others if other.algorithm == run.algorithm]
     if len(same) == 1:
         return run.algorithm
-    own = setting(run, engine)
+    values = setting(run, engine)
     keys = [key for key in differing(same) if key != "name"]
     # σ was calibrated for ε, so ε alone says what differs.
     if {NOISE, BUDGET} <= set(keys):
@@ -125,7 +124,7 @@ def _label(run: Run, others: Sequence[Run], engine: bool = False) -> str:
     if not keys or len(keys) > 3:
         return str(run.recipe.get("name") or run.name)
     names = [{BUDGET: "epsilon"}.get(key) or key.removesuffix(".name").rsplit(".", 1)[-1] for key in keys]
-    return f"{run.algorithm} ({', '.join(f'{name}={_short(own.get(key))}' for name, key in zip(names, keys))})"
+    return f"{run.algorithm} ({', '.join(f'{name}={_short(values.get(key))}' for name, key in zip(names, keys))})"
 
 
 def without_epsilon(label: str) -> str:
@@ -144,31 +143,31 @@ def _distinct(labels: Sequence[str]) -> list[str]:
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the flat keys whose values are not the same in every setting, in the order of first appearance."""
-    keys = dict.fromkeys(key for each in settings for key in each)
-    return [key for key in keys if len({json.dumps(each.get(key), sort_keys=True) for each in settings}) > 1]
+    keys = dict.fromkeys(key for flat in settings for key in flat)
+    return [key for key in keys if len({json.dumps(flat.get(key), sort_keys=True) for flat in settings}) > 1]
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
     """Return the mean and sample standard deviation of the values that are there; ``None`` if there are none."""
-    found = [value for value in values if value is not None]
-    if not found:
+    sample = [value for value in values if value is not None]
+    if not sample:
         return None
-    if len(found) == 1 or not all(map(math.isfinite, found)):
-        return Spread(sum(found) / len(found), None, len(found))
+    if len(sample) == 1 or not all(map(math.isfinite, sample)):
+        return Spread(sum(sample) / len(sample), None, len(sample))
     # Equal values have no spread; the formula would give a rounding error.
-    if min(found) == max(found):
-        return Spread(found[0], 0.0, len(found))
-    mean = math.fsum(found) / len(found)
-    return Spread(mean, math.sqrt(math.fsum((value - mean) ** 2 for value in found) / (len(found) - 1)), len(found))
+    if min(sample) == max(sample):
+        return Spread(sample[0], 0.0, len(sample))
+    mean = math.fsum(sample) / len(sample)
+    return Spread(mean, math.sqrt(math.fsum((value - mean) ** 2 for value in sample) / (len(sample) - 1)), len(sample))
 
 
 def paired_difference(first: BySeed, other: BySeed) -> Difference | None:
     """``other − first`` over the seeds that both ran; ``None`` where they share no measured seed."""
-    found = spread(other[seed] - value for seed, value in first.items() if seed in other)
-    if found is None:
+    gap = spread(other[seed] - value for seed, value in first.items() if seed in other)
+    if gap is None:
         return None
-    low, high = (None, None) if found.half is None else (found.mean - found.half, found.mean + found.half)
-    return Difference(found.mean, low, high, found.count)
+    low, high = (None, None) if gap.half is None else (gap.mean - gap.half, gap.mean + gap.half)
+    return Difference(gap.mean, low, high, gap.count)
 
 
 def by_seed(group: Group, measure: Callable[[Run], float | None]) -> BySeed:
@@ -187,15 +186,15 @@ def strata(groups: Sequence[Group]) -> list[list[Group]]:
 
     The parts and the groups in them keep the order given. What has no finite proven ε is a part of its own.
     """
-    found: list[tuple[str, float | None, list[Group]]] = []
+    parts: list[tuple[str, float | None, list[Group]]] = []
     for group in groups:
         data, epsilon = str(metrics.section(group.runs[0].recipe, "data").get("dataset")), final_epsilon(group)
-        like = next((part for name, other, part in found if name == data and _same(epsilon, other)), None)
+        like = next((part for name, other, part in parts if name == data and _same(epsilon, other)), None)
         if like is None:
-            found.append((data, epsilon, [group]))
+            parts.append((data, epsilon, [group]))
         else:
             like.append(group)
-    return [part for _, _, part in found]
+    return [part for _, _, part in parts]
 
 
 def final_epsilon(group: Group) -> float | None:
@@ -219,8 +218,8 @@ def headline(groups: Sequence[Group]) -> str:
     named = [(metrics.epsilon_text(final_epsilon(one)), one, had, _apart(one, two)) for (one, had), (two, _) in shared]
     name = "ε of the mechanism" if any(metrics.seeded(run) for group in groups for run in group.runs) else "ε"
     if len(named) > 1:
-        found = "; ".join(f"at {name} = {at} {without_epsilon(one.label)}, {apart}" for at, one, _, apart in named)
-        return f"Best {found} (chosen by this test data)."
+        winners = "; ".join(f"at {name} = {at} {without_epsilon(one.label)}, {apart}" for at, one, _, apart in named)
+        return f"Best {winners} (chosen by this test data)."
     ((epsilon, best, final, apart),) = named
     return f"Best at {name} = {epsilon}: {best.label}, {100 * final.mean:.2f} %{_interval(final)}, {apart}."
 
@@ -229,7 +228,7 @@ def _ranked(part: Sequence[Group]) -> list[tuple[Group, Spread]]:
     """Return the groups with a proven ε and an accuracy, the best mean first; none whose runs all came to nothing."""
     private = [group for group in part if final_epsilon(group) is not None and not all(map(fate, group.runs))]
     finals = [(group, spread(map(metrics.final_accuracy, group.runs))) for group in private]
-    return sorted([(group, final) for group, final in finals if final], key=lambda each: -each[1].mean)
+    return sorted([(group, final) for group, final in finals if final], key=lambda pair: -pair[1].mean)
 
 
 def _interval(final: Spread) -> str:
@@ -241,7 +240,7 @@ def _interval(final: Spread) -> str:
 
 
 def _apart(best: Group, other: Group) -> str:
-    gap = paired_difference(*(by_seed(each, metrics.final_accuracy) for each in (other, best)))
+    gap = paired_difference(*(by_seed(group, metrics.final_accuracy) for group in (other, best)))
     name = without_epsilon(other.label)
     if gap is None or gap.low is None:
         return f"which {'no' if gap is None else 'one'} common seed cannot tell apart from {name}"

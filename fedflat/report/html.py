@@ -34,17 +34,16 @@ def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
     Raises:
         InputError: a folder is missing or is not a run.
     """
-    target = Path(out)
-    target = target / "report.html" if target.is_dir() else target
-    found = metrics.read_runs(runs)
+    target = Path(out, "report.html") if Path(out).is_dir() else Path(out)
+    loaded = metrics.read_runs(runs)
     target.parent.mkdir(parents=True, exist_ok=True)
-    if any(run.private for run in found):
+    if any(run.private for run in loaded):
         hidden = target.parent / "private"
         # Only the owner may read what no guarantee covers.
         hidden.mkdir(mode=0o700, exist_ok=True)
-        pages.write(render(found), hidden / target.name, mode=0o600)
-        found = [public(run) for run in found]
-    return pages.write(render(found), target)
+        pages.write(render(loaded), hidden / target.name, mode=0o600)
+        loaded = [public(run) for run in loaded]
+    return pages.write(render(loaded), target)
 
 
 def public(run: Run) -> Run:
@@ -78,11 +77,10 @@ def render(runs: Sequence[Run]) -> str:
 
 def _date(runs: Sequence[Run]) -> str:
     """Return the day on which the last record of the runs was written (UTC); empty without any."""
-    files = [found for run in runs if (found := run.path / "metrics.jsonl").is_file()]
-    last = max((found.stat().st_mtime for found in files), default=None)
-    if last is None:
+    files = [path for run in runs if (path := run.path / "metrics.jsonl").is_file()]
+    if not files:
         return ""
-    day = datetime.datetime.fromtimestamp(last, datetime.UTC)
+    day = datetime.datetime.fromtimestamp(max(path.stat().st_mtime for path in files), datetime.UTC)
     return f"{day.day} {day:%B %Y}"
 
 
@@ -103,14 +101,14 @@ def _words(run: Run) -> dict[str, Any]:
 
 
 def _run_sections(run: Run, words: dict[str, Any]) -> list[Section]:
-    found = brief(run) if run.privacy else None
+    privacy_card = brief(run) if run.privacy else None
     curves, simulation = _figure_sections(figures_of_run(run))
     return [
-        Section("summary", "", "tiles", _summary(run, words, found)),
+        Section("summary", "", "tiles", _summary(run, words, privacy_card)),
         Section("use", "Use this model", "use", _use(run)),
         Section("data", "Data", "facts", Facts(tuple(words["data"].items())) if "data" in words else None),
         curves,
-        Section("guarantee", "Guarantee", "guarantee", {"card": found, "statement": statement_of(run)}),
+        Section("guarantee", "Guarantee", "guarantee", {"card": privacy_card, "statement": statement_of(run)}),
         Section("audit", "Audit", "audit", _audit(run)),
         simulation,
         Section("recipe", "Recipe", "recipe", _recipe(run)),
@@ -130,30 +128,30 @@ def _use(run: Run) -> dict[str, Any] | None:
     return {"name": name, "exported": exported, "predicts": bool(section(run.recipe, "data").get("inputs"))}
 
 
-def _summary(run: Run, words: dict[str, Any], found: Card | str | None) -> dict[str, Any]:
+def _summary(run: Run, words: dict[str, Any], privacy_card: Card | str | None) -> dict[str, Any]:
     return {
-        "sentence": found.sentence if isinstance(found, Card) else "",
+        "sentence": privacy_card.sentence if isinstance(privacy_card, Card) else "",
         "facts": metrics.summary(run),
         # The best round must not stand for a run that came to nothing.
         "fate": metrics.FATES.get(metrics.fate(run), ""),
         "epsilon_name": metrics.epsilon_name(run),
         "beside_epsilon": words.get("beside_epsilon", "").removesuffix(";"),
         "own": {statement.title(key): metrics.last(run.metrics, key) for key in metrics.own_metrics(run.metrics)},
-        "notices": [each for each in _notices(run) if each["lines"]],
+        "notices": [notice for notice in _notices(run) if notice["lines"]],
         "notes": remarks(run.metrics, run.private),
     }
 
 
 def _notices(run: Run) -> list[dict[str, Any]]:
     proven, claimed = epsilon_text(metrics.proven_epsilon(run)), metrics.claimed_epsilon(run)
-    said = f"{metrics.epsilon_name(run)} is {proven}; the formula claims {epsilon_text(claimed)}"
-    head = f"{said}, which does not cover what ran."
+    claim = f"{metrics.epsilon_name(run)} is {proven}; the formula claims {epsilon_text(claimed)}"
+    head = f"{claim}, which does not cover what ran."
     over = [audit for audit in run.audits if statement.exceeded(audit)]
-    found = [f"{audit.get('kind')}: {statement.audited_text(audit)}, {statement.verdict(audit)}" for audit in over]
+    lines = [f"{audit.get('kind')}: {statement.audited_text(audit)}, {statement.verdict(audit)}" for audit in over]
     return [
         {"lead": "This model protects nobody", "lines": [SEEDED] if metrics.seeded(run) else []},
         {"lead": head, "lines": [] if claimed is None else metrics.reasons(run)},
-        {"lead": "An audit found more than is proven: the proof or the code is wrong.", "lines": found},
+        {"lead": "An audit found more than is proven: the proof or the code is wrong.", "lines": lines},
         {"lead": "Warnings", "lines": cautions(run.privacy, run.metrics, run.private)},
     ]
 
@@ -161,11 +159,11 @@ def _notices(run: Run) -> list[dict[str, Any]]:
 def _audit(run: Run) -> dict[str, Any] | None:
     if not run.audits:
         return None
-    shown = [Table("Audits of this run", statement.HEADS, [statement.cells(audit) for audit in run.audits])]
+    audit_tables = [Table("Audits of this run", statement.HEADS, [statement.cells(audit) for audit in run.audits])]
     for heads, movements in map(statement.matrix, run.audits):
         if heads:
-            shown.append(Table("Movement of the release over C, by data and back end", heads, movements))
-    return {"tables": shown, "rule": statement.WORDS["rule"], "notes": statement.notes(run.audits)}
+            audit_tables.append(Table("Movement of the release over C, by data and back end", heads, movements))
+    return {"tables": audit_tables, "rule": statement.WORDS["rule"], "notes": statement.notes(run.audits)}
 
 
 def _recipe(run: Run) -> dict[str, Any] | str:
@@ -173,15 +171,15 @@ def _recipe(run: Run) -> dict[str, Any] | str:
 
     if not run.recipe:
         return "The folder holds no recipe.yaml."
-    shown = {key: value for key, value in run.recipe.items() if key != "versions"}
-    text = yaml.safe_dump(_given(shown), sort_keys=False, allow_unicode=True, width=78)
+    recipe = {key: value for key, value in run.recipe.items() if key != "versions"}
+    text = yaml.safe_dump(_without_nulls(recipe), sort_keys=False, allow_unicode=True, width=78)
     versions = section(run.recipe, "versions")
     return {"text": text, "versions": facts(versions, verbatim=True) if versions else None}
 
 
-def _given(part: Any) -> Any:
-    """Return a recipe's part without keys that say nothing."""
-    return {key: _given(value) for key, value in part.items() if value is not None} if isinstance(part, dict) else part
+def _without_nulls(part: Any) -> Any:
+    """Return a recipe's part without the keys that are null."""
+    return {k: _without_nulls(v) for k, v in part.items() if v is not None} if isinstance(part, dict) else part
 
 
 # ------------------------------------------------------------------------------------------------------- figures
@@ -204,22 +202,22 @@ def _comparison_sections(groups: Sequence[Group]) -> list[Section]:
     # What publishing all of the runs costs.
     costs = tables.cost_sentences(table.together)
     together = {"lead": costs[0], "lines": costs[1:]} if costs else None
-    each = [(group.label, statement_of(group.runs[0])) for group in groups]
+    statements = [(group.label, statement_of(group.runs[0])) for group in groups]
     return [
         Section("summary", "", "noted_table", _comparison(table)),
         curves,
         Section("differences", "What differs", "table", _differences(groups)),
         Section("runs", "Runs", "table", _runs_table(groups)),
-        Section("guarantee", "Guarantees", "statements", {"together": together, "each": each}),
+        Section("guarantee", "Guarantees", "statements", {"together": together, "each": statements}),
         simulation,
         Section("recipe", "Recipes", "recipes", [(group.label, _recipe(group.runs[0])) for group in groups]),
     ]
 
 
 def _comparison(table: tables.Comparison) -> dict[str, Any]:
-    shown = tables.columns(table)
-    heads = [column.heading[:1].upper() + column.heading[1:] if column.left else column.heading for column in shown]
-    rows = [[column.text(row) for column in shown] for row in table.rows]
+    columns = tables.columns(table)
+    heads = [column.heading[:1].upper() + column.heading[1:] if column.left else column.heading for column in columns]
+    rows = [[column.text(row) for column in columns] for row in table.rows]
     notes = [note for note in tables.notes(table) if note != table.headline]
     return {"table": Table("Comparison", heads, rows), "notes": notes, "headline": table.headline}
 
@@ -229,7 +227,7 @@ def _differences(groups: Sequence[Group]) -> Table | None:
     keys = differing(settings)
     if not keys:
         return None
-    rows = [[key, *(readable(each.get(key)) for each in settings)] for key in keys]
+    rows = [[key, *(readable(flat.get(key)) for flat in settings)] for key in keys]
     return Table("Recipe keys that differ", ["Key", *(group.label for group in groups)], rows, left=len(groups) + 1)
 
 
@@ -244,8 +242,8 @@ def _runs_table(groups: Sequence[Group]) -> Table:
 
 
 def _run_row(group: Group, run: Run) -> list[str]:
-    found = metrics.summary(run)
-    shares = [wording.percent(found[key]) for key in ("final_accuracy", "best_accuracy")]
-    time = wording.duration(found["seconds"]) if found["seconds"] else ""
+    numbers = metrics.summary(run)
+    shares = [wording.percent(numbers[key]) for key in ("final_accuracy", "best_accuracy")]
+    time = wording.duration(numbers["seconds"]) if numbers["seconds"] else ""
     seed = "" if run.seed is None else str(run.seed)
-    return [run.name, group.label, seed, str(found["rounds"]), *shares, epsilon_text(found["proven_epsilon"]), time]
+    return [run.name, group.label, seed, str(numbers["rounds"]), *shares, epsilon_text(numbers["proven_epsilon"]), time]

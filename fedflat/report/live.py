@@ -56,8 +56,8 @@ class Live:
 
     def runs(self) -> tuple[list[Run], list[InputError]]:
         """Return the runs as their records are now, none before the first has begun, and what is damaged."""
-        found, faults = read_each(self.folder)
-        return found if self.private else [replace(run, private=_paces(run), audits=[]) for run in found], faults
+        runs, faults = read_each(self.folder)
+        return runs if self.private else [replace(run, private=_paces(run), audits=[]) for run in runs], faults
 
     def stamp(self) -> str:
         """Return what changes whenever a record of the runs does."""
@@ -65,7 +65,7 @@ class Live:
             files = [path.stat() for name in RECORDS for path in self.folder.rglob(name)]
         except OSError:
             return ""
-        return f"{len(files)} {sum(found.st_size for found in files)} {max((f.st_mtime_ns for f in files), default=0)}"
+        return f"{len(files)} {sum(stat.st_size for stat in files)} {max((f.st_mtime_ns for f in files), default=0)}"
 
     def body(self) -> Markup:
         """Return the part of the page that changes: a table of the runs, their charts and their warnings."""
@@ -161,9 +161,9 @@ def app_of(live: Live) -> Starlette:
             await asyncio.sleep(PAUSE)
 
     async def answer(request: Request) -> Response:
-        given = request.query_params.get("token", "")
+        token = request.query_params.get("token", "")
         # The time that the comparison takes must not tell the token.
-        if not hmac.compare_digest(given.encode(), live.token.encode()):
+        if not hmac.compare_digest(token.encode(), live.token.encode()):
             return PlainTextResponse("403: the address has no token, or another one.\n", 403, HEADERS)
         if request.url.path == "/events":
             return StreamingResponse(stream(request), media_type="text/event-stream", headers=HEADERS)
@@ -206,13 +206,13 @@ def served(live: Live, port: int = 0) -> Iterator[str]:
 
 def read_each(folder: Path) -> tuple[list[Run], list[InputError]]:
     """Return the runs under ``folder``, and what is wrong with damaged ones."""
-    found, faults = list[Run](), list[InputError]()
+    runs, faults = list[Run](), list[InputError]()
     # A folder may go while it is searched: that of a candidate that lost.
     with gather(faults), reading(folder, "a folder that cannot be searched", "a folder with runs in it"):
         for path in metrics.run_folders(folder):
             with gather(faults), reading(path, "records that cannot be read", "those that the run wrote"):
-                found.append(metrics.read_run(path))
-    return found, faults
+                runs.append(metrics.read_run(path))
+    return runs, faults
 
 
 def listed(folder: Path) -> tuple[list[dict[str, Any]], list[InputError]]:
@@ -220,20 +220,20 @@ def listed(folder: Path) -> tuple[list[dict[str, Any]], list[InputError]]:
 
     Raises InputError: no such folder, or no run in it.
     """
-    found, faults = read_each(folder)
+    runs, faults = read_each(folder)
     state = "without runs" if folder.is_dir() else "no such folder"
-    require(bool(found or faults), "runs", f"{folder}, {state}", "a folder with runs in it")
-    return sorted(map(_record, found), key=lambda each: float(each["age"])), faults
+    require(bool(runs or faults), "runs", f"{folder}, {state}", "a folder with runs in it")
+    return sorted(map(_record, runs), key=lambda record: float(record["age"])), faults
 
 
 def _record(run: Run) -> dict[str, Any]:
-    files = [found for name in ("metrics.jsonl", "recipe.yaml") if (found := run.path / name).is_file()]
+    files = [file for name in ("metrics.jsonl", "recipe.yaml") if (file := run.path / name).is_file()]
     return {
         "run": str(run.path), "method": run.algorithm, "data": section(run.recipe, "data").get("dataset"),
         "accuracy": metrics.final_accuracy(run), "epsilon": metrics.proven_epsilon(run),
         "randomness": "seeded" if metrics.seeded(run) else "secret", "rounds": len(run.metrics),
         "planned": run.recipe.get("rounds"), "state": state_of(run),
-        "age": max(0.0, time.time() - max(found.stat().st_mtime for found in files)),
+        "age": max(0.0, time.time() - max(file.stat().st_mtime for file in files)),
     }  # fmt: skip
 
 

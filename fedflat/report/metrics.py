@@ -57,29 +57,35 @@ class Run:
     @property
     def seed(self) -> int | None:
         """The seed in the run's recipe."""
-        found = self.recipe.get("seed")
-        return found if isinstance(found, int) else None
+        seed = self.recipe.get("seed")
+        return seed if isinstance(seed, int) else None
 
 
 def section(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return ``record[key]`` if it is a mapping, otherwise an empty one."""
-    found = record.get(key)
-    return found if isinstance(found, Mapping) else {}
+    value = record.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def listed(record: Mapping[str, Any], key: str) -> list[Any]:
+    """Return ``record[key]`` if it is a list, otherwise an empty one."""
+    value = record.get(key)
+    return value if isinstance(value, list) else []
 
 
 def preparation(run: Path) -> Record:
     """Return how rows become inputs (public constants), as an export or the last checkpoint says; empty without."""
     try:
         if (run / "preparation.json").is_file():
-            found = json.loads((run / "preparation.json").read_bytes())
+            constants = json.loads((run / "preparation.json").read_bytes())
         else:
             newest = max((run / "checkpoints").glob("round-*.safetensors"), default=None)
             state = json.loads(read_about(newest).get("state", "{}")) if newest else {}
-            found = section(state, "made_for").get("preparation")
+            constants = section(state, "made_for").get("preparation")
     except (OSError, ValueError):
         # It is being written or is damaged; whoever loads the run gets the error.
         return {}
-    return found if isinstance(found, dict) else {}
+    return constants if isinstance(constants, dict) else {}
 
 
 def number(value: Any) -> float | None:
@@ -91,11 +97,11 @@ def number(value: Any) -> float | None:
 
 def _parsed(line: bytes | str) -> Record | None:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         # A torn last line can end in half a character.
         return None
-    return plain(found) if isinstance(found, dict) else None
+    return plain(record) if isinstance(record, dict) else None
 
 
 def read_records(path: Path) -> list[Record]:
@@ -108,9 +114,9 @@ def read_records(path: Path) -> list[Record]:
         return []
     lines, records = path.read_bytes().split(b"\n"), list[Record]()
     for place, line in enumerate(lines, start=1):
-        found = _parsed(line)
-        if found is not None:
-            records.append(found)
+        parsed = _parsed(line)
+        if parsed is not None:
+            records.append(parsed)
         elif line.strip() and (place < len(lines) or not line.startswith(b"{")):
             # A process that was killed can only have torn the last line, whose end comes last.
             # Not what the line says: it may be private, and the page of a run that goes on is not.
@@ -120,10 +126,8 @@ def read_records(path: Path) -> list[Record]:
 
 def _by_round(records: list[Record]) -> list[Record]:
     """Return one record per round; where a round was written twice the later one counts."""
-    latest: dict[Any, Record] = {}
-    for place, record in enumerate(records):
-        # A run that is resumed writes the round in which it was killed a second time.
-        latest[record.get("round", f"line {place}")] = record
+    # A run that is resumed writes the round in which it was killed a second time.
+    latest = {record.get("round", f"line {place}"): record for place, record in enumerate(records)}
     return list(latest.values())
 
 
@@ -164,9 +168,7 @@ def read_runs(folders: Iterable[Path | str]) -> list[Run]:
     Raises:
         InputError: as :func:`read_run`, or nothing was given.
     """
-    runs: list[Run] = []
-    for folder in map(Path, folders):
-        runs.extend(read_run(path) for path in run_folders(folder) or [folder])
+    runs = [read_run(path) for folder in map(Path, folders) for path in run_folders(folder) or [folder]]
     require(bool(runs), "report", "no run", "one or more run folders")
     return runs
 
@@ -175,9 +177,9 @@ def run_folders(folder: Path) -> list[Path]:
     """Return a run's folder itself, or those of every run in a folder, at any depth."""
     if any((folder / mark).is_file() for mark in RUN_FILES):
         return [folder]
-    found = {path.parent for mark in RUN_FILES for path in folder.rglob(mark)} if folder.is_dir() else ()
+    folders = {path.parent for mark in RUN_FILES for path in folder.rglob(mark)} if folder.is_dir() else ()
     # The app of a federation has a recipe too.
-    return sorted(path for path in found if not (path / "roster.json").exists())
+    return sorted(path for path in folders if not (path / "roster.json").exists())
 
 
 def _no_run(path: Path) -> InputError:
@@ -185,7 +187,7 @@ def _no_run(path: Path) -> InputError:
         return wrong(f"run folder {path}", "no metrics.jsonl or recipe.yaml in it", "a folder written by fedflat run")
     parent = path.parent
     beside = parent.iterdir() if parent.is_dir() and os.access(parent, os.R_OK | os.X_OK) else ()
-    runs = sorted(found.name for found in beside if any(os.path.isfile(found / mark) for mark in RUN_FILES))
+    runs = sorted(other.name for other in beside if any(os.path.isfile(other / mark) for mark in RUN_FILES))
     hint = nearest(path.name, runs) or (f"Runs in {parent}: {', '.join(runs[:8])}." if runs else "")
     return wrong(f"run folder {path}", "no such folder", "a folder written by fedflat run", hint=hint)
 
@@ -196,27 +198,27 @@ def _read_yaml(path: Path) -> Record:
     if not path.is_file():
         return {}
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise wrong(str(path), f"unreadable YAML ({error})", "the recipe written by the run") from error
-    return plain(found) if isinstance(found, dict) else {}
+    return plain(recipe) if isinstance(recipe, dict) else {}
 
 
 def _read_json(path: Path, allowed: str = "the privacy statement written by the run") -> Record:
     if not path.is_file():
         return {}
-    found = _parsed(path.read_bytes())
-    if found is None:
+    record = _parsed(path.read_bytes())
+    if record is None:
         raise wrong(str(path), "not a JSON object", allowed)
-    return found
+    return record
 
 
 def _audits(path: Path) -> list[Record]:
     allowed = "the file written by fedflat audit"
-    found = _read_json(path, allowed).get("audits", [])
-    if not isinstance(found, list) or not all(isinstance(audit, dict) for audit in found):
+    audits = _read_json(path, allowed).get("audits", [])
+    if not isinstance(audits, list) or not all(isinstance(audit, dict) for audit in audits):
         raise wrong(f"{path}: audits", "something else", f"a list of audits, as in {allowed}")
-    return found
+    return audits
 
 
 def column(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
@@ -232,16 +234,15 @@ def values(records: Iterable[Mapping[str, Any]], key: str) -> list[float]:
 
 def turn(record: Mapping[str, Any], place: int) -> int:
     """Return the record's round, or its ``place`` in the file where it names none."""
-    found = number(record.get("round"))
-    return place if found is None else int(found)
+    recorded = number(record.get("round"))
+    return place if recorded is None else int(recorded)
 
 
 def own_metrics(records: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the keys of what else was released: the user's own metrics on public test data, as ``test_NAME``, and the
     private evaluation's accuracy."""
-    known = {"test_loss", "test_accuracy"}
     keys = {key for record in records for key in record if key.startswith("test_") or key == "private_accuracy"}
-    return sorted(keys - known)
+    return sorted(keys - {"test_loss", "test_accuracy"})
 
 
 def last(records: Iterable[Mapping[str, Any]], key: str) -> float | None:
@@ -285,11 +286,10 @@ def claimed_epsilon(run: Run) -> float | None:
 
 def reasons(run: Run) -> list[str]:
     """Return why the proven ε is what it is, in the statement's words."""
-    found = run.privacy.get("reasons")
-    if isinstance(found, str):
-        return [found]
-    listed = [item if isinstance(item, str) else json.dumps(item) for item in found] if isinstance(found, list) else []
-    return listed or ([] if run.privacy else [NO_STATEMENT])
+    if isinstance(run.privacy.get("reasons"), str):
+        return [run.privacy["reasons"]]
+    texts = [item if isinstance(item, str) else json.dumps(item) for item in listed(run.privacy, "reasons")]
+    return texts or ([] if run.privacy else [NO_STATEMENT])
 
 
 def spent(run: Run) -> list[tuple[int, float]]:
@@ -352,16 +352,16 @@ def train_accuracy(run: Run, round: int | None = None) -> float | None:
 
     round: of that round (of the last before it in which somebody took part); None: of the last one.
     """
-    kept = [value for turn, value in column(run.private, "train_accuracy") if round is None or turn <= round]
-    return kept[-1] if kept else None
+    accuracies = [value for turn, value in column(run.private, "train_accuracy") if round is None or turn <= round]
+    return accuracies[-1] if accuracies else None
 
 
 def generalisation_gap(run: Run, measure: str = "final") -> float | None:
     """Return the training minus test accuracy at the ``best`` or ``final`` round (Shi et al. 2023a, Table 3);
     private."""
-    shown = shown_round(run, measure)
-    trained = None if shown is None else train_accuracy(run, shown[0])
-    return None if shown is None or trained is None else trained - shown[1]
+    tested = shown_round(run, measure)
+    trained = None if tested is None else train_accuracy(run, tested[0])
+    return None if tested is None or trained is None else trained - tested[1]
 
 
 def best_accuracy(run: Run) -> float | None:
@@ -422,7 +422,7 @@ def first_lost(released: Sequence[Record]) -> Record | None:
 
 def tested_classes(record: Record) -> list[float]:
     """Return the accuracy of each class that the public test data have."""
-    return [found for value in record.get("class_accuracy") or [] if (found := number(value)) is not None]
+    return [accuracy for value in record.get("class_accuracy") or [] if (accuracy := number(value)) is not None]
 
 
 def guess(released: Sequence[Record]) -> Guess | None:
@@ -430,13 +430,13 @@ def guess(released: Sequence[Record]) -> Guess | None:
 
     Each class counts alike too: where most examples are of one class, naming nearly always that one has learnt nothing.
     """
-    last = next((r for r in reversed(released) if number(r.get("test_accuracy")) is not None), None)
-    known = [] if last is None else tested_classes(last)
-    if last is None or len(known) < 2:
+    last = next((r for r in reversed(released) if number(r.get("test_accuracy")) is not None), {})
+    by_class = tested_classes(last)
+    if len(by_class) < 2:
         return None
-    found = Guess(float(last["test_accuracy"]), len(known), sorted(known) == [0.0] * (len(known) - 1) + [1.0])
-    most = (CHANCE if found.classes >= FEW else CHANCE_OF_FEW) / found.classes
-    return found if found.one_class or min(found.accuracy, sum(known) / len(known)) <= most else None
+    model = Guess(float(last["test_accuracy"]), len(by_class), sorted(by_class) == [0.0] * (len(by_class) - 1) + [1.0])
+    most = (CHANCE if model.classes >= FEW else CHANCE_OF_FEW) / model.classes
+    return model if model.one_class or min(model.accuracy, sum(by_class) / len(by_class)) <= most else None
 
 
 @dataclass(frozen=True)
@@ -468,8 +468,8 @@ def costs(runs: Sequence[Run]) -> tuple[Cost, ...]:
 def _names(runs: Sequence[Run]) -> Mapping[str, str]:
     """Return each path's run by name, with its method and seed where two runs have the same name."""
     plain = [run.name for run in runs]
-    shown = [r.name if plain.count(r.name) == 1 else f"{r.algorithm} seed {r.seed}" for r in runs]
-    return {str(r.path): s if shown.count(s) == 1 else str(r.path) for r, s in zip(runs, shown)}
+    labels = [r.name if plain.count(r.name) == 1 else f"{r.algorithm} seed {r.seed}" for r in runs]
+    return {str(r.path): s if labels.count(s) == 1 else str(r.path) for r, s in zip(runs, labels)}
 
 
 def published(run: Run, names: Mapping[str, str]) -> Published:

@@ -162,7 +162,7 @@ def tick_text(value: float, percent: bool) -> str:
 
 
 def _extent(figure: Figure) -> tuple[float, float]:
-    values = [value for each in figure.series for part in (each.y, each.low, each.high) for value in part]
+    values = [value for line in figure.series for part in (line.y, line.low, line.high) for value in part]
     values += [value for _, value in figure.lines]
     return min(values), max(values)
 
@@ -187,7 +187,7 @@ def _y_scale(figure: Figure) -> Scale:
 
 
 def _x_scale(figure: Figure, axis: str, end: float = RIGHT) -> Scale:
-    values = [value for each in figure.over(axis) for value in each.x[axis]]
+    values = [value for line in figure.over(axis) for value in line.x[axis]]
     if figure.kind == "bars":
         count = max(values) + 1
         step = max(1, math.ceil(count / 12))
@@ -197,8 +197,7 @@ def _x_scale(figure: Figure, axis: str, end: float = RIGHT) -> Scale:
         if low > 0 and high / low > DECADES:
             return logarithmic(low, high, LEFT + EDGE, end - EDGE)
         return linear(low, high, LEFT + EDGE, end - EDGE, 6, snap=False)
-    rounds = axis == "round" and figure.x_title == "round"
-    if axis == "epsilon" or rounds:
+    if axis == "epsilon" or figure.x_title == "round":
         low = 0.0
     whole = axis == "round" and all(value == int(value) for value in values)
     return linear(low, high, LEFT, end, 6, snap=False, whole=whole)
@@ -236,7 +235,7 @@ def end_labels(figure: Figure, axis: str, y: Scale) -> list[Label]:
         heights[place] = min(heights[place], most)
         most = heights[place] - LINE_GAP
     named = [lines[place] for _, place in ends]
-    return [Label(shortened(each.label), each.classes, at) for each, at in zip(named, heights, strict=True)]
+    return [Label(shortened(line.label), line.classes, at) for line, at in zip(named, heights, strict=True)]
 
 
 def draw(figure: Figure, axis: str) -> Markup:
@@ -264,7 +263,7 @@ def draw(figure: Figure, axis: str) -> Markup:
 
 def _free_side(figure: Figure, value: float) -> str:
     """Return the side, ``left`` or ``right``, on which no series is near a line at ``value``, for its label."""
-    ends = [[abs(part[place] - value) for each in figure.series for part in (each.y, each.low, each.high) if part]
+    ends = [[abs(part[place] - value) for line in figure.series for part in (line.y, line.low, line.high) if part]
             for place in (0, -1)]  # fmt: skip
     return "left" if min(ends[0], default=0.0) > min(ends[1], default=0.0) else "right"
 
@@ -300,7 +299,7 @@ def numbers(figure: Figure) -> dict[str, Any]:
 def describe(figure: Figure) -> str:
     """Return where each line ends, or the mean of its bars, the highest first; then the lines drawn across."""
     bars = figure.kind == "bars"
-    ends = [(sum(each.y) / len(each.y) if bars else each.y[-1], each.label) for each in figure.series if each.y]
+    ends = [(sum(line.y) / len(line.y) if bars else line.y[-1], line.label) for line in figure.series if line.y]
     listed = ", ".join(f"{label} {value_text(figure, at)}" for at, label in sorted(ends, key=lambda end: -end[0]))
     head = ("Mean over all" if bars else "In the end") + (", highest first" if len(ends) > 1 else "")
     sentences = [f"{head}: {listed}."] if ends else []

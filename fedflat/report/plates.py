@@ -35,14 +35,13 @@ def write_plates(figures: Sequence[Figure], folder: Path, landscapes: Sequence[M
 
     Raises RunError where the folder cannot be written.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for figure in figures:
-        found += write_figure(figure, folder)
+        paths += write_figure(figure, folder)
     for place, record in enumerate(landscapes):
-        drawn = [group for group in record["groups"] if group["surface"]]
-        if drawn:
-            found += _save(contours(drawn), folder, f"contours-{place}")
-    return found
+        if drawn := [group for group in record["groups"] if group["surface"]]:
+            paths += _save(contours(drawn), folder, f"contours-{place}")
+    return paths
 
 
 def write_figure(figure: Figure, folder: Path, kinds: Sequence[str] = KINDS) -> list[Path]:
@@ -87,14 +86,14 @@ def draw_on(axes: Axes, figure: Figure) -> None:
     from matplotlib.ticker import MaxNLocator
 
     scale = 100 if figure.percent else 1
-    shown = [series for series in figure.series if series.y or series.low]
-    for place, series in enumerate(shown):
-        {"line": _line, "bars": _bars, "points": _points}[figure.kind](axes, series, scale, place, len(shown))
+    drawn = [series for series in figure.series if series.y or series.low]
+    for place, series in enumerate(drawn):
+        {"line": _line, "bars": _bars, "points": _points}[figure.kind](axes, series, scale, place, len(drawn))
     for label, value in figure.lines:
         axes.axhline(scale * value, color="black", lw=1, ls="--", label=label)
     if logarithmic_up(figure):
         axes.set_yscale("log")
-    every = [value for series in shown for value in series.x["round"]]
+    every = [value for series in drawn for value in series.x["round"]]
     if figure.kind == "points" and min(every) > 0 and max(every) / min(every) > DECADES:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
@@ -104,7 +103,7 @@ def draw_on(axes: Axes, figure: Figure) -> None:
         axes.set_xticks(range(len(figure.names)), figure.names)
     named = (figure.y_title or figure.title) + (f", {figure.unit}" if figure.unit else "")
     axes.set(title=textwrap.fill(figure.title, WRAP), xlabel=figure.x_title, ylabel=named)
-    if figure.percent and all(value >= 0 for series in shown for value in (*series.y, *series.low)):
+    if figure.percent and all(value >= 0 for series in drawn for value in (*series.y, *series.low)):
         axes.set_ylim(bottom=0)
     elif figure.zero and axes.get_yscale() == "linear":
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
@@ -161,12 +160,16 @@ def contours(groups: Sequence[Mapping[str, Any]]) -> Sheet:
         if lines:
             drawn = axes.contour(steps, steps, surface, levels=lines, colors=colour, linestyles=style, linewidths=1.1)
             axes.clabel(drawn, fontsize=7, fmt="%g")
-        name = group["label"] + ("" if group["model"] == "global" else f", {group['model']}")
-        handles.append(Line2D([], [], color=colour, ls=style, label=name))
+        handles.append(Line2D([], [], color=colour, ls=style, label=surface_name(group)))
     axes.plot(0, 0, "+", color="black")
     axes.set(title="Loss contours", xlabel="direction 1", ylabel="direction 2", aspect="equal")
     sheet.legend(handles=handles, fontsize="x-small", frameon=False, loc="outside lower center", ncols=4)
     return sheet
+
+
+def surface_name(group: Mapping[str, Any]) -> str:
+    """Return the name of a group's surface: its label, with the model where that is a client's."""
+    return str(group["label"]) + ("" if group["model"] == "global" else f", {group['model']}")
 
 
 def levels(low: float, high: float, count: int = 9) -> list[float]:
@@ -174,5 +177,5 @@ def levels(low: float, high: float, count: int = 9) -> list[float]:
     if not (0 < low < high) or high / low < 1.0005:
         return []
     ratio = (high / low) ** (1 / (count + 1))
-    found = {float(f"{low * ratio**place:.{(2 if ratio > 1.1 else 4)}g}") for place in range(1, count + 1)}
-    return sorted(level for level in found if low < level < high)
+    candidates = {float(f"{low * ratio**place:.{(2 if ratio > 1.1 else 4)}g}") for place in range(1, count + 1)}
+    return sorted(level for level in candidates if low < level < high)

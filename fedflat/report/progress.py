@@ -101,7 +101,7 @@ class Progress:
         self, recipe: Any, quiet: bool = False, what: str = "preparing data and privacy plan", stderr: bool = False
     ) -> None:
         self._recipe, self._last_round, self._epsilon, self._limit = recipe, recipe.rounds, "ε", ""
-        self._known: dict[str, str] = {}
+        self._newest: dict[str, str] = {}
         self._spoke = 0.0
         self._bars = Bars(quiet, stderr)
         self._bars.above = f"{recipe.name}: {what}"
@@ -117,17 +117,17 @@ class Progress:
         self._listening.__exit__(kind, error, trace)
         self._bars.stop()
 
-    def waiting(self, what: str, done: int, total: int) -> None:
+    def waiting(self, work: str, done: int, total: int) -> None:
         """Show work before the first round (``core.process``): a bar on a terminal, else a line in ten seconds at most.
 
         How long it will take is not told: its first steps are no measure of the others.
         """
-        if what != self._bars.tasks[0].description:
+        if work != self._bars.tasks[0].description:
             self._spoke = time.monotonic()
-        self._bars.update(self._task, description=what, completed=done, total=total, says=f"{done:,} of {total:,}")
+        self._bars.update(self._task, description=work, completed=done, total=total, says=f"{done:,} of {total:,}")
         if time.monotonic() - self._spoke >= PATIENCE:
             self._spoke = time.monotonic()
-            self._bars.line(waiting_text(what, done, total))
+            self._bars.line(waiting_text(work, done, total))
 
     def start(self, job: Any) -> None:
         """Take the ``engine.train.Job`` that is about to run, and show its first line."""
@@ -151,39 +151,39 @@ class Progress:
         self._bars.update(self._task, completed=done, total=max(self._last_round, 1))
         turn, left = f"round {done:>{len(str(self._recipe.rounds))}}/{self._recipe.rounds}", self._bars.left()
         self._bars.update(self._task, says=f"{turn}  {left}")
-        self._bars.below = "  ".join(self._known.values())
+        self._bars.below = "  ".join(self._newest.values())
         due = time.monotonic() - self._spoke >= PATIENCE
         if first or done % math.ceil(self._last_round / LINES) == 0 or done == self._last_round or due:
             self._spoke = time.monotonic()
             text = "  ".join([turn, self._bars.below, left])
             # Where the line is too long, the clients per second are left out.
-            short = [turn, *(words for name, words in self._known.items() if name != "rate"), left]
+            short = [turn, *(words for name, words in self._newest.items() if name != "rate"), left]
             self._bars.line(text if len(text) <= WIDTH else "  ".join(short))
 
     def _note(self, released: Mapping[str, Any], private: Mapping[str, Any]) -> None:
         """Keep the newest of each number that is shown, each as a few words."""
-        known = self._known
+        newest = self._newest
         for key in ("test_accuracy", *own_metrics([released]), "test_loss"):
             if (value := number(released.get(key))) is not None:
-                shown = f"{wording.percent(value)} %" if key == "test_accuracy" else wording.measured(value)
-                known[key] = f"{key.removeprefix('test_')} {shown}"
-        if "test_accuracy" in known:
-            known.pop("test_loss", None)
+                text = f"{wording.percent(value)} %" if key == "test_accuracy" else wording.measured(value)
+                newest[key] = f"{key.removeprefix('test_')} {text}"
+        if "test_accuracy" in newest:
+            newest.pop("test_loss", None)
         personal, seconds, cohort = (number(private.get(key)) for key in ("personal_accuracy", "seconds", "cohort"))
         if personal is not None:
-            known["personal"] = f"personal {wording.percent(personal)} %"
+            newest["personal"] = f"personal {wording.percent(personal)} %"
         if self._epsilon:
             epsilon = number(released.get("epsilon"))
             limit = "" if epsilon is None else self._limit
-            known["epsilon"] = f"{self._epsilon} {metrics.epsilon_text(epsilon, '∞')}{limit}"
+            newest["epsilon"] = f"{self._epsilon} {metrics.epsilon_text(epsilon, '∞')}{limit}"
         if seconds and cohort is not None:
             rate = cohort / seconds
-            known["rate"] = f"{rate:,.0f} clients/s" if rate >= 10 else f"{rate:.2g} clients/s"
+            newest["rate"] = f"{rate:,.0f} clients/s" if rate >= 10 else f"{rate:.2g} clients/s"
 
 
-def waiting_text(what: str, done: int, total: int) -> str:
+def waiting_text(work: str, done: int, total: int) -> str:
     """Return how far long work is: ``making features, client 120 of 500``."""
-    return f"{what} {done:,} of {total:,}"
+    return f"{work} {done:,} of {total:,}"
 
 
 # ------------------------------------------------------------------------------------------------- experiments
@@ -219,46 +219,46 @@ class ExperimentProgress:
         self._draw(event, busy)
         ended, left = f"[{self._count(*ENDED)}/{len(self._runs)}] {event.run}", self._bars.left()
         accuracy = "" if event.accuracy is None else f", accuracy {wording.percent(event.accuracy)} %"
-        said = {
+        line = {
             "failed": f"{ended}: failed. {event.note}",
             "stopped": f"{ended}: stopped after {event.round} of {event.rounds} rounds",
             "done": f"{ended}: done{accuracy}" + (f"; {left}" if left else ""),
             "skipped": f"{event.run}: done before, kept",
         }.get(event.state, "")
         if busy and time.monotonic() - self._spoke >= PATIENCE:
-            said = f"{event.run}: {_turn(event)}" + (f"; all {left}" if left else "")
-        if said:
+            line = f"{event.run}: {_turn(event)}" + (f"; all {left}" if left else "")
+        if line:
             self._spoke = time.monotonic()
-            self._bars.line(said)
+            self._bars.line(line)
 
-    def say(self, what: str) -> None:
+    def say(self, text: str) -> None:
         """Tell what is done now besides training: below the runs of the live view, or as a plain line."""
         # The time left is known for rounds only.
         self._bars.update(self._all, says="")
-        self._bars.below = what
+        self._bars.below = text
         self._bars.start()
-        self._bars.line(what)
+        self._bars.line(text)
 
     def _draw(self, event: RunEvent, busy: bool) -> None:
         """Bring the bars and the line below them up to date with a run's event."""
-        every, shown = self._runs.values(), self._bars
+        every, view = self._runs.values(), self._bars
         if busy:
-            shown.start()
+            view.start()
             # Rounds of an earlier session say nothing of the pace.
             self._first.setdefault(event.run, event.round)
             if event.run not in self._running:
-                self._running[event.run] = shown.add_task(wording.shortened(event.run, 24), says="")
+                self._running[event.run] = view.add_task(wording.shortened(event.run, 24), says="")
             says = _turn(event) + ("" if event.accuracy is None else f"  accuracy {wording.percent(event.accuracy)} %")
-            shown.update(self._running[event.run], completed=event.round, total=event.rounds, says=says)
+            view.update(self._running[event.run], completed=event.round, total=event.rounds, says=says)
         elif event.run in self._running:
-            shown.remove_task(self._running.pop(event.run))
-        done = sum(each.round - self._first[each.run] for each in every if each.run in self._first)
-        left = sum(each.rounds - each.round for each in every if each.state in ("waiting", "running"))
-        said = f"{self._count(*ENDED)} of {len(every)} runs"
-        shown.update(self._all, description=said, completed=done, total=max(1, done + left))
-        shown.update(self._all, says=shown.left())
+            view.remove_task(self._running.pop(event.run))
+        done = sum(latest.round - self._first[latest.run] for latest in every if latest.run in self._first)
+        left = sum(latest.rounds - latest.round for latest in every if latest.state in ("waiting", "running"))
+        ended = f"{self._count(*ENDED)} of {len(every)} runs"
+        view.update(self._all, description=ended, completed=done, total=max(1, done + left))
+        view.update(self._all, says=view.left())
         counts = [(self._count(state), state) for state in ("skipped", "failed", "stopped", "waiting")]
-        shown.below = ", ".join(f"{count} {state}" for count, state in counts if count)
+        view.below = ", ".join(f"{count} {state}" for count, state in counts if count)
 
     def _count(self, *states: str) -> int:
         return sum(event.state in states for event in self._runs.values())

@@ -9,7 +9,7 @@ import yaml
 from markupsafe import Markup
 
 from fedflat.report import metrics
-from fedflat.report.metrics import Record, Run, number
+from fedflat.report.metrics import Record, Run, listed, number, section
 from fedflat.report.pages import Facts
 from fedflat.report.wording import asset
 
@@ -28,26 +28,26 @@ def statement_of(run: Run) -> Statement | str:
     """Return the statement with the keys of the contract first, in reading order; a sentence where there is none."""
     if not run.privacy:
         return f"{metrics.NO_STATEMENT[:1].upper() + metrics.NO_STATEMENT[1:]}: nothing is proven."
-    known = {key: run.privacy[key] for key in TITLES if key in run.privacy}
+    stated = {key: run.privacy[key] for key in TITLES if key in run.privacy}
     rest = {key: value for key, value in run.privacy.items() if key not in TITLES}
     folded = [(name, rest.pop(key)) for key, name in WORDS["folded"].items() if isinstance(rest.get(key), Mapping)]
-    shown = facts(_without_repeats(known) | rest)
+    open_facts = facts(_without_repeats(stated) | rest)
     if metrics.seeded(run):
         names = {TITLES["proven_epsilon"]: metrics.epsilon_name(run)}
-        shown = Facts(tuple((names.get(label, label), value) for label, value in shown.pairs))
-    return Statement(shown, [(name, facts(tree)) for name, tree in folded if tree])
+        open_facts = Facts(tuple((names.get(label, label), value) for label, value in open_facts.pairs))
+    return Statement(open_facts, [(name, facts(tree)) for name, tree in folded if tree])
 
 
-def _without_repeats(known: dict[str, Any]) -> dict[str, Any]:
+def _without_repeats(stated: dict[str, Any]) -> dict[str, Any]:
     """Leave out what only repeats the proven ε, or says that there is no claim or simulated population."""
-    proven = known.get("proven_epsilon")
-    drop = {"epsilon"} if "proven_epsilon" in known and known.get("epsilon", proven) == proven else set()
-    drop |= {"claimed_epsilon"} if proven is not None and known.get("claimed_epsilon") == proven else set()
-    drop |= {key for key in WORDS["optional"] if known.get(key) in ([], "", None)}
-    if "proven_epsilon" not in known and "claimed_epsilon" in known:
+    proven = stated.get("proven_epsilon")
+    drop = {"epsilon"} if "proven_epsilon" in stated and stated.get("epsilon", proven) == proven else set()
+    drop |= {"claimed_epsilon"} if proven is not None and stated.get("claimed_epsilon") == proven else set()
+    drop |= {key for key in WORDS["optional"] if stated.get(key) in ([], "", None)}
+    if "proven_epsilon" not in stated and "claimed_epsilon" in stated:
         # A claimed ε is never shown without the proven one.
-        known = {"proven_epsilon": None} | known
-    return {key: value for key, value in known.items() if key not in drop}
+        stated = {"proven_epsilon": None} | stated
+    return {key: value for key, value in stated.items() if key not in drop}
 
 
 def facts(tree: Mapping[str, Any], *, verbatim: bool = False) -> Facts:
@@ -90,10 +90,10 @@ def _item(key: str, value: Any) -> Any:
 
 def _adversary(value: Mapping[str, Any]) -> Markup:
     """Return who is protected from whom as a sentence, with whatever else the entry says behind it."""
-    said = f"ε = {_text('epsilon', value.get('epsilon'))}"
-    said += f" at δ = {readable(value['delta'])}" if "delta" in value else ""
+    guarantee = f"ε = {_text('epsilon', value.get('epsilon'))}"
+    guarantee += f" at δ = {readable(value['delta'])}" if "delta" in value else ""
     rest = [readable(part) for key, part in value.items() if key not in ("adversary", "epsilon", "delta") and part]
-    return Markup("<strong>{}</strong>: {}").format(readable(value["adversary"]), "; ".join([said, *rest]))
+    return Markup("<strong>{}</strong>: {}").format(readable(value["adversary"]), "; ".join([guarantee, *rest]))
 
 
 def readable(value: Any) -> str:
@@ -115,10 +115,10 @@ def readable(value: Any) -> str:
 
 def audited_text(audit: Record) -> str:
     """``≥ 1.23`` for a lower bound, ``1.000 C`` for a movement, ``1.000 σC`` for noise."""
-    if "movement" in _details(audit):
-        return "–" if audit.get("runs") == 0 else _times(_details(audit)["movement"])
+    if "movement" in section(audit, "details"):
+        return "–" if audit.get("runs") == 0 else _times(section(audit, "details")["movement"])
     if audit.get("kind") == "noise":
-        ratio = number(_details(audit).get("ratio"))
+        ratio = number(section(audit, "details").get("ratio"))
         return "–" if ratio is None else f"{ratio:.3f} σC"
     bound = number(audit.get("lower_bound"))
     return "–" if bound is None else f"≥ {metrics.epsilon_text(bound, round_up=False)}"
@@ -133,7 +133,7 @@ def verdict(audit: Record) -> str:
     """Return one reading of the numbers, in a few words."""
     bound, proven = number(audit.get("lower_bound")), number(audit.get("proven"))
     noise = audit.get("kind") == "noise"
-    if noise or "movement" in _details(audit):
+    if noise or "movement" in section(audit, "details"):
         bad, good = ("not as planned", "as planned") if noise else ("over C", "within C")
         return bad if exceeded(audit) else "not run" if audit.get("runs") == 0 else good
     if exceeded(audit):
@@ -146,17 +146,17 @@ def verdict(audit: Record) -> str:
 
 def greatest(run: Run) -> str:
     """Return the greatest movement over C of the run's worlds, in a few words; empty where nobody audited them."""
-    found = [audit for audit in run.audits if audit.get("kind") == "worlds" and audit.get("runs")]
-    if not found:
+    worlds = [audit for audit in run.audits if audit.get("kind") == "worlds" and audit.get("runs")]
+    if not worlds:
         return ""
-    facts = _details(found[-1])
-    return f"{audited_text(found[-1])} at most, {facts.get('back_end')}, {facts.get('data')}"
+    details = section(worlds[-1], "details")
+    return f"{audited_text(worlds[-1])} at most, {details.get('back_end')}, {details.get('data')}"
 
 
 def matrix(audit: Record) -> tuple[list[str], list[list[str]]]:
     """Return (heads, rows) of a worlds audit: data by back end, each cell a movement over C; else both empty."""
-    table = _details(audit).get("table")
-    if not isinstance(table, dict) or not table:
+    table = section(section(audit, "details"), "table")
+    if not table:
         return [], []
     engines = list(dict.fromkeys(engine for row in table.values() for engine in row))
     rows = [
@@ -168,25 +168,19 @@ def matrix(audit: Record) -> tuple[list[str], list[list[str]]]:
 
 def remarks(audit: Record) -> list[str]:
     """Return what a worlds audit did not do, and why, one sentence each."""
-    facts = _details(audit)
-    refused = facts.get("refused")
-    said = [f"{engine}: {reason}" for engine, reason in refused.items()] if isinstance(refused, dict) else []
-    if left := facts.get("left_out"):
-        said.append(f"{left} pairs were left out to end in time; fedflat audit --kind worlds runs all.")
-    return said
+    details = section(audit, "details")
+    sentences = [f"{engine}: {reason}" for engine, reason in section(details, "refused").items()]
+    if left := details.get("left_out"):
+        sentences.append(f"{left} pairs were left out to end in time; fedflat audit --kind worlds runs all.")
+    return sentences
 
 
 def _times(value: object) -> str:
     """Return ``1.000 C``; JSON's null is no finite number: only one of both worlds came to an end."""
-    found = number(value)
-    if found is None:
+    movement = number(value)
+    if movement is None:
         return "∞ C"
-    return f"{found:.3f} C" if found < 100 else f"{found:.1e} C"
-
-
-def _details(audit: Record) -> Record:
-    found = audit.get("details")
-    return found if isinstance(found, dict) else {}
+    return f"{movement:.3f} C" if movement < 100 else f"{movement:.1e} C"
 
 
 def cells(audit: Record) -> list[str]:
@@ -202,17 +196,13 @@ HEADS = ("Audit", "ε claimed", "ε proven", "audited", "confidence", "verdict")
 
 def notes(audits: Sequence[Record]) -> list[dict[str, Any]]:
     """Return what each kind looked at and rests on: head, about, lines; a broken contract comes first."""
-    found = []
+    entries = []
     for audit in audits:
         kind = str(audit.get("kind"))
-        facts = [WORDS["audits"].get(kind, ""), *(f"{key}: {audit.get(key)}" for key in ("canary", "statistic"))]
-        broken = "" if kind == "noise" or "movement" in _details(audit) else "Contract 2b broken: "
-        lines = [broken + text for text in _texts(audit, "violations")] + remarks(audit) + _texts(audit, "assumptions")
-        told = "; ".join(fact for fact in facts if fact and not fact.endswith(": None"))
-        found.append({"head": f"{kind}, {audit.get('method')}: what it rests on", "about": told, "lines": lines})
-    return found
-
-
-def _texts(audit: Record, key: str) -> list[str]:
-    found = audit.get(key)
-    return [str(item) for item in found] if isinstance(found, list) else []
+        texts = [WORDS["audits"].get(kind, ""), *(f"{key}: {audit.get(key)}" for key in ("canary", "statistic"))]
+        broken = "" if kind == "noise" or "movement" in section(audit, "details") else "Contract 2b broken: "
+        violations = [f"{broken}{text}" for text in listed(audit, "violations")]
+        lines = [*violations, *remarks(audit), *map(str, listed(audit, "assumptions"))]
+        basis = "; ".join(fact for fact in texts if fact and not fact.endswith(": None"))
+        entries.append({"head": f"{kind}, {audit.get('method')}: what it rests on", "about": basis, "lines": lines})
+    return entries

@@ -29,24 +29,23 @@ def cautions(privacy: Mapping[str, Any], released: Sequence[Record], private: Se
     """Return the statement's warnings, then what the rounds show: losses that are not finite, accuracy at chance,
     everything clipped, noise ten times the signal. privacy: the statement; released, private: the rounds' records.
     """
-    listed = privacy.get("warnings")
-    found = [str(text) for text in listed] if isinstance(listed, list) else []
-    return [*found, *_loss(released, private), *_chance(released), *_clipped(private), *_drowned(released, private)]
+    stated = map(str, metrics.listed(privacy, "warnings"))
+    return [*stated, *_loss(released, private), *_chance(released), *_clipped(private), *_drowned(released, private)]
 
 
 class DivergenceWatch:
     """Looks at a run while it goes on: ``round`` says once, in a sentence, that training diverges."""
 
     def __init__(self) -> None:
-        self._least, self._high, self._said = math.inf, 0, False
+        self._least, self._high, self._warned = math.inf, 0, False
 
     def round(self, released: Record, private: Record) -> str:
         """Return what a round's two records give reason to say; empty otherwise, and after it was said."""
-        if self._said:
+        if self._warned:
             return ""
-        found = [text.rstrip() for text in _loss([released], [private])] or self._risen(released)
-        self._said = bool(found)
-        return found[0] if found else ""
+        sentences = [text.rstrip() for text in _loss([released], [private])] or self._risen(released)
+        self._warned = bool(sentences)
+        return sentences[0] if sentences else ""
 
     def _risen(self, released: Record) -> list[str]:
         loss = number(released.get("test_loss"))
@@ -78,15 +77,15 @@ def _loss(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
 
 
 def _chance(released: Sequence[Record]) -> list[str]:
-    found = guess(released)
-    if found is None:
-        alone = released and len(tested_classes(released[-1])) == 1
-        return ["The test data are of one class alone: their accuracy says nothing of the others."] if alone else []
-    accuracy = wording.percent(found.accuracy)
-    if found.one_class:
+    guessed = guess(released)
+    if guessed is None:
+        single = released and len(tested_classes(released[-1])) == 1
+        return ["The test data are of one class alone: their accuracy says nothing of the others."] if single else []
+    accuracy = wording.percent(guessed.accuracy)
+    if guessed.one_class:
         return [f"The model gives every test example the same class (accuracy {accuracy} %)."]
-    alike = ", each class counted alike," if found.accuracy * found.classes > metrics.CHANCE else ""
-    return [f"Test accuracy {accuracy} %{alike} is no better than guessing among {found.classes} classes."]
+    alike = ", each class counted alike," if guessed.accuracy * guessed.classes > metrics.CHANCE else ""
+    return [f"Test accuracy {accuracy} %{alike} is no better than guessing among {guessed.classes} classes."]
 
 
 def _clipped(private: Sequence[Record]) -> list[str]:
@@ -170,7 +169,7 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
     recipe, privacy = result.recipe, result.privacy
     run = Run(Path(), recipe.name, {}, result.history, result.private_history, privacy)
     facts = metrics.summary(run)
-    shown = {
+    fields = {
         "recipe": recipe,
         "facts": facts,
         "stated": privacy.get("facts") or {},
@@ -183,7 +182,7 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
         "trust": privacy.get("trust", "–"),
         "not_covered": NOT_COVERED,
     }
-    rows = list(wording.texts("summary.yaml", shown).items())
+    rows = list(wording.texts("summary.yaml", fields).items())
     # Below the accuracy.
     rows[3:3] = [(key.replace("_", " "), _final(run, key)) for key in own_metrics(run.metrics)]
     return rows
@@ -197,19 +196,19 @@ def _final(run: Run, key: str) -> str:
     return "never a finite number" if value is None else f"{wording.measured(value)} final"
 
 
-def print_comparison(found: Any, seconds: float) -> None:
+def print_comparison(result: Any, seconds: float) -> None:
     """Print what went wrong in an experiment, then its table with at most eight lines beneath it."""
-    for note in found.notes:
+    for note in result.notes:
         print(textwrap.fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
-    for name, why in found.failed.items():
+    for name, why in result.failed.items():
         print(f"Failed: {name}: {why}")
-    if found.left:
-        print(f"Stopped with {found.left} of {found.total} runs unfinished; the same command goes on with them.")
-    done = found.total - found.left - len(found.failed)
+    if result.left:
+        print(f"Stopped with {result.left} of {result.total} runs unfinished; the same command goes on with them.")
+    done = result.total - result.left - len(result.failed)
     ended = f"{done} run{'' if done == 1 else 's'} done, {wording.duration(seconds)}"
-    if found.table is None:
+    if result.table is None:
         print(ended)
         return
-    print(tables.to_terminal(found.table, WIDTH), end="")
-    print(f"Report: {found.page}")
-    print(f"{ended}; every run in {found.folder}/runs.csv, a figure (PDF) and tables beside it")
+    print(tables.to_terminal(result.table, WIDTH), end="")
+    print(f"Report: {result.page}")
+    print(f"{ended}; every run in {result.folder}/runs.csv, a figure (PDF) and tables beside it")

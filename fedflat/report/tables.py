@@ -97,19 +97,19 @@ def _row(group: Group, first: Group) -> Row:
     # No finite ε counts as the largest.
     weakest = max(range(len(proven)), key=lambda place: (proven[place] is None, proven[place] or 0.0))
     # Where seeds differ in ε, the largest is reported.
-    shown = group.runs[weakest]
+    reported = group.runs[weakest]
     return Row(
         method=group.label,
         seeds=len(group.runs),
         spreads={name: spread(map(measure, group.runs)) for name, measure in MEASURES.items()},
         proven_epsilon=proven[weakest],
-        claimed_epsilon=metrics.claimed_epsilon(shown),
-        delta=metrics.number(shown.privacy.get("delta")),
+        claimed_epsilon=metrics.claimed_epsilon(reported),
+        delta=metrics.number(reported.privacy.get("delta")),
         randomness="seeded" if any(map(metrics.seeded, group.runs)) else "secret",
         difference=against(metrics.final_accuracy),
         personal_difference=against(metrics.personal_accuracy),
-        reasons=tuple(metrics.reasons(shown)),
-        fates=tuple(found for run in group.runs if (found := metrics.fate(run))),
+        reasons=tuple(metrics.reasons(reported)),
+        fates=tuple(ending for run in group.runs if (ending := metrics.fate(run))),
         against="" if group is first else first.label,
     )
 
@@ -123,7 +123,7 @@ def difference_text(value: Difference | None) -> str:
         return "–"
     if value.pairs > 1 and value.low == value.high:
         return f"{_points(value.mean)} each seed"
-    mean, low, high = (_points(each) for each in (value.mean, value.low, value.high))
+    mean, low, high = (_points(number) for number in (value.mean, value.low, value.high))
     return f"{mean} [{low}, {high}]" if low and high else mean
 
 
@@ -146,7 +146,7 @@ def columns(table: Comparison) -> list[Column]:
     rows, proven = table.rows, "ε of the mechanism" if table.seeded else "ε proven"
     claimed = any(row.claimed_epsilon is not None for row in rows)
     had = {name: any(row.spreads[name] for row in rows) for name in MEASURES}
-    found: list[tuple[bool, Column]] = [
+    candidates: list[tuple[bool, Column]] = [
         (True, Column("method", "method", lambda row: row.method, left=True)),
         (True, Column("seeds", "seeds", lambda row: str(row.seeds))),
         (had["final"] or not had["loss"], Column("final", "accuracy %", _final_text)),
@@ -157,15 +157,15 @@ def columns(table: Comparison) -> list[Column]:
         (claimed, Column("claimed_epsilon", "ε claimed", lambda row: epsilon_text(row.claimed_epsilon, missing="–"))),
         (had["seconds"], Column("seconds", "time", lambda row: _mean(row, "seconds", duration))),
     ]
-    return [column for wanted, column in found if wanted]
+    return [column for wanted, column in candidates if wanted]
 
 
 def _mean(row: Row, name: str, written: Callable[[float], str]) -> str:
-    return "–" if (found := row.spreads[name]) is None else written(found.mean)
+    return "–" if (average := row.spreads[name]) is None else written(average.mean)
 
 
 def _final_text(row: Row) -> str:
-    return percent_spread(row.spreads["final"]) + "".join(metrics.MARKS[found] for found in dict.fromkeys(row.fates))
+    return percent_spread(row.spreads["final"]) + "".join(metrics.MARKS[kind] for kind in dict.fromkeys(row.fates))
 
 
 def notes(table: Comparison) -> list[str]:
@@ -177,9 +177,9 @@ def notes(table: Comparison) -> list[str]:
     return _sentences("notes.txt", table=table, costs=costs, deltas=deltas, plainly=PLAINLY, **words)
 
 
-def cost_sentences(found: Sequence[metrics.Cost]) -> list[str]:
+def cost_sentences(costs: Sequence[metrics.Cost]) -> list[str]:
     """Return one or a few sentences for each data set."""
-    return _sentences("costs.txt", costs=found, named=NAMED)
+    return _sentences("costs.txt", costs=costs, named=NAMED)
 
 
 def _sentences(template: str, **values: Any) -> list[str]:
@@ -199,19 +199,19 @@ def to_rich(table: Comparison) -> Table:
     rows = table.rows
     crowded = sum(column.key in ("difference", "personal", "claimed_epsilon") for column in columns(table)) > 1
     left_out = {"seeds" if len({row.seeds for row in rows}) == 1 else "", "seconds" if crowded else ""}
-    shown = [column for column in columns(table) if column.key not in left_out]
+    visible = [column for column in columns(table) if column.key not in left_out]
     heads = {"proven_epsilon": "ε, mechanism" if table.seeded else "ε", "claimed_epsilon": "claimed"}
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in shown:
+    grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in visible:
         side: Literal["left", "right"] = "left" if column.left else "right"
-        made.add_column(heads.get(column.key, column.heading), justify=side, overflow="fold", no_wrap=not column.left)
+        grid.add_column(heads.get(column.key, column.heading), justify=side, overflow="fold", no_wrap=not column.left)
     for row, after in zip(rows, [*rows[1:], None]):
         last = after is not None and not after.against and any(row.against for row in rows)
         # As Text, a name in [brackets] is not taken for markup.
-        texts = {column.key: column.text(row) for column in shown}
+        texts = {column.key: column.text(row) for column in visible}
         texts |= {"seconds": _mean(row, "seconds", clock)}  # narrower than in the other tables
-        made.add_row(*(Text(texts[column.key]) for column in shown), end_section=last)
-    return made
+        grid.add_row(*(Text(texts[column.key]) for column in visible), end_section=last)
+    return grid
 
 
 def to_terminal(table: Comparison, width: int = 80) -> str:
@@ -232,8 +232,8 @@ def files(table: Comparison) -> dict[str, str]:
     """Return the table's files by their names: Markdown, LaTeX (a ``tabular`` with booktabs rules, its notes as
     comments) and ``record_of`` as JSON."""
     values = {"table": table, "columns": columns(table), "notes": notes(table)}
-    found = {name: text(name, **values) for name in ("table.md", "table.tex")}
-    return found | {"table.json": json.dumps(record_of(table), indent=2, ensure_ascii=False) + "\n"}
+    texts = {name: text(name, **values) for name in ("table.md", "table.tex")}
+    return texts | {"table.json": json.dumps(record_of(table), indent=2, ensure_ascii=False) + "\n"}
 
 
 def record_of(table: Comparison) -> dict[str, Any]:
@@ -248,8 +248,8 @@ def record_of(table: Comparison) -> dict[str, Any]:
         {"method": row.pop("method"), "seeds": row.pop("seeds"), **row.pop("spreads"), **row}
         for row in map(asdict, table.rows)
     ]
-    found: dict[str, Any] = plain({"rows": rows, "together": together})
-    return found | {"notes": notes(table)}
+    record: dict[str, Any] = plain({"rows": rows, "together": together})
+    return record | {"notes": notes(table)}
 
 
 def runs_csv(groups: Sequence[Group]) -> str:
@@ -262,14 +262,14 @@ def runs_csv(groups: Sequence[Group]) -> str:
     settings = {group.label: setting(group.runs[0]) for group in groups}
     keys = [key for key in differing(list(settings.values())) if key not in ("name", "algorithm.name")]
     measured = ["rounds", "final_accuracy", "best_accuracy", "final_loss", "proven_epsilon", "claimed_epsilon", "delta"]
-    own = sorted({key for group in groups for run in group.runs for key in metrics.own_metrics(run.metrics)})
+    extra = sorted({key for group in groups for run in group.runs for key in metrics.own_metrics(run.metrics)})
     records = []
     for group in groups:
         for run in group.runs:
-            found = metrics.summary(run)
-            line = {"label": group.label, "method": run.algorithm, "recipe": found["recipe"]}
+            facts = metrics.summary(run)
+            line = {"label": group.label, "method": run.algorithm, "recipe": facts["recipe"]}
             line |= {key: settings[group.label].get(key) for key in keys} | {"seed": run.seed}
-            line |= {key: found[key] for key in measured} | {key: metrics.last(run.metrics, key) for key in own}
-            ended = {"ended": metrics.fate(run), "seconds": f"{found['seconds']:.3f}"}
+            line |= {key: facts[key] for key in measured} | {key: metrics.last(run.metrics, key) for key in extra}
+            ended = {"ended": metrics.fate(run), "seconds": f"{facts['seconds']:.3f}"}
             records.append(line | ended | {"folder": "/".join(run.path.parts[-2:])})
     return cast(str, pandas.DataFrame(records, dtype=object).to_csv(index=False, lineterminator="\n"))

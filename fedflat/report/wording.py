@@ -32,17 +32,17 @@ def filled(template: str, **values: Any) -> Markup:
 
 @functools.cache
 def environment() -> Environment:
-    """Return where templates come from, with what they call."""
-    found = Environment(
+    """Return the environment that templates are read from, with the filters that they call."""
+    env = Environment(
         loader=PackageLoader("fedflat.report"), autoescape=select_autoescape(["html", "svg"]),
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    found.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "g7": "{:.7g}".format, "markdown": _markdown}
-    found.filters |= {"epsilon": epsilon_text, "percent": percent, "cell": _cell, "latex": _latex, "duration": duration}
-    found.filters |= {"quoted": functools.partial(json.dumps, ensure_ascii=False), "shell": shlex.quote}
-    found.filters |= {"share_bound": share_bound, "measured": measured, "number": number}
-    found.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
-    return found
+    env.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "g7": "{:.7g}".format, "markdown": _markdown}
+    env.filters |= {"epsilon": epsilon_text, "percent": percent, "cell": _cell, "latex": _latex, "duration": duration}
+    env.filters |= {"quoted": functools.partial(json.dumps, ensure_ascii=False), "shell": shlex.quote}
+    env.filters |= {"share_bound": share_bound, "measured": measured, "number": number}
+    env.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
+    return env
 
 
 def _markdown(text: str) -> str:
@@ -67,7 +67,7 @@ def _filled_in(tree: Any, values: Mapping[str, Any]) -> Any:
     if not isinstance(tree, str):
         return tree
     lines = environment().overlay(autoescape=False, undefined=Undefined).from_string(tree).render(values).split("\n")
-    return "\n".join(kept for line in lines if (kept := " ".join(line.split())))
+    return "\n".join(words for line in lines if (words := " ".join(line.split())))
 
 
 def _cell(text: str) -> str:
