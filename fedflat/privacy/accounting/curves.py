@@ -185,10 +185,10 @@ def compose_epsilon(event: Any, rounds: int, delta: float, accountant: str = "pl
         return schedule_epsilon(rounds, q, multiplier, delta)
     if accountant == "fft":
         return epsilon_bounds(q, multiplier, rounds, delta)[1]
-    found = max(part.epsilon(rounds, delta) for part in _losses(event))
+    composed = max(part.epsilon(rounds, delta) for part in _losses(event))
     # With hardly any noise the grid's own error is the larger one; the smaller bound is no step at LITTLE.
     near = kind == "poisson" and multiplier < 10 * LITTLE
-    return min(found, schedule_epsilon(rounds, q, multiplier, delta)) if near else found
+    return min(composed, schedule_epsilon(rounds, q, multiplier, delta)) if near else composed
 
 
 def _compose_renyi(event: Any, rounds: int, delta: float) -> float:
