@@ -110,11 +110,11 @@ class ScheduledPlan(Accounted):
 
     def record(self, plan: Any) -> dict[str, Any]:
         """What the ledger needs beside the plan's fields: C's description, b, k and p."""
-        found = {
+        entry = {
             "noise": self.kind, "bands": self.factor.bands, "factor": self.factor.digest, "rounds": self.factor.rounds,
             "separation": self.separation, "participations": self.participations,
         }  # fmt: skip
-        return found if self.chance is None else {**found, "chance": self.chance}
+        return entry if self.chance is None else {**entry, "chance": self.chance}
 
     def by_round(self, plan: Any, round: int) -> dict[str, Any]:
         """The column of C of a round, from which its sensitivity follows, and the norm of its row of C⁻¹."""

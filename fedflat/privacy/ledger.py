@@ -107,10 +107,10 @@ def extra_rounds(entries: Iterable[Mapping[str, Any]]) -> int:
 
 def run_of(entries: Iterable[Mapping[str, Any]]) -> Entry | None:
     """The newest facts of the run that a ledger's lines carry; None for a ledger of before 0.2."""
-    found = None
+    run = None
     for entry in entries:
-        found = entry.get(RUN, found)
-    return found if found is None or isinstance(found, dict) else {}
+        run = entry.get(RUN, run)
+    return run if run is None or isinstance(run, dict) else {}
 
 
 def _attempt(entry: Mapping[str, Any]) -> int:
@@ -203,12 +203,12 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
     ``entries`` are the verified lines, ``notes`` what was found and set aside on opening.
     """
 
-    def __init__(self, path: Path, file: int | None, lock: IO[bytes], found: Scan, key_id: str | None) -> None:
+    def __init__(self, path: Path, file: int | None, lock: IO[bytes], stored: Scan, key_id: str | None) -> None:
         self.path = path
-        self.entries = found.entries
+        self.entries = stored.entries
         self.notes: list[str] = []
         self._file, self._lock_file = file, lock
-        self._tip = found.tip
+        self._tip = stored.tip
         self._size = 0
         self._run: Entry | None = None
         self._copy: Callable[[bytes], None] = lambda line: None
@@ -249,24 +249,24 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
                 undo.callback(os.close, file)
                 flush(path.parent)
                 data = path.read_bytes()
-                found = scan(path, data)
-                ledger = cls(path, file, lock, found, key_id)
-                ledger._heal(data, found)
+                stored = scan(path, data)
+                ledger = cls(path, file, lock, stored, key_id)
+                ledger._heal(data, stored)
             except OSError as error:
                 raise RunError(f"{path}: the ledger cannot be opened for writing ({error.strerror})") from error
             undo.pop_all()
         return ledger
 
-    def _heal(self, data: bytes, found: Scan) -> None:
+    def _heal(self, data: bytes, stored: Scan) -> None:
         """Set a torn last line aside (kept in ``ledger.torn``), or finish a whole one that lacks its newline."""
         # Refused before anything is written, so that a closed ledger never looks like a charged round.
         file = self._writable()
-        if found.torn:
+        if stored.torn:
             aside = self.path.with_suffix(".torn")
-            append(aside, found.torn.rstrip(b"\n") + b"\n", mode=0o644)
-            os.ftruncate(file, len(data) - len(found.torn))
+            append(aside, stored.torn.rstrip(b"\n") + b"\n", mode=0o644)
+            os.ftruncate(file, len(data) - len(stored.torn))
             self.notes.append(
-                f"line {len(self.entries)} of {self.path.name} was torn by a crash ({len(found.torn)} bytes, moved to "
+                f"line {len(self.entries)} of {self.path.name} was torn by a crash ({len(stored.torn)} bytes, moved to "
                 f"{aside.name}); its round had not been released"
             )
         elif data and not data.endswith(b"\n"):
@@ -331,10 +331,10 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
     def drawn_before(self, round: int) -> list[Entry]:
         """Return a round's first events if they were drawn with another key than this ledger's: drawn again, they are
         released again."""
-        found = [entry for entry in self.entries if entry["round"] == round]
-        if not found or found[-1].get("key_id") == self.key_id:
+        events = [entry for entry in self.entries if entry["round"] == round]
+        if not events or events[-1].get("key_id") == self.key_id:
             return []
-        return [entry for entry in found if "attempt" not in entry]
+        return [entry for entry in events if "attempt" not in entry]
 
     def charge_lost(self, entry: Mapping[str, Any], reason: str) -> Entry:
         """Charge an event whose own line is gone from this file: it may have been released."""

@@ -90,8 +90,8 @@ def _same_release(run: Published, other: Published) -> bool:
     """Whether events, released metrics and the weights of the checkpoints are the same, bit for bit."""
     if [event(e) for e in run.entries] != [event(e) for e in other.entries]:
         return False
-    found = release_digest(run.folder)
-    return found is not None and found == release_digest(other.folder)
+    digest = release_digest(run.folder)
+    return digest is not None and digest == release_digest(other.folder)
 
 
 def release_digest(folder: Path | None) -> str | None:

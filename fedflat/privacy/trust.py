@@ -240,7 +240,7 @@ def guarantees(params: AccountingParams) -> tuple[Guarantee, ...]:
 
 def headline(params: AccountingParams) -> float:
     """The largest ε over the adversaries."""
-    return max(found.epsilon for found in guarantees(params))
+    return max(guarantee.epsilon for guarantee in guarantees(params))
 
 
 def _amplified(params: AccountingParams) -> float:
@@ -289,6 +289,6 @@ def _local(params: AccountingParams) -> tuple[Guarantee, ...]:
 
     most = params.rounds if params.max_participations is None else min(params.rounds, params.max_participations)
     event = dp_accounting.GaussianDpEvent(params.noise_multiplier / params.factor)
-    found = compose_epsilon(event, most, params.delta, params.accountant)
+    epsilon = compose_epsilon(event, most, params.delta, params.accountant)
     text = f"the server, which sees each client's noisy update, and everyone else; at most {most} participations"
-    return (Guarantee("server", text, params.relation, found, params.delta, params.accountant),)
+    return (Guarantee("server", text, params.relation, epsilon, params.delta, params.accountant),)

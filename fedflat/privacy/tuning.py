@@ -91,9 +91,9 @@ def check(plan: Any) -> None:
     require(plan.trust == "central", "privacy.selection", f"trust {plan.trust}", "privacy.trust: central", hint=hint)
     if plan.mechanism is not None or plan.sampler.name not in SAMPLINGS:
         bounded = plan.sampler.name in SAMPLINGS
-        found = plan.mechanism.name if bounded else f"cohort.sampling {plan.sampler.name}"
+        refused = plan.mechanism.name if bounded else f"cohort.sampling {plan.sampler.name}"
         allowed = f"independent Gaussian noise with cohort.sampling {', '.join(SAMPLINGS)}"
-        raise wrong("privacy.selection", found, allowed, hint="The proof needs a trial's Rényi divergence.")
+        raise wrong("privacy.selection", refused, allowed, hint="The proof needs a trial's Rényi divergence.")
     hint = "A selection is proven by Rényi divergences."
     require(plan.accountant == "rdp", "privacy.accountant", plan.accountant, "rdp with privacy.selection", hint=hint)
     require(plan.noise_cohort is None, "privacy.selection", "privacy.noise_cohort", "the noise of the system that runs")
@@ -106,8 +106,8 @@ def guarantee(plan: Any, rounds: int) -> Guarantee:
     """
     # The score that selects is of whole runs, so a trial counts as a whole run from its first round on.
     orders, one = renyi(plan.event(), max(rounds, plan.rounds))
-    found = plan.selection.epsilon(orders, one, plan.delta)
-    return Guarantee("recipients", TOWARDS, plan.relation, found, plan.delta, "rdp")
+    epsilon = plan.selection.epsilon(orders, one, plan.delta)
+    return Guarantee("recipients", TOWARDS, plan.relation, epsilon, plan.delta, "rdp")
 
 
 def alone(plan: Any) -> Any:
@@ -152,7 +152,7 @@ def _by_library(selection: Selection, event: Any, rounds: int, delta: float) -> 
     if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
         relation = dp_accounting.NeighboringRelation.REPLACE_ONE
     accountant = rdp.RdpAccountant(renyi(event, 1)[0], relation)
-    whole = dp_accounting.SelfComposedDpEvent(event, rounds)
+    trial = dp_accounting.SelfComposedDpEvent(event, rounds)
     with quiet():
-        accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(whole, selection.mean, 1.0))
+        accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(trial, selection.mean, 1.0))
         return float(accountant.get_epsilon(delta))
