@@ -214,7 +214,7 @@ def _behind(proxy: Any) -> Any:
 
 
 def _form(obj: Any, children: list[tuple[str, Any]]) -> tuple[Any, ...]:
-    """Return what kind of object it is, the labels of what it holds in their order, and a function's code or plain keys.
+    """Return the kind of an object, the labels of what it holds in their order, and a function's code or plain keys.
 
     A label does not tell 1 from "1", nor two keys of bytes.
     """
