@@ -36,8 +36,7 @@ def wrong(where: str, found: Any, allowed: str, *, hint: str = "") -> InputError
     if isinstance(found, float):
         found = f"{found:.12g}"  # no digits of rounding, and 500.0 as it was meant
     text = (found or "nothing") if isinstance(found, str) else repr(found)
-    tail = f" {hint}" if hint else ""
-    return InputError(" ".join(f"{where}: found {text}; allowed: {allowed}.{tail}".split()))
+    return InputError(" ".join(f"{where}: found {text}; allowed: {allowed}. {hint}".split()))
 
 
 def require(holds: bool, where: str, found: Any, allowed: str, *, hint: str = "") -> None:

@@ -155,8 +155,7 @@ def scheduled_plan(
     Raises:
         InputError: correlated noise with a cohort law that keeps no rounds apart, or impossible bands.
     """
-    scheduled = isinstance(sampler, (MinSeparation, CyclicPoisson))
-    if kind == "independent" and not scheduled:
+    if kind == "independent" and not isinstance(sampler, (MinSeparation, CyclicPoisson)):
         require(bands is None, "privacy.noise.bands", bands, "nothing with kind: independent")
         return None
     if not isinstance(sampler, Scheduled):

@@ -290,8 +290,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
     def _normal(self, payload: Mapping[str, Any]) -> Entry:
         plain: Entry = {**plain_json("ledger event", payload), **self._key}
         whole("ledger event.round", plain.get("round"))
-        taken = [key for key in plain if key in _NO_EVENT]
-        if taken:
+        if taken := [key for key in plain if key in _NO_EVENT]:
             raise wrong("ledger event", taken[0], f"names other than {', '.join(_NO_EVENT)}")
         return plain
 
@@ -322,9 +321,8 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         spent: list[Entry] = []
         before = list(self.entries)
         for entry in [entry for entry in before if entry["round"] == drawn and "attempt" not in entry]:
-            payload = {**event(entry), **self._key}
             tries = max(_attempt(other) for other in before if _same_draw(other, entry))
-            spent.append(self._write({**payload, "attempt": tries + 1, "reason": reason}))
+            spent.append(self._write({**event(entry), **self._key, "attempt": tries + 1, "reason": reason}))
         self._replay = [entry for entry in self._replay if entry["round"] != drawn] + spent
         return spent
 

@@ -187,9 +187,8 @@ def _sampling(plan: Plan, facts: Mapping[str, Any]) -> str:
     sampler, keeps = plan.sampler, facts.get("personal") or facts.get("client_state")
     amplified = plan.protocol == "sound" and sampler.name == "poisson" and plan.trust != "local"
     more = TEXTS["keeps"] if keeps and amplified else ""
-    share = f"q = {sampler.size / sampler.clients:g}"
     law = TEXTS["sampling"][sampler.name]
-    return f"{law} (M = {sampler.clients}, expected cohort m = {sampler.size:g}, {share}){more}"
+    return f"{law} (M = {sampler.clients}, expected cohort m = {sampler.size:g}, q = {sampler.q:g}){more}"
 
 
 def _mechanism(plan: Plan, facts: Mapping[str, Any]) -> str:
@@ -208,11 +207,9 @@ def _mechanism(plan: Plan, facts: Mapping[str, Any]) -> str:
 
 def _second(plan: Plan, count: int) -> float | None:
     """Return ε at δ = 10⁻⁵ as well: at δ near 1/M a guarantee can be met by publishing somebody's data."""
-    if not plan.private or plan.protocol != "sound":
-        return None
-    with contextlib.suppress(InputError):  # e.g. the chance of an aborted round alone exceeds 10⁻⁵
-        guarantees = dataclasses.replace(plan, delta=SECOND_DELTA).guarantees(count)
-        return max(float(guarantee.epsilon) for guarantee in guarantees)
+    if plan.private and plan.protocol == "sound":
+        with contextlib.suppress(InputError):  # e.g. the chance of an aborted round alone exceeds 10⁻⁵
+            return dataclasses.replace(plan, delta=SECOND_DELTA).epsilon(count)
     return None
 
 
@@ -236,21 +233,21 @@ def not_covered(plan: Plan, facts: Mapping[str, Any], key_source: str) -> list[s
     """Return what the guarantee says nothing about, one sentence each."""
     seeded, mechanism = key_source == "seed", plan.mechanism
     # The account of a public schedule covers clients whose turns stay.
-    apart = mechanism if isinstance(mechanism, ScheduledPlan) and mechanism.relation == "zero-out" else None
+    schedule = mechanism if isinstance(mechanism, ScheduledPlan) and mechanism.relation == "zero-out" else None
     conditions = {
         "untuned": not plan.selection, "selected": plan.selection, "side_channels": True, "public": True,
         "groups": True, "seed": seeded, "rerun": seeded, "private": facts.get("simulation", True),
         "pretrained": "public natural data" in str(facts.get("prior")), "held_out": facts.get("held_out"),
         "left_out": facts.get("left_out"), "uncompared": facts.get("uncompared"),
         "personal": facts.get("personal") or facts.get("finetuned"), "client_state": facts.get("client_state"),
-        "enrolled": apart, "floating_point": not facts.get("secure"),
+        "enrolled": schedule, "floating_point": not facts.get("secure"),
         "server": plan.trust == "central" and plan.protocol == "sound", "aggregation": plan.trust == "distributed",
         "shares": plan.trust == "distributed" and plan.mechanism is None,
     }  # fmt: skip
     numbers = {"left_out": facts.get("left_out"), "delta": plan.delta}
-    if apart is not None:
+    if schedule is not None:
         # Exchanging data moves two columns where emptying a slot moves one.
-        numbers["epsilon"] = _number(apart.epsilon(plan, plan.rounds_within_budget(), moved=2.0))
+        numbers["epsilon"] = _number(schedule.epsilon(plan, plan.rounds_within_budget(), moved=2.0))
     return [TEXTS["not_covered"][name].format(**numbers) for name, holds in conditions.items() if holds]
 
 

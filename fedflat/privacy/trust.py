@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
+from fedflat.core.checks import InputError, in_range, one_of, require, whole, wrong
 from fedflat.core.cohorts import Scheduled
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Sampler
@@ -79,8 +79,7 @@ class AccountingParams:
         in_range("privacy.delta", self.delta, 0, 1, open_low=True, open_high=True)
         proving(self.accountant)
         one_of("privacy.trust", self.trust, TRUSTS)
-        reason = inapplicable(self.accountant, self.sampler.name, self.trust)
-        if reason:
+        if reason := inapplicable(self.accountant, self.sampler.name, self.trust):
             raise InputError(f"privacy.accountant: {reason}.")
         limits = {
             "cohort.min": (self.min_cohort, "distributed"),
@@ -88,8 +87,7 @@ class AccountingParams:
             "cohort.max_participations": (self.max_participations, "local"),
         }
         for where, (value, trust) in limits.items():
-            if value is not None and self.trust != trust:
-                raise wrong(where, value, f"nothing unless privacy.trust is {trust}")
+            require(value is None or self.trust == trust, where, value, f"nothing unless privacy.trust is {trust}")
         if self.max_participations is not None:
             whole("cohort.max_participations", self.max_participations, 1)
         whole("colluders", self.colluders, 0, self.sampler.clients - 1)
@@ -112,8 +110,8 @@ class AccountingParams:
         """The chance that any round has fewer honest shares than the minimum cohort (0 unless distributed)."""
         if self.min_cohort is None:
             return 0.0
-        one = _too_few(self.sampler, self.min_cohort, self.colluders)
-        return 1.0 if one >= 1 else -math.expm1(self.rounds * math.log1p(-one))
+        chance = _too_few(self.sampler, self.min_cohort, self.colluders)
+        return 1.0 if chance >= 1 else -math.expm1(self.rounds * math.log1p(-chance))
 
     def remaining_delta(self) -> float:
         """δ less the chance of an abort.
@@ -211,8 +209,8 @@ def default_min_cohort(sampler: Sampler, rounds: int, delta: float, colluders: i
         InputError: even a minimum of 1 is too likely to abort.
     """
     for min_cohort in range(math.ceil(sampler.size), 0, -1):
-        one = _too_few(sampler, min_cohort, colluders)
-        if one < 1 and -math.expm1(rounds * math.log1p(-one)) <= delta / 100:
+        chance = _too_few(sampler, min_cohort, colluders)
+        if chance < 1 and -math.expm1(rounds * math.log1p(-chance)) <= delta / 100:
             return min_cohort
     raise wrong(
         "cohort.size", sampler.size, "a cohort that is hardly ever empty with privacy.trust: distributed",

@@ -90,8 +90,7 @@ def check(plan: Any) -> None:
     hint = "A server that is not trusted sees every trial, and how many there are: nothing hides the losers."
     require(plan.trust == "central", "privacy.selection", f"trust {plan.trust}", "privacy.trust: central", hint=hint)
     if plan.mechanism is not None or plan.sampler.name not in SAMPLINGS:
-        bounded = plan.sampler.name in SAMPLINGS
-        refused = plan.mechanism.name if bounded else f"cohort.sampling {plan.sampler.name}"
+        refused = plan.mechanism.name if plan.sampler.name in SAMPLINGS else f"cohort.sampling {plan.sampler.name}"
         allowed = f"independent Gaussian noise with cohort.sampling {', '.join(SAMPLINGS)}"
         raise wrong("privacy.selection", refused, allowed, hint="The proof needs a trial's Rényi divergence.")
     hint = "A selection is proven by Rényi divergences."
@@ -105,8 +104,8 @@ def guarantee(plan: Any, rounds: int) -> Guarantee:
     The score that selects is of whole runs, so whoever looks at a selected run's first rounds looks at all of them.
     """
     # The score that selects is of whole runs, so a trial counts as a whole run from its first round on.
-    orders, one = renyi(plan.event(), max(rounds, plan.rounds))
-    epsilon = plan.selection.epsilon(orders, one, plan.delta)
+    orders, divergences = renyi(plan.event(), max(rounds, plan.rounds))
+    epsilon = plan.selection.epsilon(orders, divergences, plan.delta)
     return Guarantee("recipients", TOWARDS, plan.relation, epsilon, plan.delta, "rdp")
 
 
@@ -137,10 +136,10 @@ def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, multiplier: M
         selection = Selection.of(first["selection"])
         sampler = make_sampler(str(first["sampling"]), int(first["clients"]), float(first["cohort"]))
         event = sampler.event(float(f"{min(map(multiplier, entries)):.12g}"))
-        orders, one = renyi(event, len(entries))
+        orders, divergences = renyi(event, len(entries))
     except (KeyError, TypeError, AttributeError) as error:
         raise wrong("ledger line 0: selection", "not all of it", "every parameter of the selection") from error
-    ours = selection.epsilon(orders, one, delta)
+    ours = selection.epsilon(orders, divergences, delta)
     return (_by_library(selection, event, len(entries), delta) if math.isfinite(ours) else ours), ours
 
 

@@ -276,8 +276,7 @@ def _scheduled(entries: Entries, delta: float) -> Recomputed:
 
 def drawn(entries: Entries) -> float:
     """Least std of the noise that a schedule's lines say was drawn, over the clip; of correlated noise that of Z."""
-    least: float = min(multiplier(e) * e["sensitivity"] / (e["clip"] * (1 + e.get("rounding", 0.0))) for e in entries)
-    return least
+    return float(min(multiplier(e) * e["sensitivity"] / (e["clip"] * (1 + e.get("rounding", 0.0))) for e in entries))
 
 
 def _ddgauss(entries: Entries, delta: float) -> Recomputed:

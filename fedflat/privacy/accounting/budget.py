@@ -89,8 +89,7 @@ def calibrate_table(*, target: float, only: Mapping[str, str] = MappingProxyType
     Rows have ``trust, sampling, accountant, noise_multiplier, epsilon, reason``; noise_multiplier and epsilon are None
     where nothing applies.
     """
-    combinations = [row for row in _combinations(only) if row[2] in ("pld", "rdp")]
-    return [_calibrated_row(target, setting, *combination) for combination in combinations]
+    return [_calibrated_row(target, setting, *row) for row in _combinations(only) if row[2] in ("pld", "rdp")]
 
 
 def _calibrated_row(target: float, setting: Row, trust: str, sampling: str, accountant: str) -> Row:

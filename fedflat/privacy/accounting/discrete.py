@@ -208,16 +208,11 @@ class DDGaussAccount(ShareNumbers):
 
     def guarantees(self, rounds: int) -> tuple[Guarantee, ...]:
         """Towards recipients and the server."""
+        recipients = "those who see released models only: Poisson amplification, noise topped up to cohort.max"
+        server = "the server, which knows each cohort and sees each sum: Bin(T, q) rounds"
         rule = "Renyi, sum of discrete Gaussians (Kairouz et al. 2021)"
-        kinds: list[tuple[Adversary, str, str]] = [
-            (
-                "recipients",
-                "those who see released models only: Poisson amplification, noise topped up to cohort.max",
-                f"{rule}, Poisson (Mironov et al. 2019, thm 5)",
-            ),
-            ("server", "the server, which knows each cohort and sees each sum: Bin(T, q) rounds", rule),
-        ]
-        return tuple(
-            Guarantee(who, text, "add-remove", self.epsilon(rounds, who), self.delta, accountant)
-            for who, text, accountant in kinds
+        amplified = f"{rule}, Poisson (Mironov et al. 2019, thm 5)"
+        return (
+            Guarantee("recipients", recipients, "add-remove", self.epsilon(rounds), self.delta, amplified),
+            Guarantee("server", server, "add-remove", self.epsilon(rounds, "server"), self.delta, rule),
         )

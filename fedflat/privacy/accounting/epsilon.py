@@ -91,9 +91,7 @@ def approximate_epsilon(
     Raises:
         InputError: a value out of range.
     """
-    params = accounting_params(
-        clients=clients, cohort=cohort, rounds=rounds, noise_multiplier=noise_multiplier, delta=delta
-    )
+    params = accounting_params(**locals())
     if rounds == 0:
         return 0.0
     return gaussian_epsilon(gdp_mu(params.sampler.q, noise_multiplier, rounds), params.delta)

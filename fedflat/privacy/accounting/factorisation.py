@@ -26,8 +26,7 @@ MOST_BANDED_ROUNDS = 512
 
 def workload(rounds: int, momentum: float = 0.0) -> Floats:
     """a_0 … a_{T−1}, the first column of A."""
-    powers: Floats = np.cumsum(momentum ** np.arange(rounds, dtype=np.float64))
-    return powers
+    return np.cumsum(momentum ** np.arange(rounds, dtype=np.float64))
 
 
 def _workload_matrix(rounds: int, momentum: float) -> Floats:

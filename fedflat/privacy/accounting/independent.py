@@ -50,12 +50,9 @@ def _cdf(loss: Floats, q: float, sigma: float, remove: bool) -> Floats:
     """P(privacy loss ≤ loss): with the client against without (``remove``), or without against with."""
     from scipy.special import ndtr
 
-    if remove:
-        x = _threshold(loss, q, sigma)
-        result: Floats = (1 - q) * ndtr(x / sigma) + q * ndtr((x - 1) / sigma)
-        return result
-    below: Floats = ndtr(-_threshold(-loss, q, sigma) / sigma)
-    return below
+    x = _threshold(loss if remove else -loss, q, sigma)
+    cdf: Floats = (1 - q) * ndtr(x / sigma) + q * ndtr((x - 1) / sigma) if remove else ndtr(-x / sigma)
+    return cdf
 
 
 def _mean(q: float, sigma: float, remove: bool) -> float:
