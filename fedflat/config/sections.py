@@ -19,9 +19,9 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True)
 class Only:
-    """Says beside a key where alone it has an effect: where the key ``chooser`` of the recipe has one of ``values``.
+    """The condition under which a key has an effect: the recipe's key ``chooser`` has one of ``values``.
 
-    values: empty where any value but nothing and zero will do.
+    values: empty where any value other than None and zero will do.
     """
 
     chooser: str

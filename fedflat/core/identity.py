@@ -143,7 +143,7 @@ def _add(total: Any, *words: object) -> None:
 
 
 def _named(value: Any, total: Any) -> bool:
-    """Add a name; whether the name says it all."""
+    """Add a name; return whether it identifies the object by itself."""
     module = str(value.__module__).partition(DIGEST)[0]  # of a user's file the code counts, not its place or comments
     name = f"{module}.{value.__qualname__}"
     _add(total, type(value).__name__, name)

@@ -141,7 +141,7 @@ _listeners: list[Listener] = []
 
 
 def report_progress(step: str, done: int, total: int) -> None:
-    """Tell the listeners how far something is that comes before round 0. Raises KeyboardInterrupt if asked to stop."""
+    """Tell the listeners how far a step before round 0 has come. Raises KeyboardInterrupt if asked to stop."""
     if _asked:
         raise KeyboardInterrupt
     for listener in _listeners:
@@ -150,7 +150,7 @@ def report_progress(step: str, done: int, total: int) -> None:
 
 @contextlib.contextmanager
 def listening_to_progress(listener: Listener) -> Iterator[None]:
-    """``listener`` is told of what is done inside the block, from whichever thread."""
+    """Inside the block ``listener`` is called with every report of progress, from whichever thread."""
     _listeners.append(listener)
     try:
         yield
@@ -177,8 +177,7 @@ def free_memory() -> float | None:
 
 
 def in_background(work: Callable[[], T]) -> Callable[[], T]:
-    """``work()`` is done by a thread from now on; calling what is returned waits for it and gives what it gave, or
-    raises what it raised."""
+    """Start ``work()`` in a thread; return a function that waits for it and returns its result, or raises its error."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(work)
     # Lets the thread end when it is done; what is returned still waits for it.

@@ -132,7 +132,7 @@ class ServerStep(Protocol):
     """
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        """Its slots before round 0, by name; shared: w^0 ``(d,)``. Zeros for what it broadcasts, if it says nothing."""
+        """Return the slots before round 0, by name: by default zeros for what it broadcasts. shared: w^0 ``(d,)``."""
         return {name: torch.zeros_like(shared) for name in broadcast_by((self,))}
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:

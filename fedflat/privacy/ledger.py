@@ -89,7 +89,7 @@ def event(entry: Mapping[str, Any]) -> Entry:
 
 
 def extra_rounds(entries: Iterable[Mapping[str, Any]]) -> int:
-    """Rounds charged beyond once each: every further line of a round's draw, and every line that is a new attempt.
+    """Count the charges beyond one a round: every further line of a draw, and every line that is a new attempt.
 
     Lines are counted as they stand, whatever they say of themselves: two equal lines of a round are two releases.
     """
@@ -215,13 +215,13 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         self.use_key(key_id)
 
     def use_key(self, key_id: str | None) -> None:
-        """The public fingerprint of the key that further events are drawn with; without one nothing is drawn again."""
+        """Set the public fingerprint of the key of further events; without one no event counts as drawn again."""
         self.key_id = key_id
         self._key = {} if key_id is None else {"key_id": key_id}
         self._replay = list(self.entries) if self._key else []
 
     def describe(self, run: Mapping[str, Any]) -> None:
-        """Facts of the run that the next line carries, unless the newest recorded ones are the same."""
+        """Set the facts of the run that the next line carries, unless the newest recorded ones are the same."""
         self._run = plain_json("ledger run", run)
 
     def copy_to(self, write: Callable[[bytes], None]) -> None:

@@ -68,7 +68,7 @@ class Plan(AccountingParams):
 
     @property
     def account(self) -> Accounted:
-        """What answers for the rounds' noise: the mechanism's own account, or that of the Gaussian sum."""
+        """The account of the rounds' noise: the mechanism's own, or that of the Gaussian sum."""
         return self.mechanism or GAUSSIAN
 
     @property
@@ -152,13 +152,13 @@ class Plan(AccountingParams):
         return self.account.guarantees(self, count)
 
     def at(self, multiplier: float) -> "Plan":
-        """The same with another event multiplier."""
+        """Return the plan with another event multiplier."""
         if multiplier == self.event_multiplier:
             return self
         return replace(self, noise_multiplier=multiplier * (self.noise_cohort or self.sampler.size) / self.sampler.size)
 
     def calibrated(self, epsilon: float) -> "Plan":
-        """The same with the least noise for a target ε; with noise_cohort, of the simulated system.
+        """Return the plan with the least noise for a target ε; with noise_cohort, of the simulated system.
 
         Raises:
             InputError: no noise reaches it, or the adaptive clip's count alone would reveal more.
@@ -258,13 +258,13 @@ class Plan(AccountingParams):
         return line | self.account.record(self) | self.account.by_round(self, round)
 
     def standing(self, entries: Sequence[Mapping[str, Any]], key: str | None = None, start: int = 0) -> "Plan":
-        """The plan of a run that goes on: where rounds share noise, which of them other keys drew (from a ledger)."""
+        """Return the plan of a run that goes on: where rounds share noise, a ledger says which ones other keys drew."""
         if not isinstance(self.mechanism, ScheduledPlan):
             return self
         return replace(self, mechanism=self.mechanism.standing(entries, key, start))
 
     def again(self, entries: Sequence[Mapping[str, Any]]) -> int:
-        """Rounds of a ledger to count beyond once each; 0 where ``standing`` counts them."""
+        """Return how many more rounds than one each a ledger charges; 0 where ``standing`` counts them."""
         return 0 if isinstance(self.mechanism, ScheduledPlan) else extra_rounds(entries)
 
 

@@ -95,7 +95,7 @@ def _same_release(run: Published, other: Published) -> bool:
 
 
 def release_digest(folder: Path | None) -> str | None:
-    """Of what a run's folder holds of its release: shared weights, and metrics but their times. None without them."""
+    """Return the SHA-256 of a run's released weights and its metrics without their times; None without weights."""
     from safetensors import SafetensorError, safe_open
 
     digest, paths = hashlib.sha256(), sorted((folder / "checkpoints").glob("round-*.safetensors")) if folder else []

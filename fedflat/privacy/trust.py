@@ -144,41 +144,41 @@ class Accounted:
 
     @property
     def name(self) -> str:
-        """As the ledger shows it."""
+        """The name that the ledger shows."""
         return "gaussian"
 
     @property
     def scale(self) -> float:
-        """By how much more than C·(1 + s) one client moves what the noise is made for."""
+        """How many times C·(1 + s) one client moves the value that the noise is made for."""
         return 1.0
 
     def sensitivity(self, plan: Any, bound: float) -> float:
-        """Of the sum of one draw's messages, each of norm ≤ ``bound``."""
+        """Return the sensitivity of the sum of one draw's messages, each of norm ≤ ``bound``."""
         return bound * (1 + self.rounding) * (2 if plan.relation == "replace-one" else 1) * self.scale
 
     def std(self, plan: Any, bound: float) -> float:
-        """Of the noise on that sum."""
+        """Return the standard deviation of the noise on that sum."""
         multiplier: float = plan.effective_multiplier
         return multiplier * bound * (1 + self.rounding) * self.scale if multiplier else 0.0
 
     def guarantees(self, plan: Any, rounds: int) -> tuple[Guarantee, ...]:
-        """Towards each adversary after ``rounds`` rounds, for ``plan.event_multiplier``; ε decreasing in it."""
+        """Return the guarantee towards each adversary after ``rounds`` rounds; ε falls in ``plan.event_multiplier``."""
         return guarantees(replace(plan.params, rounds=rounds))
 
     def draws(self, plan: Any, round: int) -> range:
-        """The cohort draws of a round, numbered through the run."""
+        """Return the cohort draws of a round, numbered through the run."""
         return range(round, round + 1)
 
     def record(self, plan: Any) -> dict[str, Any]:
-        """What the ledger needs, beyond the plan's own fields, to recompute ε with another library."""
+        """Return what the ledger needs, beyond the plan's own fields, to recompute ε with another library."""
         return {}
 
     def by_round(self, plan: Any, round: int) -> dict[str, Any]:
-        """What it needs of this round alone."""
+        """Return what the ledger needs of this round alone."""
         return {}
 
     def claimed(self, plan: Any, rounds: int) -> float | None:
-        """The paper's ε of a published procedure, which is shown beside the proven one; None of all others."""
+        """Return the paper's ε of a published procedure, to show beside the proven one; None for all others."""
         return None
 
 

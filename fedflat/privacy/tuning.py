@@ -48,7 +48,7 @@ class Selection:
         in_range("trials", self.mean, 1.001, MOST)
 
     def draw(self, generator: np.random.Generator) -> int:
-        """K."""
+        """Draw K, the number of trials."""
         return int(generator.geometric(1 / self.mean))
 
     def selected(self, orders: Sequence[float], one: Floats) -> Floats:
@@ -66,12 +66,12 @@ class Selection:
         return renyi_epsilon(orders, self.selected(orders, one), delta)
 
     def record(self) -> dict[str, Any]:
-        """For the ledger's lines. eta: 1 is the geometric law."""
+        """Return what the ledger's lines say of it. eta: 1 is the geometric law."""
         return {"mean": self.mean, "eta": 1.0}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Selection":
-        """From what ``record`` gave.
+        """Return the selection that ``record`` describes.
 
         Raises:
             InputError: another law, or trials that cost differently, which versions before 1.0 had.
@@ -99,7 +99,7 @@ def check(plan: Any) -> None:
 
 
 def guarantee(plan: Any, rounds: int) -> Guarantee:
-    """Of the selection when a trial is charged for ``rounds``; never for fewer than are planned.
+    """Return the selection's guarantee when a trial is charged for ``rounds``; never for fewer than are planned.
 
     The score that selects is of whole runs, so whoever looks at a selected run's first rounds looks at all of them.
     """
@@ -110,12 +110,12 @@ def guarantee(plan: Any, rounds: int) -> Guarantee:
 
 
 def alone(plan: Any) -> Any:
-    """The plan of one trial, taken by itself: for what is said of it, never for a statement."""
+    """Return the plan of one trial by itself: to describe it, never for a statement."""
     return replace(plan, selection=None)
 
 
 def sentences(plan: Any) -> list[str]:
-    """What a statement says of the selection."""
+    """Return what a statement says of the selection."""
     return [
         f"ε is that of the selection among a secret number of trials (geometric, {plan.selection.mean:g} in the mean), "
         "each with settings drawn anew from one public distribution; the selection is not free: one such run, its "

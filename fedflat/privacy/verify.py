@@ -99,7 +99,7 @@ def recompute(entries: Entries, *, delta: float | None = None) -> Recomputed:
 
 
 def _not_shortened(figure: Recomputed, event: Any, rounds: int, delta: float, accountant: str = "pld") -> Recomputed:
-    """With the figure of the formula that it was stated by in ``at_least``.
+    """Return the figure with ``at_least`` no smaller than what the formula gives that it was stated by.
 
     What rdp states is more than is needed, so that less is no fault as long as the second accountant bears it out.
     """
@@ -233,7 +233,7 @@ def _fixed(entries: Entries, delta: float) -> Recomputed:
 
 
 def _poisson(entries: Entries, delta: float, accountant: str = "") -> Recomputed:
-    """accountant: default, the one that the first line names."""
+    """Poisson cohorts, add-remove. accountant: by default the one that the first line names."""
     import dp_accounting as dp
 
     accountant = accountant or str(entries[0].get("accountant"))
@@ -275,7 +275,7 @@ def _scheduled(entries: Entries, delta: float) -> Recomputed:
 
 
 def drawn(entries: Entries) -> float:
-    """Least std of the noise that a schedule's lines say was drawn, over the clip; of correlated noise that of Z."""
+    """Return the least std of the noise that a schedule's lines show, over the clip; of correlated noise that of Z."""
     return float(min(multiplier(e) * e["sensitivity"] / (e["clip"] * (1 + e.get("rounding", 0.0))) for e in entries))
 
 

@@ -58,7 +58,7 @@ def save(
     facts: Mapping[str, Any],
     note: Callable[[str], object] | None = None,
 ) -> Path:
-    """Write the state after ``state.round`` finished rounds; keep the newest few. note: told its checksum before."""
+    """Write the state after ``state.round`` finished rounds; keep the newest few. note: gets its checksum first."""
     path = path_of(folder, state.round)
     tensors: dict[str, Tensor] = {"shared": state.shared, "heads.first": heads.first}
     hidden = heads.pack()
@@ -114,7 +114,7 @@ def newest(
 ) -> tuple[RoundState, PersonalState, Facts] | None:
     """Return the newest sound checkpoint of a run, or None if there is none.
 
-    damaged: told of every other one on the way. hidden: whether the private halves are read as well.
+    damaged: called with the path and the fault of each newer one. hidden: whether the private halves are read as well.
     """
     for path in sorted(folder.glob(_PATTERN), reverse=True):
         try:

@@ -109,7 +109,7 @@ def _read(path: Path, name: str) -> bytes | None:
 
 
 def forget(run: str) -> bool:
-    """Delete a run's key; whether there was one (a missing one is no error)."""
+    """Delete a run's key; return whether there was one (a missing one is no error)."""
     try:
         path_of(run).unlink()
     except FileNotFoundError:
@@ -161,7 +161,7 @@ class Mark:
         return (_read(self._begun, MARK) or b"").splitlines()
 
     def forget(self) -> None:
-        """Delete it: of a run whose folder is deleted too."""
+        """Delete the mark of a run whose folder is deleted too."""
         self.path.unlink(missing_ok=True)
         self._begun.unlink(missing_ok=True)
         lock_of(self.path.name).unlink(missing_ok=True)
@@ -184,7 +184,7 @@ class Mark:
             os.fsync(file.fileno())
 
     def replace(self, lines: bytes) -> None:
-        """Let the mark be these ledger lines.
+        """Replace the mark by these ledger lines.
 
         Raises:
             RunError: it cannot be written.

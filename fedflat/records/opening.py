@@ -54,7 +54,7 @@ class Identity:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """All of them, for the key of cohorts and noise."""
+        """All of the digests, for the key of cohorts and noise."""
         four = (self.recipe, self.data, self.model, self.method)
         return (*("unknown" if part is None else part for part in four), *filter(None, (self.noise, self.engine)))
 
@@ -160,7 +160,7 @@ def software(backend: Any, problem: Any) -> dict[str, Any]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what of it does not follow from the engine. device: where it computes; of a GPU its name counts."""
+    """Return the part of ``software`` that the engine does not decide. device: where it computes; a GPU by its name."""
     facts = {"machine": platform.machine(), "instructions": torch.backends.cpu.get_cpu_capability()}
     facts |= {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     return {**facts, "processor": processor(), **arithmetic(), **versions(("fedflat", "torch", "numpy"))}

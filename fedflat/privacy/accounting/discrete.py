@@ -207,7 +207,7 @@ class DDGaussAccount(ShareNumbers):
         return min(unamplified, curve_epsilon(WHOLE_ORDERS, rounds * self.amplified(shares), delta))
 
     def guarantees(self, rounds: int) -> tuple[Guarantee, ...]:
-        """Towards recipients and the server."""
+        """Return the guarantees towards recipients and the server."""
         recipients = "those who see released models only: Poisson amplification, noise topped up to cohort.max"
         server = "the server, which knows each cohort and sees each sum: Bin(T, q) rounds"
         rule = "Renyi, sum of discrete Gaussians (Kairouz et al. 2021)"

@@ -120,7 +120,7 @@ def noise_multiplier(
 
 
 def guess(params: AccountingParams, target: float) -> float:
-    """Where to start: the multiplier that the central-limit approximation, or an unamplified account, suggests."""
+    """Return a multiplier to start from, by the central-limit approximation or an unamplified account."""
     amplified = params.trust == "central" and params.sampler.name != "fixed" and target < 1000
     q = params.sampler.q if amplified else 1.0
     share = 1.0 if amplified or params.trust == "local" else params.sampler.q
