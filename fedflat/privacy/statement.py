@@ -187,8 +187,8 @@ def _sampling(plan: Plan, facts: Mapping[str, Any]) -> str:
     sampler, keeps = plan.sampler, facts.get("personal") or facts.get("client_state")
     amplified = plan.protocol == "sound" and sampler.name == "poisson" and plan.trust != "local"
     more = TEXTS["keeps"] if keeps and amplified else ""
-    law = TEXTS["sampling"][sampler.name]
-    return f"{law} (M = {sampler.clients}, expected cohort m = {sampler.size:g}, q = {sampler.q:g}){more}"
+    law, q = TEXTS["sampling"][sampler.name], sampler.size / sampler.clients
+    return f"{law} (M = {sampler.clients}, expected cohort m = {sampler.size:g}, q = {q:g}){more}"
 
 
 def _mechanism(plan: Plan, facts: Mapping[str, Any]) -> str:
