@@ -39,8 +39,8 @@ def read(source: str | Path, depth: int = 0) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise wrong(str(path), f"a file that cannot be read ({error})", "a YAML file") from None
     if not isinstance(mapping, dict):
-        found = "an empty file" if mapping is None else "no mapping"
-        raise wrong(str(path), found, "recipe keys with values, for example rounds: 60")
+        content = "an empty file" if mapping is None else "no mapping"
+        raise wrong(str(path), content, "recipe keys with values, for example rounds: 60")
     return _extended(mapping, path, depth)
 
 
@@ -50,8 +50,8 @@ def advised(source: str | Path, mapping: dict[str, Any], overrides: Iterable[str
     # A file says what it means; only packaged recipes have advice for other methods.
     if not asked or Path(source).exists():
         return mapping
-    own = as_named(mapping.get("algorithm"))
-    family = str(source).removesuffix(f"-{own.get('name')}") if isinstance(own, Mapping) else str(source)
+    method = as_named(mapping.get("algorithm"))
+    family = str(source).removesuffix(f"-{method.get('name')}") if isinstance(method, Mapping) else str(source)
     if not (FOLDER / f"{family}-{asked[-1]}.yaml").is_file():
         return mapping
     return {**read(f"{family}-{asked[-1]}"), "name": mapping.get("name", str(source))}
@@ -60,7 +60,7 @@ def advised(source: str | Path, mapping: dict[str, Any], overrides: Iterable[str
 def _not_found(path: Path, source: str) -> InputError:
     if path.parent.is_dir() and path.name == "recipe.yaml" and path.parent == Path(source):
         return wrong("recipe", f"the folder {source} without a recipe.yaml", "a YAML file, or the folder of a run")
-    beside = [str(found) for ending in ("*.yaml", "*.yml") for found in path.parent.glob(ending)]
+    beside = [str(file) for ending in ("*.yaml", "*.yml") for file in path.parent.glob(ending)]
     allowed = "a YAML file, or a packaged recipe (fedflat list recipes)"
     of_data = [name for name in names() if name.startswith(f"{source}-")]
     hint = f"Of this data set there are {', '.join(of_data[:4])}." if of_data else ""
@@ -83,8 +83,8 @@ def _extended(mapping: dict[str, Any], path: Path, depth: int) -> dict[str, Any]
     merged = read(beside if beside.is_file() else parent, depth + 1)
     for key, value in mapping.items():
         old = merged.get(key)
-        whole = key in ("algorithm", "model") or not (isinstance(old, dict) and isinstance(value, dict))
-        merged[key] = value if whole else {**old, **value}  # type: ignore[dict-item]
+        replaced = key in ("algorithm", "model") or not (isinstance(old, dict) and isinstance(value, dict))
+        merged[key] = value if replaced else {**old, **value}  # type: ignore[dict-item]
     return merged
 
 

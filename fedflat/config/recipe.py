@@ -116,7 +116,7 @@ def _without_effect(recipe: Recipe, section: Section, before: str) -> Iterator[t
         if isinstance(value, Section):
             yield from _without_effect(recipe, value, f"{before}{name}.")
             continue
-        for only in (found for found in info.metadata if isinstance(found, Only)):
+        for only in (item for item in info.metadata if isinstance(item, Only)):
             chosen = functools.reduce(getattr, only.chooser.split("."), recipe)
             if value != info.default and not only.holds(chosen):
                 yield f"{before}{name}", value, only, chosen
@@ -141,8 +141,8 @@ def refuse_beside(recipe: Recipe, given: Mapping[str, bool], written: Iterable[s
         for name, info in type(recipe.data).model_fields.items():
             value = getattr(recipe.data, name)
             if name not in BESIDE_CLIENTS and (name in written or value != info.default):
-                shown = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
-                refuse("clients", f"data.{name}", shown, CLIENTS_HINTS.get(name, "Leave it out of the recipe."))
+                plain = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+                refuse("clients", f"data.{name}", plain, CLIENTS_HINTS.get(name, "Leave it out of the recipe."))
     if recipe.model.name != GIVEN and recipe.model != Recipe.model_fields["model"].default:
         refuse("model", "model", recipe.model.name, "Leave one of them out.")
     if recipe.loss not in (None, GIVEN):
@@ -177,20 +177,20 @@ def _sentence(error: ValidationError, where: str) -> InputError:
     if first["type"] == "extra_forbidden":
         allowed = _fields(path[:-1])
         return wrong(place, path[-1], ", ".join(allowed), hint=(elsewhere(path[-1]) or nearest(path[-1], allowed)))
-    found = first["input"]
+    value = first["input"]
     if path[:2] == ["data", "scale"] and path[2:]:
-        return wrong(f"{where}: {'.'.join(path[:3])}", found, "[mean, std], two public numbers, std > 0")
+        return wrong(f"{where}: {'.'.join(path[:3])}", value, "[mean, std], two public numbers, std > 0")
     if first["type"] == "missing":
         return wrong(place, "nothing", "a value; the key is required")
     if first["type"] == "model_type":
-        sections, hint = f"a section with some of {', '.join(_fields(path))}", ""
-        if not isinstance(found, str | int | float | list | None):
-            found, hint = f"{type(found).__name__}(…)", f"Beside the recipe: fedflat.run(recipe, {path[0]}=…)."
-        return wrong(place, found, sections, hint=hint)
+        section, hint = f"a section with some of {', '.join(_fields(path))}", ""
+        if not isinstance(value, str | int | float | list | None):
+            value, hint = f"{type(value).__name__}(…)", f"Beside the recipe: fedflat.run(recipe, {path[0]}=…)."
+        return wrong(place, value, section, hint=hint)
     if first["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", str(first["ctx"]["expected"]))
-        return wrong(place, found, ", ".join(choices) or first["ctx"]["expected"], hint=nearest(str(found), choices))
-    return wrong(place, found, _allowed(first["msg"]))
+        return wrong(place, value, ", ".join(choices) or first["ctx"]["expected"], hint=nearest(str(value), choices))
+    return wrong(place, value, _allowed(first["msg"]))
 
 
 def _texts(value: Any) -> Any:

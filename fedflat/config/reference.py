@@ -45,10 +45,10 @@ def explain(path: str) -> list[Key]:
     Raises:
         InputError: no such key, with the nearest; a key without its section names its places.
     """
-    if found := [key for key in recipe_keys() if f"{key.path}.".startswith(f"{path}.")]:
-        return found
+    if keys := [key for key in recipe_keys() if f"{key.path}.".startswith(f"{path}.")]:
+        return keys
     paths = [key.path for key in recipe_keys()]
-    same = [known for known in paths if known.rpartition(".")[2] == path]
+    same = [candidate for candidate in paths if candidate.rpartition(".")[2] == path]
     hint = f"Did you mean {' or '.join(same)}?" if same else nearest(path, paths)
     raise wrong("explain", path, "a recipe key, for example privacy.clip (fedflat explain lists all)", hint=hint)
 
@@ -72,9 +72,9 @@ def _algorithm_keys() -> Iterator[Key]:
         defaults: dict[str, list[str]] = {}
         for method, factory in ALGORITHMS.items():
             if taken := inspect.signature(factory).parameters.get(name):
-                defaults.setdefault(_shown(taken.default), []).append(method)
-        shown = "; ".join(f"{value} ({', '.join(methods)})" for value, methods in defaults.items())
-        yield Key(f"algorithm.{name}", "of some methods", shown, meaning)
+                defaults.setdefault(_as_text(taken.default), []).append(method)
+        default = "; ".join(f"{value} ({', '.join(methods)})" for value, methods in defaults.items())
+        yield Key(f"algorithm.{name}", "of some methods", default, meaning)
 
 
 def _kind(info: FieldInfo) -> str:
@@ -108,10 +108,10 @@ def _default(info: FieldInfo) -> str:
         return info.default.name
     if isinstance(info.default, BaseModel):
         return str(getattr(info.default, "kind", "as below"))
-    return _shown(info.default)
+    return _as_text(info.default)
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, bool):

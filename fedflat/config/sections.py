@@ -19,9 +19,9 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True)
 class Only:
-    """Says beside a key where alone it has an effect: where the key ``chooser`` of the recipe has one of ``values``.
+    """The condition under which a key has an effect: the recipe's key ``chooser`` has one of ``values``.
 
-    values: empty where any value but nothing and zero will do.
+    values: empty where any value other than None and zero will do.
     """
 
     chooser: str
@@ -155,15 +155,15 @@ class DataSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _split(cls, given: Any) -> Any:
+    def _split(cls, values: Any) -> Any:
         """``by: user`` is the natural split by that column."""
-        if not isinstance(given, Mapping) or given.get("by") is None:
-            return given
-        natural = {"kind": "natural", "by": given["by"]}
-        asked = given.get("partition", natural)
+        if not isinstance(values, Mapping) or values.get("by") is None:
+            return values
+        natural = {"kind": "natural", "by": values["by"]}
+        asked = values.get("partition", natural)
         if asked not in (natural, {**natural, "alpha": None, "per_client": None}, "natural", {"kind": "natural"}):
-            raise wrong("data.by", f"{given['by']} with another partition", "one of by and partition")
-        return {**given, "partition": natural}
+            raise wrong("data.by", f"{values['by']} with another partition", "one of by and partition")
+        return {**values, "partition": natural}
 
 
 class NamedSection(Section):
@@ -267,9 +267,9 @@ class NoiseSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _automatic(cls, given: Any) -> Any:
+    def _automatic(cls, values: Any) -> Any:
         """``bands: auto`` is None."""
-        return {**given, "bands": None} if isinstance(given, Mapping) and given.get("bands") == "auto" else given
+        return {**values, "bands": None} if isinstance(values, Mapping) and values.get("bands") == "auto" else values
 
 
 class SelectionSection(Section):

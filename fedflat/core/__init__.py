@@ -6,7 +6,7 @@ Example::
     >>> from fedflat.core.rng import stream
     >>> in_range("privacy.clip", 0.5, 0, open_low=True)  # or: privacy.clip: found -1; allowed: a number > 0.
     0.5
-    >>> stream(7, "batches", 3, 12).integers(10) == stream(7, "batches", 3, 12).integers(10)  # round 3, client 12
+    >>> bool(stream(7, "batches", 3, 12).random() == stream(7, "batches", 3, 12).random())  # round 3, client 12
     True
 
 ``types`` has what every room speaks of: ``Algorithm`` and its pieces, ``Broadcast``, ``RoundState``, ``Aggregate``, and

@@ -35,9 +35,8 @@ def wrong(where: str, found: Any, allowed: str, *, hint: str = "") -> InputError
     """Return the one error sentence: ``where: found X; allowed: Y. hint``."""
     if isinstance(found, float):
         found = f"{found:.12g}"  # no digits of rounding, and 500.0 as it was meant
-    shown = (found or "nothing") if isinstance(found, str) else repr(found)
-    tail = f" {hint}" if hint else ""
-    return InputError(" ".join(f"{where}: found {shown}; allowed: {allowed}.{tail}".split()))
+    text = (found or "nothing") if isinstance(found, str) else repr(found)
+    return InputError(" ".join(f"{where}: found {text}; allowed: {allowed}. {hint}".split()))
 
 
 def require(holds: bool, where: str, found: Any, allowed: str, *, hint: str = "") -> None:
@@ -146,13 +145,13 @@ def one_line(error: BaseException, width: int | None = 300) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:width]
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, noun: str) -> str:
     """Return a number of things: ``1 user``, ``2 users``, ``2 classes``.
 
     >>> counted(1, "user"), counted(0, "row"), counted(2, "class")
     ('1 user', '0 rows', '2 classes')
     """
-    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('s') else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -161,11 +160,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
     >>> nearest("best", ["last", "best-by-metric"]), nearest("image", ["age"])
     ('Did you mean best-by-metric?', '')
     """
-    asked, known = str(name).casefold(), {str(each).casefold(): each for each in names}
+    asked, known = str(name).casefold(), {str(spelling).casefold(): spelling for spelling in names}
     # A slip is rarely in the first letter.
-    alike = [each for each in known if each[:1] == asked[:1]]
+    alike = [spelling for spelling in known if spelling[:1] == asked[:1]]
     close = difflib.get_close_matches(asked, known, 1, 0.8) or difflib.get_close_matches(asked, alike, 1, 0.6)
-    close = close or [each for each in alike if len(asked) > 2 and each.startswith(asked)]
+    close = close or [spelling for spelling in alike if len(asked) > 2 and spelling.startswith(asked)]
     return f"Did you mean {known[close[0]]}?" if close else ""
 
 

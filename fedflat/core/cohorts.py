@@ -284,11 +284,11 @@ class FromRound(Fixed):
 @lru_cache(maxsize=64)
 def _busiest(sampler: FromRound, rounds: int) -> tuple[int, ...]:
     """Return the busiest client's count after each of ``rounds`` rounds; kept, as a run asks after every round."""
-    counts, found = np.zeros(sampler.clients, dtype=np.int64), []
+    counts, highest = np.zeros(sampler.clients, dtype=np.int64), []
     for round in range(rounds):
         counts[sampler.select(sampler.public_generator(round))] += 1
-        found.append(int(counts.max()))
-    return tuple(found)
+        highest.append(int(counts.max()))
+    return tuple(highest)
 
 
 def make_sampler(
@@ -301,12 +301,12 @@ def make_sampler(
             separation for a law that keeps none.
     """
     law = LAWS[one_of("cohort.sampling", name, LAWS)]
-    for key, given, takes in (
+    for key, value, takes in (
         ("cohort.max", maximum, ["truncated"]),
         ("cohort.separation", separation, ["min-separation", "cyclic-poisson"]),
     ):
         hint = f"Use sampling: {' or '.join(takes)}."
-        require(given is None or name in takes, key, given, f"nothing with sampling: {name}", hint=hint)
+        require(value is None or name in takes, key, value, f"nothing with sampling: {name}", hint=hint)
     more: dict[str, Any] = {}
     if law is Truncated:
         require(maximum is not None, "cohort.max", "nothing", "a whole number with sampling: truncated")

@@ -340,10 +340,10 @@ def _rounded_batch(log2_sigma: int, count: int, source: Source) -> Integers:
         step = 2 * int(k[i])
         return low * (step + low) / 2, high * (step + high) / 2
 
-    kept = bernoulli_exp(x * (2 * k + x) / 2, enclose, source)
+    accepted = bernoulli_exp(x * (2 * k + x) / 2, enclose, source)
     # 2^s·(k + x) + ½ rounded down is settled by the first s + 1 bits of x, whatever follows.
-    top = (real.words[kept] >> np.uint64(63 - log2_sigma)).astype(np.int64)
-    size = (k[kept] << log2_sigma) + ((top + 1) >> 1)
+    top = (real.words[accepted] >> np.uint64(63 - log2_sigma)).astype(np.int64)
+    size = (k[accepted] << log2_sigma) + ((top + 1) >> 1)
     return size * _signs(size.size, source)
 
 

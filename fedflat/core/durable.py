@@ -116,13 +116,13 @@ def read_tensors(path: Path) -> dict[str, Tensor] | None:
     A file of the cache that is read counts as used now.
     """
     try:
-        found, about = contents_of(path)
+        tensors, metadata = contents_of(path)
     except ValueError:
         return None
     if path.parent == cache_folder():
         with contextlib.suppress(OSError):
             os.utime(path)
-    return found if about.get("sha256") == digest_of(found) else None
+    return tensors if metadata.get("sha256") == digest_of(tensors) else None
 
 
 def contents_of(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -146,31 +146,31 @@ def read_about(path: Path) -> dict[str, str]:
     return {}
 
 
-def keep(kind: str, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
+def keep(kind: str, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write ``KIND-NAME.safetensors`` into the cache, and delete what was used longest ago, beyond ``KEPT`` bytes of
     its kind (a body that somebody put there has a longer name); a cache that cannot be written keeps nothing."""
     folder = cache_folder()
     with contextlib.suppress(OSError):
-        write_tensors(folder / f"{kind}-{name}.safetensors", tensors, about)
-        made = [file for file in folder.glob(f"{kind}-*.safetensors") if len(file.stem) == len(f"{kind}-{name}")]
+        write_tensors(folder / f"{kind}-{name}.safetensors", tensors, metadata)
+        files = [file for file in folder.glob(f"{kind}-*.safetensors") if len(file.stem) == len(f"{kind}-{name}")]
         used = 0
-        for place, file in enumerate(sorted(made, key=lambda file: file.stat().st_mtime_ns, reverse=True)):
+        for place, file in enumerate(sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)):
             used += file.stat().st_size
             # The newest stays, however large it is.
             if place and used > KEPT:
                 file.unlink()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write beside and rename: another process never sees half a file. Raises OSError."""
     from safetensors.torch import save_file
 
-    whole = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    copies = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
     os.close(handle)
     try:
-        save_file(whole, name, metadata={**(about or {}), "sha256": digest_of(whole)})
+        save_file(copies, name, metadata={**(metadata or {}), "sha256": digest_of(copies)})
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)

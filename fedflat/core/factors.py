@@ -62,30 +62,30 @@ class Factor:
     @cached_property
     def matrix(self) -> Floats:
         """C itself, ``(T, T)``."""
-        found = np.zeros((self.rounds, self.rounds))
+        matrix = np.zeros((self.rounds, self.rounds))
         for j in range(self.bands):
             rows = np.arange(j, self.rounds)
-            found[rows, rows - j] = self.columns[: self.rounds - j, j]
-        return found
+            matrix[rows, rows - j] = self.columns[: self.rounds - j, j]
+        return matrix
 
     @cached_property
     def inverse(self) -> Floats:
         """C⁻¹, ``(T, T)``, row by row: row t = (e_t − Σ_j C[t, t − j]·row (t − j)) / C[t, t], in this order always."""
-        found = np.zeros((self.rounds, self.rounds))
+        inverse = np.zeros((self.rounds, self.rounds))
         for t in range(self.rounds):
-            row = found[t]
+            row = inverse[t]
             # Always in this order: the same bits on every machine, or rows of noise would not cancel.
             row[t] = 1.0
             for j in range(1, min(self.bands, t + 1)):
-                row -= self.columns[t - j, j] * found[t - j]
+                row -= self.columns[t - j, j] * inverse[t - j]
             row /= self.columns[t, 0]
-        return found
+        return inverse
 
     @cached_property
     def row_norms(self) -> Floats:
         """‖row t of C⁻¹‖₂: the std of round t's noise, in units of that of Z."""
-        found: Floats = np.sqrt((self.inverse**2).sum(axis=1))
-        return found
+        norms: Floats = np.sqrt((self.inverse**2).sum(axis=1))
+        return norms
 
     @cached_property
     def falling(self) -> bool:
@@ -144,8 +144,8 @@ def _pattern_bound(entries: Floats, separation: int) -> float:
     for t in range(n):
         before[t + separation] = np.maximum(before[t + separation - 1], entries[t] + before[t])
         after[n - 1 - t] = np.maximum(after[n - t], entries[n - 1 - t] + after[n - 1 - t + separation])
-    each = np.arange(n)
-    rows = np.diag(entries) + before[each, each] + after[np.minimum(each + separation, n), each]
+    places = np.arange(n)
+    rows = np.diag(entries) + before[places, places] + after[np.minimum(places + separation, n), places]
     return spaced_maximum(rows, separation)
 
 
@@ -156,8 +156,8 @@ def identity(rounds: int) -> Factor:
 
 def on_grid(columns: Floats) -> Floats:
     """Return the nearest entries that are multiples of 2^−16; rounding keeps the order of coefficients."""
-    found: Floats = np.rint(columns * 2.0**PLACES) * 2.0**-PLACES
-    return found
+    rounded: Floats = np.rint(columns * 2.0**PLACES) * 2.0**-PLACES
+    return rounded
 
 
 def cut(columns: Floats) -> Floats:
@@ -202,11 +202,11 @@ def _tree_estimates(rounds: int) -> Floats:
             below = starts[height - 1] + 2 * i
             estimates[starts[height] + i] *= weight
             estimates[starts[height] + i] += (1 - weight) * (estimates[below] + estimates[below + 1])
-    found = np.zeros((rounds, count))
+    prefixes = np.zeros((rounds, count))
     for t in range(rounds):
         at = 0
         for height in reversed(range(len(starts))):
             if (t + 1 - at) >> height:
-                found[t] += estimates[starts[height] + (at >> height)]
+                prefixes[t] += estimates[starts[height] + (at >> height)]
                 at += 1 << height
-    return found
+    return prefixes

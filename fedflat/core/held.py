@@ -67,9 +67,9 @@ def snapshot(root: object, skip: Iterable[Tensor] = ()) -> dict[str, Any]:
 
     Tensors in ``skip`` count as always the same.
     """
-    skipped, found = {id(tensor) for tensor in skip}, list(_walk(root))
-    leaves = {path: _value(thing, skipped) for path, thing, children in found if children is None}
-    return leaves | {f"{path} ": _form(thing, children) for path, thing, children in found if children is not None}
+    skipped, reached = {id(tensor) for tensor in skip}, list(_walk(root))
+    leaves = {path: _value(obj, skipped) for path, obj, children in reached if children is None}
+    return leaves | {f"{path} ": _form(obj, children) for path, obj, children in reached if children is not None}
 
 
 def own_code(root: object) -> bool:
@@ -78,8 +78,8 @@ def own_code(root: object) -> bool:
     """
     parts = list(root.modules()) if isinstance(root, nn.Module) else []
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    own = any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in parts)
-    return own or any(not is_library(_home(thing)) for _, thing, _ in _walk(root))
+    hooked = any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in parts)
+    return hooked or any(not is_library(_home(obj)) for _, obj, _ in _walk(root))
 
 
 def own_rule(root: object) -> str:
@@ -88,13 +88,13 @@ def own_rule(root: object) -> str:
 
     An operation that no ``torch.library.custom_op`` made counts wherever it is: code may call it under any name.
     """
-    things = [thing for _, thing, _ in _walk(root)]
-    kinds = (k for k in things if isinstance(k, type) and issubclass(k, Function) and k.vmap is not Function.vmap)
+    objects = [obj for _, obj, _ in _walk(root)]
+    kinds = (k for k in objects if isinstance(k, type) and issubclass(k, Function) and k.vmap is not Function.vmap)
     named = [kind.__name__ for kind in kinds if not is_library(_home(kind))]
-    made = (op for op in things if isinstance(op, CustomOpDef))
-    named += [op._qualname for op in made if getattr(op, "_vmap_fn", None) is not None]
-    named += [f.__name__ for f in things if isinstance(f, types.FunctionType) and _BEHIND & {*names_in(f.__code__)}]
-    named += [f.__name__ for f in things if isinstance(f, types.BuiltinFunctionType) and f.__name__ in _BEHIND]
+    operations = (op for op in objects if isinstance(op, CustomOpDef))
+    named += [op._qualname for op in operations if getattr(op, "_vmap_fn", None) is not None]
+    named += [f.__name__ for f in objects if isinstance(f, types.FunctionType) and _BEHIND & {*names_in(f.__code__)}]
+    named += [f.__name__ for f in objects if isinstance(f, types.BuiltinFunctionType) and f.__name__ in _BEHIND]
     every = (name for name in torch._C._dispatch_get_all_op_names() if not name.startswith("aten::"))
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     named += [name for name in every if name not in OPDEFS and has_kernel(name, "FuncTorchBatched")]
@@ -106,19 +106,19 @@ def _module(kind: type) -> str:
     return named if isinstance(named, str) else "builtins"
 
 
-def _home(thing: object) -> str:
-    """Return the module that the code of a thing is in: a function's or a class's own, or its class's."""
-    if isinstance(thing, types.FunctionType):
-        return str(thing.__globals__.get("__name__"))  # functools.wraps gives a function another one's __module__
-    kind = thing if isinstance(thing, type) else type(thing)
+def _home(obj: object) -> str:
+    """Return the module that the code of an object is in: a function's or a class's own, or its class's."""
+    if isinstance(obj, types.FunctionType):
+        return str(obj.__globals__.get("__name__"))  # functools.wraps gives a function another one's __module__
+    kind = obj if isinstance(obj, type) else type(obj)
     home = _module(kind)
     if _compiled_class(kind) or home.partition(".")[0] not in sys.stdlib_module_names:
         return home
     # types.new_class and ABCMeta call the user's classes their own; only the module's own are under their names.
-    found: Any = sys.modules.get(home)
+    named: Any = sys.modules.get(home)
     for name in kind.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return home if found is kind else f"<made in {home}>"
+        named = getattr(named, name, None)
+    return home if named is kind else f"<made in {home}>"
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
@@ -132,10 +132,10 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
 def global_generators() -> tuple[bytes, tuple[Any, ...], tuple[Any, ...]]:
     """Return the states of the generators that belong to nobody: torch's (GPUs' included), NumPy's, Python's."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    own = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
+    states = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
     name, *numbers = np.random.get_state()  # noqa: NPY002 (looked at, not drawn from)
     legacy = (name, *(n.tobytes() if isinstance(n, np.ndarray) else n for n in numbers))
-    return b"".join(state.numpy().tobytes() for state in own), legacy, random.getstate()
+    return b"".join(state.numpy().tobytes() for state in states), legacy, random.getstate()
 
 
 class StateWatch:
@@ -148,7 +148,7 @@ class StateWatch:
         self.root, self._skip, self._restored = root, list(skip), list(restored)
         self._values = snapshot(root, self._skip)
         silent = {id(tensor) for tensor in (*self._skip, *self._restored)}
-        tensors = [thing for _, thing, _ in _walk(root) if isinstance(thing, Tensor) and id(thing) not in silent]
+        tensors = [obj for _, obj, _ in _walk(root) if isinstance(obj, Tensor) and id(obj) not in silent]
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._versions = self._counters()
 
@@ -169,10 +169,10 @@ class StateWatch:
         """
         if not everything and self._counters() == self._versions:
             return None
-        found = difference(self._values, snapshot(self.root, self._skip))
+        path = difference(self._values, snapshot(self.root, self._skip))
         # Not a change: a tensor may be written anew with what it held.
-        self._versions = self._counters() if found is None else self._versions
-        return found
+        self._versions = self._counters() if path is None else self._versions
+        return path
 
 
 def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None]]:
@@ -182,25 +182,25 @@ def _walk(root: object) -> Iterator[tuple[str, Any, list[tuple[str, Any]] | None
     seen: dict[int, tuple[str, object]] = {}  # holds on to what children() makes, so that no number is used twice
     waiting: deque[tuple[str, Any]] = deque([("", root)])
     while waiting:
-        path, thing = waiting.popleft()
-        if type(thing) in weakref.ProxyTypes:
-            thing = _behind(thing)
-        if type(thing) in _EXACTLY or (isinstance(thing, _PLAIN) and is_library(_home(thing))):
-            yield path, thing, None
+        path, obj = waiting.popleft()
+        if type(obj) in weakref.ProxyTypes:
+            obj = _behind(obj)
+        if type(obj) in _EXACTLY or (isinstance(obj, _PLAIN) and is_library(_home(obj))):
+            yield path, obj, None
             continue
-        if id(thing) in seen:
+        if id(obj) in seen:
             # One of two that are held, put in the other's place, changes what is done, though nothing new is held.
-            yield path, seen[id(thing)][0], None
+            yield path, seen[id(obj)][0], None
             continue
-        seen[id(thing)] = path, thing
+        seen[id(obj)] = path, obj
         try:
-            children = _children(thing)
-            held = _beside(thing) if children is None else children
+            children = _children(obj)
+            held = _beside(obj) if children is None else children
         except Exception:  # a user's class may answer every question with an error; its attributes are there
             children, held = None, []
             with suppress(AttributeError):
-                held = [(f".{name}", value) for name, value in object.__getattribute__(thing, "__dict__").items()]
-        yield path, thing, children
+                held = [(f".{name}", value) for name, value in object.__getattribute__(obj, "__dict__").items()]
+        yield path, obj, children
         waiting.extend((f"{path}{label}".lstrip("."), child) for label, child in held)
 
 
@@ -213,92 +213,92 @@ def _behind(proxy: Any) -> Any:
         return None
 
 
-def _form(thing: Any, children: list[tuple[str, Any]]) -> tuple[Any, ...]:
-    """Return what kind of thing it is, the labels of what it holds in their order, and a function's code or plain keys.
+def _form(obj: Any, children: list[tuple[str, Any]]) -> tuple[Any, ...]:
+    """Return the kind of an object, the labels of what it holds in their order, and a function's code or plain keys.
 
     A label does not tell 1 from "1", nor two keys of bytes.
     """
-    more: Any = thing.__code__ if isinstance(thing, types.FunctionType) else None
-    if isinstance(thing, Mapping):
-        more = tuple(_value(key, set()) for key, _ in _pairs(thing) if isinstance(key, _PLAIN))
-    return type(thing).__qualname__, tuple(label for label, _ in children), more
+    more: Any = obj.__code__ if isinstance(obj, types.FunctionType) else None
+    if isinstance(obj, Mapping):
+        more = tuple(_value(key, set()) for key, _ in _pairs(obj) if isinstance(key, _PLAIN))
+    return type(obj).__qualname__, tuple(label for label, _ in children), more
 
 
-def _children(thing: Any) -> list[tuple[str, Any]] | None:
-    """Return what a thing holds, by label; None for a leaf."""
-    if isinstance(thing, np.ndarray) and thing.dtype.hasobject:
-        return [(f"[{index}]", value) for index, value in enumerate(thing.ravel().tolist())] + _attributes(thing)
-    if isinstance(thing, (Tensor, types.ModuleType, *_PLAIN, *_STATE)):
+def _children(obj: Any) -> list[tuple[str, Any]] | None:
+    """Return what an object holds, by label; None for a leaf."""
+    if isinstance(obj, np.ndarray) and obj.dtype.hasobject:
+        return [(f"[{index}]", value) for index, value in enumerate(obj.ravel().tolist())] + _attributes(obj)
+    if isinstance(obj, (Tensor, types.ModuleType, *_PLAIN, *_STATE)):
         return None
-    if isinstance(thing, Mapping):
-        pairs = _pairs(thing)
-        found = [(f"[{_label(key, index)}]", value) for index, (key, value) in enumerate(pairs)]
-        found += [(f"{{key {index}}}", key) for index, (key, _) in enumerate(pairs) if not isinstance(key, _PLAIN)]
-        return [*found, (".default_factory", getattr(thing, "default_factory", None)), *_attributes(thing)]
-    if isinstance(thing, list | tuple | deque):
-        base: Any = next(kind for kind in (list, tuple, deque) if isinstance(thing, kind))
-        return [(f"[{index}]", value) for index, value in enumerate(base.__iter__(thing))] + _attributes(thing)
-    if isinstance(thing, set | frozenset):
+    if isinstance(obj, Mapping):
+        pairs = _pairs(obj)
+        parts = [(f"[{_label(key, index)}]", value) for index, (key, value) in enumerate(pairs)]
+        parts += [(f"{{key {index}}}", key) for index, (key, _) in enumerate(pairs) if not isinstance(key, _PLAIN)]
+        return [*parts, (".default_factory", getattr(obj, "default_factory", None)), *_attributes(obj)]
+    if isinstance(obj, list | tuple | deque):
+        base: Any = next(kind for kind in (list, tuple, deque) if isinstance(obj, kind))
+        return [(f"[{index}]", value) for index, value in enumerate(base.__iter__(obj))] + _attributes(obj)
+    if isinstance(obj, set | frozenset):
         # Two processes go through a set in different orders.
-        inside = enumerate(sorted(thing, key=_shown))
-        return [(f"{{{_label(value, index)}}}", value) for index, value in inside] + _attributes(thing)
-    if isinstance(thing, functools.partial):
-        return [("()", thing.func), (".args", thing.args), (".keywords", thing.keywords), *_attributes(thing)]
-    if isinstance(thing, type):
-        return _of_class(thing)
-    if isinstance(thing, types.CellType):
-        return [("", thing.cell_contents)] if _filled(thing) else None
-    if isinstance(thing, types.GeneratorType | types.CoroutineType | types.AsyncGeneratorType):
-        return _of_generator(thing)
-    if isinstance(thing, weakref.ref):
-        return [("", thing())]
-    if isinstance(thing, threading.local):
-        return _attributes(thing)
-    if isinstance(thing, types.MethodType):
-        return [("", thing.__self__), ("()", thing.__func__)]
-    if isinstance(thing, types.BuiltinFunctionType | types.MethodWrapperType):
+        inside = enumerate(sorted(obj, key=_safe_repr))
+        return [(f"{{{_label(value, index)}}}", value) for index, value in inside] + _attributes(obj)
+    if isinstance(obj, functools.partial):
+        return [("()", obj.func), (".args", obj.args), (".keywords", obj.keywords), *_attributes(obj)]
+    if isinstance(obj, type):
+        return _of_class(obj)
+    if isinstance(obj, types.CellType):
+        return [("", obj.cell_contents)] if _filled(obj) else None
+    if isinstance(obj, types.GeneratorType | types.CoroutineType | types.AsyncGeneratorType):
+        return _of_generator(obj)
+    if isinstance(obj, weakref.ref):
+        return [("", obj())]
+    if isinstance(obj, threading.local):
+        return _attributes(obj)
+    if isinstance(obj, types.MethodType):
+        return [("", obj.__self__), ("()", obj.__func__)]
+    if isinstance(obj, types.BuiltinFunctionType | types.MethodWrapperType):
         # A list's own method holds the list.
-        return None if isinstance(thing.__self__, types.ModuleType) else [(f".{thing.__name__}", thing.__self__)]
-    if isinstance(thing, contextvars.ContextVar):
-        return [("", thing.get(None))]
-    return _of_function(thing) if isinstance(thing, types.FunctionType) else _of_object(thing)
+        return None if isinstance(obj.__self__, types.ModuleType) else [(f".{obj.__name__}", obj.__self__)]
+    if isinstance(obj, contextvars.ContextVar):
+        return [("", obj.get(None))]
+    return _of_function(obj) if isinstance(obj, types.FunctionType) else _of_object(obj)
 
 
-def _pairs(thing: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+def _pairs(obj: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     """Return what a mapping holds; a subclass of dict may show nothing of it."""
-    base: Any = next((kind for kind in (OrderedDict, dict) if isinstance(thing, kind)), type(thing))
-    return list(base.items(thing))  # an ordered one has an order of its own
+    base: Any = next((kind for kind in (OrderedDict, dict) if isinstance(obj, kind)), type(obj))
+    return list(base.items(obj))  # an ordered one has an order of its own
 
 
-def _of_generator(thing: Any) -> list[tuple[str, Any]]:
+def _of_generator(obj: Any) -> list[tuple[str, Any]]:
     """Return the local variables of a generator or a coroutine, and how far it has come, which is memory too."""
-    kind, inner = ("gi", "gi_yieldfrom") if isinstance(thing, types.GeneratorType) else ("cr", "cr_await")
-    kind, inner = ("ag", "ag_await") if isinstance(thing, types.AsyncGeneratorType) else (kind, inner)
-    frame, found = getattr(thing, f"{kind}_frame"), [(".<from>", getattr(thing, inner))]
+    kind, inner = ("gi", "gi_yieldfrom") if isinstance(obj, types.GeneratorType) else ("cr", "cr_await")
+    kind, inner = ("ag", "ag_await") if isinstance(obj, types.AsyncGeneratorType) else (kind, inner)
+    frame, parts = getattr(obj, f"{kind}_frame"), [(".<from>", getattr(obj, inner))]
     if frame is not None:
-        found += [(f".{name}", value) for name, value in {**frame.f_locals, "<at>": frame.f_lasti}.items()]
-        found += _globals_of(getattr(thing, f"{kind}_code"), frame.f_globals)
-    return found
+        parts += [(f".{name}", value) for name, value in {**frame.f_locals, "<at>": frame.f_lasti}.items()]
+        parts += _globals_of(getattr(obj, f"{kind}_code"), frame.f_globals)
+    return parts
 
 
-def _shown(value: Any) -> str:
-    """Return what a thing shows of itself; its class's name where it cannot."""
+def _safe_repr(value: Any) -> str:
+    """Return an object as it shows itself; its class's name where it cannot."""
     try:
         return repr(value)
     except Exception:  # any class may refuse in its own way
         return type(value).__qualname__
 
 
-def _attributes(thing: Any) -> list[tuple[str, Any]]:
-    """Return a thing's attributes, its slots, and its class where that is a user's: it may count in itself."""
-    kind = type(thing)
+def _attributes(obj: Any) -> list[tuple[str, Any]]:
+    """Return an object's attributes, its slots, and its class where that is a user's: it may count in itself."""
+    kind = type(obj)
     if kind in (dict, list, tuple, set):
         return []
-    found = [(f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items() if not _noted(name)]
+    parts = [(f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items() if not _noted(name)]
     for name in _slots(kind):
         with suppress(AttributeError):
-            found.append((f".{name}", object.__getattribute__(thing, name)))  # a class may answer otherwise
-    return found if is_library(_home(thing)) else [*found, (f"<{kind.__name__}>", kind)]
+            parts.append((f".{name}", object.__getattribute__(obj, name)))  # a class may answer otherwise
+    return parts if is_library(_home(obj)) else [*parts, (f"<{kind.__name__}>", kind)]
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -324,49 +324,49 @@ def _beside(leaf: Any) -> list[tuple[str, Any]]:
         return [*behind, *_attributes(leaf)]
     # Subclasses may answer for attributes with anything, a computation even.
     if type(leaf) not in (Tensor, nn.Parameter):
-        own = isinstance(leaf, Tensor) and not is_library(_home(leaf))
-        return list(object.__getattribute__(leaf, "__dict__").items()) if own else []
-    found: list[tuple[str, Any]] = [(".grad", leaf.grad)] if leaf.is_leaf else []
-    found.append(("._base", leaf._base))  # a view's memory is more than it shows
-    found += [(f".{name}", getattr(leaf, name, None)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
-    return found + _attributes(leaf)
+        users = isinstance(leaf, Tensor) and not is_library(_home(leaf))
+        return list(object.__getattribute__(leaf, "__dict__").items()) if users else []
+    parts: list[tuple[str, Any]] = [(".grad", leaf.grad)] if leaf.is_leaf else []
+    parts.append(("._base", leaf._base))  # a view's memory is more than it shows
+    parts += [(f".{name}", getattr(leaf, name, None)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+    return parts + _attributes(leaf)
 
 
 def _opaque(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in _OPAQUE)
 
 
-def _of_object(thing: Any) -> list[tuple[str, Any]] | None:
-    kind = type(thing)
-    if isinstance(thing, functools._lru_cache_wrapper):
-        kept = [str(thing.cache_info()), *gc.get_referents(thing)]
-        return [(f"[{index}]", value) for index, value in enumerate(kept)]
-    if _opaque(_module(kind)) and not isinstance(thing, nn.Module):
+def _of_object(obj: Any) -> list[tuple[str, Any]] | None:
+    kind = type(obj)
+    if isinstance(obj, functools._lru_cache_wrapper):
+        contents = [str(obj.cache_info()), *gc.get_referents(obj)]
+        return [(f"[{index}]", value) for index, value in enumerate(contents)]
+    if _opaque(_module(kind)) and not isinstance(obj, nn.Module):
         return None
-    if isinstance(thing, nn.Module):
-        whole = [] if is_library(_home(thing)) else [(f"<{kind.__name__}>", kind)]
+    if isinstance(obj, nn.Module):
+        user_class = [] if is_library(_home(obj)) else [(f"<{kind.__name__}>", kind)]
         inner = ("_parameters", "_buffers", "_modules")
-        own = [(f".{name}", value) for held in inner for name, value in getattr(thing, held).items()]
-        rest = [(n, v) for n, v in vars(thing).items() if not (n in inner or _noted(n) or isinstance(v, _SCRIPT))]
-        return [*own, *((f".{name}", value) for name, value in rest), *whole]
-    if not hasattr(thing, "__dict__") and not any(map(slots_of, kind.__mro__)):
+        registered = [(f".{name}", value) for held in inner for name, value in getattr(obj, held).items()]
+        rest = [(n, v) for n, v in vars(obj).items() if not (n in inner or _noted(n) or isinstance(v, _SCRIPT))]
+        return [*registered, *((f".{name}", value) for name, value in rest), *user_class]
+    if not hasattr(obj, "__dict__") and not any(map(slots_of, kind.__mro__)):
         return None
-    return [*_compiled(thing), *_attributes(thing)] or None  # what has nothing to show may still say what it is
+    return [*_compiled(obj), *_attributes(obj)] or None  # what has nothing to show may still say what it is
 
 
 def _compiled_class(kind: type) -> bool:
     return bool((kind.__flags__ ^ _HEAP) & (_IMMUTABLE | _HEAP))
 
 
-def _compiled(thing: Any) -> list[tuple[str, Any]]:
-    """Return what the compiled class that a thing derives from, such as an array or an exception, keeps of it."""
-    if next(filter(_compiled_class, type(thing).__mro__)) is object:
+def _compiled(obj: Any) -> list[tuple[str, Any]]:
+    """Return what the compiled class that an object derives from, such as an array or an exception, keeps of it."""
+    if next(filter(_compiled_class, type(obj).__mro__)) is object:
         return []
-    beside = ("__cause__", "__context__") if isinstance(thing, BaseException) else ()
-    found: list[tuple[str, Any]] = [(f".{name}", getattr(thing, name)) for name in beside]
+    beside = ("__cause__", "__context__") if isinstance(obj, BaseException) else ()
+    parts: list[tuple[str, Any]] = [(f".{name}", getattr(obj, name)) for name in beside]
     with suppress(Exception):  # any class may refuse in its own way
-        found.append(("<held>", thing.__reduce_ex__(4)[1:]))
-    return found
+        parts.append(("<held>", obj.__reduce_ex__(4)[1:]))
+    return parts
 
 
 def _of_class(kind: type) -> list[tuple[str, Any]] | None:
@@ -374,17 +374,17 @@ def _of_class(kind: type) -> list[tuple[str, Any]] | None:
     if is_library(_home(kind)):
         return None
     every = [(name, part) for name, value in vars(kind).items() for part in _parts_of(value)]
-    kept = [(f".{n}", part) for n, part in every if isinstance(part, types.FunctionType) or n not in _OF_PYTHON]
-    kept += [(f".{name}", vars(kind).get(name)) for name in ("__doc__", "__dataclass_fields__", "__module__")]
-    kept += [(f".{n}<own>", vars(v)) for n, v in vars(kind).items() if isinstance(v, staticmethod | classmethod)]
-    kept += [(".<hints>", _hints(vars(kind).get("__annotations__", {})))]
-    own = (base for base in (*kind.__bases__, type(kind)) if not is_library(_home(base)))
-    return [*kept, *((f"<{base.__name__}>", base) for base in own)]
+    members = [(f".{n}", part) for n, part in every if isinstance(part, types.FunctionType) or n not in _OF_PYTHON]
+    members += [(f".{name}", vars(kind).get(name)) for name in ("__doc__", "__dataclass_fields__", "__module__")]
+    members += [(f".{n}<own>", vars(v)) for n, v in vars(kind).items() if isinstance(v, staticmethod | classmethod)]
+    members += [(".<hints>", _hints(vars(kind).get("__annotations__", {})))]
+    bases = (base for base in (*kind.__bases__, type(kind)) if not is_library(_home(base)))
+    return [*members, *((f"<{base.__name__}>", base) for base in bases)]
 
 
-def _hints(found: Mapping[str, Any]) -> dict[str, Any]:
+def _hints(hints: Mapping[str, Any]) -> dict[str, Any]:
     """Return annotations without types, in which typing itself notes what it has looked up."""
-    return {n: v for n, v in found.items() if not isinstance(v, type) and type(v).__module__ not in ("typing", "types")}
+    return {n: v for n, v in hints.items() if not isinstance(v, type) and type(v).__module__ not in ("typing", "types")}
 
 
 def _parts_of(value: Any) -> list[Any]:
@@ -396,30 +396,30 @@ def _parts_of(value: Any) -> list[Any]:
     return [value.func] if isinstance(value, functools.cached_property) else [value]
 
 
-def _of_function(thing: types.FunctionType) -> list[tuple[str, Any]] | None:
+def _of_function(obj: types.FunctionType) -> list[tuple[str, Any]] | None:
     """Return a function's closure, defaults and attributes, and the globals that its code names."""
-    found: list[tuple[str, Any]] = [(f".{n}", c) for n, c in zip(thing.__code__.co_freevars, thing.__closure__ or ())]
-    if is_library(_home(thing)):  # what a decorator returns, as torch.no_grad, holds the user's function
-        found += [(f".{name}", value) for name, value in vars(thing).items() if not _noted(name)]
-        return [(name, value) for name, value in found if name not in (".dispatch_cache", "._clear_cache")]
-    found += [(f".defaults[{index}]", value) for index, value in enumerate(thing.__defaults__ or ())]
-    more = {**(thing.__kwdefaults__ or {}), **vars(thing), "__doc__": thing.__doc__}
+    parts: list[tuple[str, Any]] = [(f".{n}", c) for n, c in zip(obj.__code__.co_freevars, obj.__closure__ or ())]
+    if is_library(_home(obj)):  # what a decorator returns, as torch.no_grad, holds the user's function
+        parts += [(f".{name}", value) for name, value in vars(obj).items() if not _noted(name)]
+        return [(name, value) for name, value in parts if name not in (".dispatch_cache", "._clear_cache")]
+    parts += [(f".defaults[{index}]", value) for index, value in enumerate(obj.__defaults__ or ())]
+    more = {**(obj.__kwdefaults__ or {}), **vars(obj), "__doc__": obj.__doc__}
     with suppress(Exception):  # Python 3.14 works them out when asked
-        more["<hints>"] = _hints(thing.__annotations__)
-    found += [(f".{name}", value) for name, value in more.items()]
-    return found + _globals_of(thing.__code__, thing.__globals__)
+        more["<hints>"] = _hints(obj.__annotations__)
+    parts += [(f".{name}", value) for name, value in more.items()]
+    return parts + _globals_of(obj.__code__, obj.__globals__)
 
 
-def _globals_of(code: types.CodeType, known: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _globals_of(code: types.CodeType, scope: Mapping[str, Any]) -> list[tuple[str, Any]]:
     names = sorted(names_in(code))
-    found = [(f".{name}", made) for name, made in OPDEFS.items() if {"ops", *name.split("::")} <= {*names}]
+    parts = [(f".{name}", operation) for name, operation in OPDEFS.items() if {"ops", *name.split("::")} <= {*names}]
     for name in names:
-        value = known.get(name)
+        value = scope.get(name)
         if not isinstance(value, types.ModuleType):
-            found.append((f".{name}", value))
+            parts.append((f".{name}", value))
         elif not is_library(value.__name__):
-            found += [(f".{name}.{n}", vars(value)[n]) for n in names if n in vars(value)]
-    return found
+            parts += [(f".{name}.{n}", vars(value)[n]) for n in names if n in vars(value)]
+    return parts
 
 
 def _filled(cell: types.CellType) -> bool:

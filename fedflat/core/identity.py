@@ -73,30 +73,30 @@ def _walk(value: Any, total: Any, seen: dict[int, tuple[int, Any]]) -> None:
     if isinstance(value, Mapping):
         _add(total, "map", len(value))
         for key, inner in value.items():  # in its own order, which may be one of calls
-            _each((key, inner), walk)
+            _walk_all((key, inner), walk)
         # What a defaultdict answers for a key that is not there is a part of how it acts.
         walk(getattr(value, "default_factory", None))
         _kind(value, walk)
     elif isinstance(value, (list, tuple)):
         _add(total, "list", type(value).__qualname__, len(value))
-        _each(value, walk)
+        _walk_all(value, walk)
         _kind(value, walk)
     elif isinstance(value, (set, frozenset)):
         _add(total, "set", len(value))
         # A set has no order of its own.
-        _each(sorted(value, key=repr), walk)
+        _walk_all(sorted(value, key=repr), walk)
         _kind(value, walk)
     elif isinstance(value, types.CodeType):
         _code(value, total, walk)
     elif isinstance(value, functools.partial):
         _add(total, "partial")
-        _each((value.func, value.args, value.keywords, *filter(None, [vars(value)])), walk)
+        _walk_all((value.func, value.args, value.keywords, *filter(None, [vars(value)])), walk)
         _kind(value, walk)
     elif isinstance(value, types.MethodType):
         _add(total, "method")
-        _each((value.__func__, value.__self__), walk)
+        _walk_all((value.__func__, value.__self__), walk)
     elif isinstance(value, types.ModuleType):
-        if not _known(value.__name__):  # what is read of a user's module is seen where its name stands in code alone
+        if not _is_known(value.__name__):  # what is read of a user's module is seen where its name stands in code alone
             raise _Unknown
         _add(total, "module", value.__name__)
     elif isinstance(value, types.FunctionType):
@@ -113,15 +113,15 @@ def _walk(value: Any, total: Any, seen: dict[int, tuple[int, Any]]) -> None:
         _add(total, "annotation", repr(value))
     elif isinstance(value, (staticmethod, classmethod, property)):
         _add(total, type(value).__name__)
-        _each((value.fget, value.fset) if isinstance(value, property) else (value.__func__,), walk)
+        _walk_all((value.fget, value.fset) if isinstance(value, property) else (value.__func__,), walk)
     else:
         _instance(value, total, walk)
 
 
 def plain_text(value: Any) -> str:
     """Return a plain value as its kind shows it: a class of the user's own may show less of a number than there is."""
-    shown: Any = next((kind.__repr__ for kind in (int, float, complex, str, bytes) if isinstance(value, kind)), repr)
-    return str(shown(value))
+    show: Any = next((kind.__repr__ for kind in (int, float, complex, str, bytes) if isinstance(value, kind)), repr)
+    return str(show(value))
 
 
 def _kind(value: Any, walk: Any) -> None:
@@ -131,7 +131,7 @@ def _kind(value: Any, walk: Any) -> None:
         walk(vars(value) if hasattr(value, "__dict__") else None)
 
 
-def _each(values: Iterable[Any], walk: Any) -> None:
+def _walk_all(values: Iterable[Any], walk: Any) -> None:
     for value in values:
         walk(value)
 
@@ -143,7 +143,7 @@ def _add(total: Any, *words: object) -> None:
 
 
 def _named(value: Any, total: Any) -> bool:
-    """Add a name; whether the name says it all."""
+    """Add a name; return whether it identifies the object by itself."""
     module = str(value.__module__).partition(DIGEST)[0]  # of a user's file the code counts, not its place or comments
     name = f"{module}.{value.__qualname__}"
     _add(total, type(value).__name__, name)
@@ -155,14 +155,14 @@ def _function(value: types.FunctionType, total: Any, walk: Any) -> None:
     home = f"{value.__globals__.get('__name__')}."
     if _named(value, total) and not value.__closure__ and home.startswith(_OWN):
         return
-    _each((value.__code__, value.__defaults__, value.__kwdefaults__), walk)
+    _walk_all((value.__code__, value.__defaults__, value.__kwdefaults__), walk)
     if vars(value):
         walk(vars(value))
     try:
         inside = [cell.cell_contents for cell in value.__closure__ or ()]
     except ValueError as error:  # a name that is not bound yet
         raise _Unknown from error
-    _each(inside, walk)
+    _walk_all(inside, walk)
     names = sorted(names_in(value.__code__))
     for name in names:
         used = value.__globals__.get(name, names_in)
@@ -172,9 +172,9 @@ def _function(value: types.FunctionType, total: Any, walk: Any) -> None:
             walk(used)
         elif name in vars(builtins) and name not in _BUILTINS:  # put there by somebody
             raise _Unknown
-        if isinstance(used, types.ModuleType) and not _known(used.__name__):
+        if isinstance(used, types.ModuleType) and not _is_known(used.__name__):
             for inner in (vars(used)[n] for n in names if n in vars(used)):  # what the code may read of a user's module
-                if isinstance(inner, types.ModuleType) and not _known(inner.__name__):
+                if isinstance(inner, types.ModuleType) and not _is_known(inner.__name__):
                     raise _Unknown
                 walk(inner)
     _refuse_outside(value, names)
@@ -185,15 +185,15 @@ def _refuse_outside(value: types.FunctionType, names: Sequence[str]) -> None:
     home = str(value.__globals__.get("__name__", "")).partition(".")[0]
     used = {name.__name__ for name in map(value.__globals__.get, names) if isinstance(name, types.ModuleType)}
     modules = used.union(_imports_in(value.__code__))
-    roots, users = {name.partition(".")[0] for name in modules}, {name for name in modules if not _known(name)}
+    roots, users = {name.partition(".")[0] for name in modules}, {name for name in modules if not _is_known(name)}
     if home in sys.stdlib_module_names and home != "__main__":
-        found = home not in _PURE
+        outside = home not in _PURE
     else:
-        found = not _OUTSIDE.isdisjoint(names) or not (roots & sys.stdlib_module_names) <= _PURE
+        outside = not _OUTSIDE.isdisjoint(names) or not (roots & sys.stdlib_module_names) <= _PURE
         # A module of the user's that is imported inside the function was not walked through above.
-        found |= not users <= used or (bool(users) and "getattr" in names)
-        found |= bool(roots & {"torch", "numpy"}) and not _FILES.isdisjoint(names)
-    if found:
+        outside |= not users <= used or (bool(users) and "getattr" in names)
+        outside |= bool(roots & {"torch", "numpy"}) and not _FILES.isdisjoint(names)
+    if outside:
         raise _Unknown
 
 
@@ -212,19 +212,19 @@ def names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*(names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
 
 
-def _known(module: str) -> bool:
+def _is_known(module: str) -> bool:
     return f"{module}.".startswith(_OWN) or module.partition(".")[0] in sys.stdlib_module_names
 
 
 def _code(value: types.CodeType, total: Any, walk: Any) -> None:
     _add(total, "code", value.co_name, value.co_argcount, value.co_kwonlyargcount, value.co_flags, value.co_code.hex())
-    _each((value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars, value.co_consts), walk)
+    _walk_all((value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars, value.co_consts), walk)
 
 
 def _class(value: type, total: Any, walk: Any) -> None:
     if _named(value, total):
         return
-    walk(value.__bases__ if _known(type(value).__module__) else (*value.__bases__, type(value)))
+    walk(value.__bases__ if _is_known(type(value).__module__) else (*value.__bases__, type(value)))
     skip = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__", "__slotnames__"}
     for name, member in sorted(vars(value).items()):
         if name not in skip and not inspect.isgetsetdescriptor(member) and not inspect.ismemberdescriptor(member):
@@ -237,8 +237,8 @@ def _has_hidden(kind: type) -> bool:
     into.
     """
     while kind.__base__ is not None:
-        own = kind.__basicsize__ - kind.__base__.__basicsize__
-        if kind.__itemsize__ or own > POINTER * (len(slots_of(kind)) + 2):
+        added = kind.__basicsize__ - kind.__base__.__basicsize__
+        if kind.__itemsize__ or added > POINTER * (len(slots_of(kind)) + 2):
             return True
         kind = kind.__base__
     return False
@@ -291,8 +291,8 @@ def _instance(value: Any, total: Any, walk: Any) -> None:
     if (state is None and not slots) or _has_hidden(type(value)):
         raise _Unknown
     walk(type(value))
-    kept = {name: inner for name, inner in (state or {}).items() if name != _MODE or "_modules" not in (state or {})}
-    kept |= {name: getattr(value, name) for name in slots}
-    for name in sorted(kept):
+    fields = {name: inner for name, inner in (state or {}).items() if name != _MODE or "_modules" not in (state or {})}
+    fields |= {name: getattr(value, name) for name in slots}
+    for name in sorted(fields):
         _add(total, name)
-        walk(kept[name])
+        walk(fields[name])

@@ -38,11 +38,11 @@ def imported(where: str, path: str) -> Callable[..., Any]:
     module_name, _, attribute = path.rpartition(":")
     require(bool(module_name), where, path, "path/to/file.py:callable, or package.module:callable")
     module = _file(where, Path(module_name)) if module_name.endswith(".py") else _package(where, module_name)
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    target = getattr(module, attribute, None)
+    if not callable(target):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise wrong(where, attribute, f"a callable of {module_name}", hint=nearest(attribute, public))
-    return found  # type: ignore[no-any-return]
+    return target  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -57,13 +57,13 @@ def calling(where: str) -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not any(name in frame.filename for name in _INSTALLED)]
+        user_frames = [frame for frame in frames if not any(name in frame.filename for name in _INSTALLED)]
         # A TypeError of the call itself, without a frame below it: the arguments do not fit.
-        if not own and not (isinstance(error, TypeError) and len(frames) == 2):
+        if not user_frames and not (isinstance(error, TypeError) and len(frames) == 2):
             raise
-        place = f" at line {own[-1].lineno} of {Path(own[-1].filename).name}" if own else ""
-        found = f"{type(error).__name__}{place} ({error})"
-        raise wrong(where, found, "a function that runs with these arguments") from error
+        place = f" at line {user_frames[-1].lineno} of {Path(user_frames[-1].filename).name}" if user_frames else ""
+        failure = f"{type(error).__name__}{place} ({error})"
+        raise wrong(where, failure, "a function that runs with these arguments") from error
 
 
 def _package(where: str, name: str) -> ModuleType:
@@ -77,14 +77,14 @@ def _file(where: str, path: Path) -> ModuleType:
     here = "" if path.is_absolute() else f" in {Path.cwd()}"
     require(path.is_file(), where, f"no file {path}{here}", "path/to/file.py:callable")
     try:
-        return _made(str(path.resolve()), importlib.util.decode_source(path.read_bytes()))
+        return _module_of(str(path.resolve()), importlib.util.decode_source(path.read_bytes()))
     except InputError:
         raise
     except Exception as error:
         raise wrong(where, f"{type(error).__name__} while reading {path} ({error})", "a Python file") from error
 
 
-def _made(place: str, text: str) -> ModuleType:
+def _module_of(place: str, text: str) -> ModuleType:
     """Return the module of a file's text; the same one as before where place and text are the same."""
     digest = hashlib.sha256(f"{place}\0{text}".encode()).hexdigest()[:16]
     name = f"{USER_FILES}{Path(place).stem}{DIGEST}{digest}"
@@ -114,14 +114,14 @@ def user_files() -> list[tuple[str, str]]:
 def load_files(files: list[tuple[str, str]]) -> None:
     """Make the modules of files that were read in another process."""
     for place, text in files:
-        _made(place, text)
+        _module_of(place, text)
 
 
 class Made:
-    """Travels to another process as a call: what arrives is what ``make(*given)`` gives there."""
+    """Travels to another process as a call: what arrives is what ``make(*arguments)`` gives there."""
 
-    def __init__(self, make: Callable[..., Any], *given: Any) -> None:
-        self.call = make, given
+    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
+        self.call = make, arguments
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self.call

@@ -116,12 +116,12 @@ def put(module: nn.Module, weights: Mapping[str, Tensor], where: str, whose: str
 
     Raises InputError, naming ``where`` and ``whose`` weights they are, for a parameter that it lacks or has otherwise.
     """
-    own = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     for name, value in weights.items():
-        here = own.get(name)
+        here = parameters.get(name)
         if here is None or here.shape != value.shape:
-            found = "no such parameter" if here is None else f"shape {tuple(here.shape)}"
-            raise wrong(f"{where}: {name}", found, f"shape {tuple(value.shape)}, as in {whose}")
+            actual = "no such parameter" if here is None else f"shape {tuple(here.shape)}"
+            raise wrong(f"{where}: {name}", actual, f"shape {tuple(value.shape)}, as in {whose}")
         here.data = value.clone()
 
 
@@ -163,8 +163,8 @@ class PersonalState:
     def state(self, name: str, client: int, like: Tensor) -> Tensor:
         """Return a client's named state, shaped and placed as ``like`` ``(d,)``: a copy, which only ``remember``
         moves."""
-        found = self.states.get(name, {}).get(int(client))
-        return torch.zeros_like(like) if found is None else found.to(like.device, copy=True)
+        stored = self.states.get(name, {}).get(int(client))
+        return torch.zeros_like(like) if stored is None else stored.to(like.device, copy=True)
 
     def remember(self, name: str, client: int, value: Tensor) -> None:
         """Store a client's new state; one that is not finite is not kept."""
@@ -173,7 +173,7 @@ class PersonalState:
 
     def copy(self) -> "PersonalState":
         """Return the same vectors; what is stored later is not in it."""
-        return PersonalState(self.first, dict(self.kept), {name: dict(found) for name, found in self.states.items()})
+        return PersonalState(self.first, dict(self.kept), {name: dict(state) for name, state in self.states.items()})
 
     def whole(self, shared: Tensor, client: int) -> Tensor:
         """Return a fresh vector ``(D,)``: the shared part with the client's own head behind it."""
@@ -181,10 +181,10 @@ class PersonalState:
 
     def pack(self) -> dict[str, Tensor]:
         """Return the heads and states as named tensors, for the private half of a checkpoint."""
-        found = _packed("heads", self.kept, self.first.numel()) if self.first.numel() else {}
-        for name, kept in self.states.items():
-            found |= _packed(STATE + name, kept, 0)  # of nobody too: that there is a half tells nothing of who came
-        return found
+        named = _packed("heads", self.kept, self.first.numel()) if self.first.numel() else {}
+        for name, state in self.states.items():
+            named |= _packed(STATE + name, state, 0)  # of nobody too: that there is a half tells nothing of who came
+        return named
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> None:
         """Take what clients keep from a checkpoint."""
@@ -197,9 +197,9 @@ STATE = "state."
 """Before the name of a client state in a checkpoint's private half."""
 
 
-def _packed(name: str, kept: Mapping[int, Tensor], width: int) -> dict[str, Tensor]:
-    ids = sorted(kept)
-    stacked = torch.stack([kept[i] for i in ids]) if ids else torch.zeros(0, width)
+def _packed(name: str, vectors: Mapping[int, Tensor], width: int) -> dict[str, Tensor]:
+    ids = sorted(vectors)
+    stacked = torch.stack([vectors[i] for i in ids]) if ids else torch.zeros(0, width)
     return {f"{name}.ids": torch.tensor(ids, dtype=torch.int64), f"{name}.values": stacked}
 
 
@@ -215,8 +215,8 @@ FEW = 16
 def usable(inputs: Tensor) -> bool:
     """Return whether these are images in this machine's memory, in a number format and with a torch that oneDNN
     serves."""
-    known = inputs.dim() == 4 and inputs.device.type == "cpu" and inputs.dtype in NUMBERS
-    return known and torch.backends.mkldnn.is_available()
+    served = inputs.dim() == 4 and inputs.device.type == "cpu" and inputs.dtype in NUMBERS
+    return served and torch.backends.mkldnn.is_available()
 
 
 def looked_at(module: nn.Module, inputs: Tensor) -> Tensor:

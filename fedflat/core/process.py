@@ -29,8 +29,8 @@ def forget_signals() -> None:
     _asked.clear()
 
 
-def on_request(what: str, stop: Callable[[], object] = lambda: None) -> AbstractContextManager[None]:
-    """Inside the block the first signal calls ``stop`` and says that it ends after ``what``; a second one raises
+def on_request(step: str, stop: Callable[[], object] = lambda: None) -> AbstractContextManager[None]:
+    """Inside the block the first signal calls ``stop`` and says that it ends after ``step``; a second one raises
     KeyboardInterrupt. Does nothing outside the main thread, where signals cannot be set."""
 
     def handler(number: int, frame: object) -> None:
@@ -38,7 +38,7 @@ def on_request(what: str, stop: Callable[[], object] = lambda: None) -> Abstract
             raise KeyboardInterrupt
         _asked.append(number)
         stop()
-        print(f"\nStopping after {what} (Ctrl-C again to stop at once).", file=sys.stderr)
+        print(f"\nStopping after {step} (Ctrl-C again to stop at once).", file=sys.stderr)
 
     return _set(handler)
 
@@ -76,9 +76,9 @@ def own_stderr() -> int:
 
 def write_errors_to(parent: int, file: int) -> None:
     """In a worker process: from now on standard error is the file that process ``parent`` made by ``own_stderr``."""
-    told = os.open(f"/proc/{parent}/fd/{file}", os.O_WRONLY | os.O_APPEND)
-    os.dup2(told, 2)
-    os.close(told)
+    descriptor = os.open(f"/proc/{parent}/fd/{file}", os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
 
 
 def text_of(file: int) -> str:
@@ -140,17 +140,17 @@ Listener = Callable[[str, int, int], object]
 _listeners: list[Listener] = []
 
 
-def report_progress(what: str, done: int, total: int) -> None:
-    """Tell the listeners how far something is that comes before round 0. Raises KeyboardInterrupt if asked to stop."""
+def report_progress(step: str, done: int, total: int) -> None:
+    """Tell the listeners how far a step before round 0 has come. Raises KeyboardInterrupt if asked to stop."""
     if _asked:
         raise KeyboardInterrupt
     for listener in _listeners:
-        listener(what, done, total)
+        listener(step, done, total)
 
 
 @contextlib.contextmanager
 def listening_to_progress(listener: Listener) -> Iterator[None]:
-    """``listener`` is told of what is done inside the block, from whichever thread."""
+    """Inside the block ``listener`` is called with every report of progress, from whichever thread."""
     _listeners.append(listener)
     try:
         yield
@@ -177,10 +177,9 @@ def free_memory() -> float | None:
 
 
 def in_background(work: Callable[[], T]) -> Callable[[], T]:
-    """``work()`` is done by a thread from now on; calling what is returned waits for it and gives what it gave, or
-    raises what it raised."""
+    """Start ``work()`` in a thread; return a function that waits for it and returns its result, or raises its error."""
     pool = ThreadPoolExecutor(1)
-    found = pool.submit(work)
+    future = pool.submit(work)
     # Lets the thread end when it is done; what is returned still waits for it.
     pool.shutdown(wait=False)
-    return found.result
+    return future.result

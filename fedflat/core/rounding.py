@@ -43,8 +43,7 @@ CACHED = 1 << 16
 def norm(vector: Tensor) -> Tensor:
     """L2 norm ``()`` of a vector ``(d,)``; squares are summed in float64, so that a huge entry is no infinity."""
     if not _long(vector):
-        found: Tensor = torch.linalg.vector_norm(vector, dtype=torch.float64)
-        return found
+        return torch.linalg.vector_norm(vector, dtype=torch.float64)  # type: ignore[no-any-return]
     return torch.stack([_wide(p, room).square_().sum() for p, room in _pieces(vector)]).sum().sqrt()
 
 

@@ -132,7 +132,7 @@ class ServerStep(Protocol):
     """
 
     def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        """Its slots before round 0, by name; shared: w^0 ``(d,)``. Zeros for what it broadcasts, if it says nothing."""
+        """Return the slots before round 0, by name: by default zeros for what it broadcasts. shared: w^0 ``(d,)``."""
         return {name: torch.zeros_like(shared) for name in broadcast_by((self,))}
 
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
@@ -328,8 +328,8 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         for name in ("phases", "transforms", "server", "client_state"):
-            if not isinstance(found := getattr(self, name), (tuple, list)):
-                raise wrong(f"algorithm.{name}", type(found).__name__, "a tuple: (piece,), with the comma, for one")
+            if not isinstance(pieces := getattr(self, name), (tuple, list)):
+                raise wrong(f"algorithm.{name}", type(pieces).__name__, "a tuple: (piece,), with the comma, for one")
         for state in self.client_state:
             if not isinstance(state, ClientState) or not callable(state.next):
                 raise wrong("algorithm.client_state", repr(state), "ClientState(name, function)")

@@ -50,7 +50,7 @@ class ScheduledPlan(Accounted):
 
     @property
     def name(self) -> str:
-        """As the ledger shows it."""
+        """The name that the ledger shows."""
         return "gaussian" if self.kind == "independent" else "correlated"
 
     @property
@@ -78,18 +78,18 @@ class ScheduledPlan(Accounted):
         return -(-self.factor.rounds // self.separation)
 
     def multiplier(self, sigma: float, rounds: int) -> float:
-        """std / sensitivity of the one Gaussian that all spans are together after ``rounds``; a public schedule's."""
+        """Return std / sensitivity of the one Gaussian that all spans make after ``rounds``, in a public schedule."""
         # Spans were drawn with keys of their own: independent Gaussians, whose squares add up.
         moved = sum(self.factor.sensitivity(self.separation, *span) ** 2 for span in self._spans(rounds))
         return sigma * self.scale / math.sqrt(moved) if moved else math.inf
 
     def guarantees(self, plan: Any, rounds: int) -> tuple[Guarantee, ...]:
-        """Towards recipients after ``rounds`` rounds, a number that is fixed in advance."""
+        """Return the guarantee towards recipients after ``rounds`` rounds, a number that is fixed in advance."""
         how = COINS if self.chance is not None else PUBLIC
         return (Guarantee("recipients", how, self.relation, self.epsilon(plan, rounds), plan.delta, plan.accountant),)
 
     def known_epsilon(self, plan: Any, rounds: int) -> float:
-        """ε towards somebody who learns which coins fell: Gaussians over Bin(turns, p) participations."""
+        """Return ε towards somebody who learns which coins fell: Gaussians over Bin(turns, p) participations."""
         # A client has one turn in each span of `separation` rounds, and a new key begins a new span.
         turns = self._turns(rounds)
         return schedule_epsilon(turns, self.chance or 1.0, plan.event_multiplier, plan.delta) if turns else 0.0
@@ -109,12 +109,12 @@ class ScheduledPlan(Accounted):
         return compose_epsilon(event, 1, plan.delta, plan.accountant)
 
     def record(self, plan: Any) -> dict[str, Any]:
-        """What the ledger needs beside the plan's fields: C's description, b, k and p."""
-        found = {
+        """Return what the ledger needs beside the plan's fields: C's description, b, k and p."""
+        entry = {
             "noise": self.kind, "bands": self.factor.bands, "factor": self.factor.digest, "rounds": self.factor.rounds,
             "separation": self.separation, "participations": self.participations,
         }  # fmt: skip
-        return found if self.chance is None else {**found, "chance": self.chance}
+        return entry if self.chance is None else {**entry, "chance": self.chance}
 
     def by_round(self, plan: Any, round: int) -> dict[str, Any]:
         """The column of C of a round, from which its sensitivity follows, and the norm of its row of C⁻¹."""
@@ -124,7 +124,7 @@ class ScheduledPlan(Accounted):
         return {**column, "row_norm": float(self.factor.row_norms[round])}
 
     def standing(self, entries: Iterable[Mapping[str, Any]], key: str | None, start: int) -> "ScheduledPlan":
-        """The same, told by a ledger's lines which rounds were drawn with which key; ``key`` draws from ``start`` on.
+        """Return the plan with the spans that a ledger's lines show for each key; ``key`` draws from ``start`` on.
 
         key: None for that of the last line.
         """
@@ -139,7 +139,7 @@ class ScheduledPlan(Accounted):
         return replace(self, spans=tuple(spans.values()), start=current[0])
 
     def _turns(self, rounds: int) -> int:
-        """How often a client's group has its turn."""
+        """Return how often a client's group has its turn."""
         return sum(-(-(last - first) // self.separation) for first, last in self._spans(rounds))
 
     def _spans(self, rounds: int) -> tuple[Span, ...]:
@@ -155,8 +155,7 @@ def scheduled_plan(
     Raises:
         InputError: correlated noise with a cohort law that keeps no rounds apart, or impossible bands.
     """
-    scheduled = isinstance(sampler, (MinSeparation, CyclicPoisson))
-    if kind == "independent" and not scheduled:
+    if kind == "independent" and not isinstance(sampler, (MinSeparation, CyclicPoisson)):
         require(bands is None, "privacy.noise.bands", bands, "nothing with kind: independent")
         return None
     if not isinstance(sampler, Scheduled):

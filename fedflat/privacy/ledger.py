@@ -89,7 +89,7 @@ def event(entry: Mapping[str, Any]) -> Entry:
 
 
 def extra_rounds(entries: Iterable[Mapping[str, Any]]) -> int:
-    """Rounds charged beyond once each: every further line of a round's draw, and every line that is a new attempt.
+    """Count the charges beyond one a round: every further line of a draw, and every line that is a new attempt.
 
     Lines are counted as they stand, whatever they say of themselves: two equal lines of a round are two releases.
     """
@@ -107,10 +107,10 @@ def extra_rounds(entries: Iterable[Mapping[str, Any]]) -> int:
 
 def run_of(entries: Iterable[Mapping[str, Any]]) -> Entry | None:
     """The newest facts of the run that a ledger's lines carry; None for a ledger of before 0.2."""
-    found = None
+    run = None
     for entry in entries:
-        found = entry.get(RUN, found)
-    return found if found is None or isinstance(found, dict) else {}
+        run = entry.get(RUN, run)
+    return run if run is None or isinstance(run, dict) else {}
 
 
 def _attempt(entry: Mapping[str, Any]) -> int:
@@ -203,25 +203,25 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
     ``entries`` are the verified lines, ``notes`` what was found and set aside on opening.
     """
 
-    def __init__(self, path: Path, file: int | None, lock: IO[bytes], found: Scan, key_id: str | None) -> None:
+    def __init__(self, path: Path, file: int | None, lock: IO[bytes], stored: Scan, key_id: str | None) -> None:
         self.path = path
-        self.entries = found.entries
+        self.entries = stored.entries
         self.notes: list[str] = []
         self._file, self._lock_file = file, lock
-        self._tip = found.tip
+        self._tip = stored.tip
         self._size = 0
         self._run: Entry | None = None
         self._copy: Callable[[bytes], None] = lambda line: None
         self.use_key(key_id)
 
     def use_key(self, key_id: str | None) -> None:
-        """The public fingerprint of the key that further events are drawn with; without one nothing is drawn again."""
+        """Set the public fingerprint of the key of further events; without one no event counts as drawn again."""
         self.key_id = key_id
         self._key = {} if key_id is None else {"key_id": key_id}
         self._replay = list(self.entries) if self._key else []
 
     def describe(self, run: Mapping[str, Any]) -> None:
-        """Facts of the run that the next line carries, unless the newest recorded ones are the same."""
+        """Set the facts of the run that the next line carries, unless the newest recorded ones are the same."""
         self._run = plain_json("ledger run", run)
 
     def copy_to(self, write: Callable[[bytes], None]) -> None:
@@ -249,24 +249,24 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
                 undo.callback(os.close, file)
                 flush(path.parent)
                 data = path.read_bytes()
-                found = scan(path, data)
-                ledger = cls(path, file, lock, found, key_id)
-                ledger._heal(data, found)
+                stored = scan(path, data)
+                ledger = cls(path, file, lock, stored, key_id)
+                ledger._heal(data, stored)
             except OSError as error:
                 raise RunError(f"{path}: the ledger cannot be opened for writing ({error.strerror})") from error
             undo.pop_all()
         return ledger
 
-    def _heal(self, data: bytes, found: Scan) -> None:
+    def _heal(self, data: bytes, stored: Scan) -> None:
         """Set a torn last line aside (kept in ``ledger.torn``), or finish a whole one that lacks its newline."""
         # Refused before anything is written, so that a closed ledger never looks like a charged round.
         file = self._writable()
-        if found.torn:
+        if stored.torn:
             aside = self.path.with_suffix(".torn")
-            append(aside, found.torn.rstrip(b"\n") + b"\n", mode=0o644)
-            os.ftruncate(file, len(data) - len(found.torn))
+            append(aside, stored.torn.rstrip(b"\n") + b"\n", mode=0o644)
+            os.ftruncate(file, len(data) - len(stored.torn))
             self.notes.append(
-                f"line {len(self.entries)} of {self.path.name} was torn by a crash ({len(found.torn)} bytes, moved to "
+                f"line {len(self.entries)} of {self.path.name} was torn by a crash ({len(stored.torn)} bytes, moved to "
                 f"{aside.name}); its round had not been released"
             )
         elif data and not data.endswith(b"\n"):
@@ -290,8 +290,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
     def _normal(self, payload: Mapping[str, Any]) -> Entry:
         plain: Entry = {**plain_json("ledger event", payload), **self._key}
         whole("ledger event.round", plain.get("round"))
-        taken = [key for key in plain if key in _NO_EVENT]
-        if taken:
+        if taken := [key for key in plain if key in _NO_EVENT]:
             raise wrong("ledger event", taken[0], f"names other than {', '.join(_NO_EVENT)}")
         return plain
 
@@ -322,19 +321,18 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         spent: list[Entry] = []
         before = list(self.entries)
         for entry in [entry for entry in before if entry["round"] == drawn and "attempt" not in entry]:
-            payload = {**event(entry), **self._key}
             tries = max(_attempt(other) for other in before if _same_draw(other, entry))
-            spent.append(self._write({**payload, "attempt": tries + 1, "reason": reason}))
+            spent.append(self._write({**event(entry), **self._key, "attempt": tries + 1, "reason": reason}))
         self._replay = [entry for entry in self._replay if entry["round"] != drawn] + spent
         return spent
 
     def drawn_before(self, round: int) -> list[Entry]:
         """Return a round's first events if they were drawn with another key than this ledger's: drawn again, they are
         released again."""
-        found = [entry for entry in self.entries if entry["round"] == round]
-        if not found or found[-1].get("key_id") == self.key_id:
+        events = [entry for entry in self.entries if entry["round"] == round]
+        if not events or events[-1].get("key_id") == self.key_id:
             return []
-        return [entry for entry in found if "attempt" not in entry]
+        return [entry for entry in events if "attempt" not in entry]
 
     def charge_lost(self, entry: Mapping[str, Any], reason: str) -> Entry:
         """Charge an event whose own line is gone from this file: it may have been released."""

@@ -63,12 +63,12 @@ class Plan(AccountingParams):
     @property
     def params(self) -> AccountingParams:
         """What the Gaussian account takes, for the noise that is really added."""
-        own = {each.name: getattr(self, each.name) for each in fields(AccountingParams)}
-        return AccountingParams(**own | {"noise_multiplier": self.event_multiplier})
+        values = {parameter.name: getattr(self, parameter.name) for parameter in fields(AccountingParams)}
+        return AccountingParams(**values | {"noise_multiplier": self.event_multiplier})
 
     @property
     def account(self) -> Accounted:
-        """What answers for the rounds' noise: the mechanism's own account, or that of the Gaussian sum."""
+        """The account of the rounds' noise: the mechanism's own, or that of the Gaussian sum."""
         return self.mechanism or GAUSSIAN
 
     @property
@@ -152,24 +152,24 @@ class Plan(AccountingParams):
         return self.account.guarantees(self, count)
 
     def at(self, multiplier: float) -> "Plan":
-        """The same with another event multiplier."""
+        """Return the plan with another event multiplier."""
         if multiplier == self.event_multiplier:
             return self
         return replace(self, noise_multiplier=multiplier * (self.noise_cohort or self.sampler.size) / self.sampler.size)
 
     def calibrated(self, epsilon: float) -> "Plan":
-        """The same with the least noise for a target ε; with noise_cohort, of the simulated system.
+        """Return the plan with the least noise for a target ε; with noise_cohort, of the simulated system.
 
         Raises:
             InputError: no noise reaches it, or the adaptive clip's count alone would reveal more.
         """
-        found = replace(self, noise_multiplier=_calibrated(self, epsilon))
-        found.effective_multiplier  # noqa: B018  (refuses what the count's noise does not allow)
-        return found
+        plan = replace(self, noise_multiplier=_calibrated(self, epsilon))
+        plan.effective_multiplier  # noqa: B018  (refuses what the count's noise does not allow)
+        return plan
 
     def epsilon(self, rounds: int | None = None) -> float:
         """Proven ε after ``rounds`` rounds: the largest over the adversaries; inf where none is finite."""
-        return max(found.epsilon for found in self.guarantees(rounds))
+        return max(guarantee.epsilon for guarantee in self.guarantees(rounds))
 
     def simulated(self) -> "Plan | None":
         """The plan of the larger system that ``noise_cohort`` simulates: M' = M·noise_cohort/size, the same q and δ."""
@@ -225,7 +225,7 @@ class Plan(AccountingParams):
         Args:
             round: from 0. clip: the norm bound C of this round's messages.
         """
-        found: dict[str, Any] = {
+        line: dict[str, Any] = {
             "round": whole("round", round),
             "mechanism": self.account.name,
             "sampling": self.sampler.name,
@@ -254,17 +254,17 @@ class Plan(AccountingParams):
             "update_multiplier": None if self.count_std is None else self.effective_multiplier,
             "selection": self.selection.record() if self.selection else None,
         }
-        found |= {name: value for name, value in optional.items() if value is not None}
-        return found | self.account.record(self) | self.account.by_round(self, round)
+        line |= {name: value for name, value in optional.items() if value is not None}
+        return line | self.account.record(self) | self.account.by_round(self, round)
 
     def standing(self, entries: Sequence[Mapping[str, Any]], key: str | None = None, start: int = 0) -> "Plan":
-        """The plan of a run that goes on: where rounds share noise, which of them other keys drew (from a ledger)."""
+        """Return the plan of a run that goes on: where rounds share noise, a ledger says which ones other keys drew."""
         if not isinstance(self.mechanism, ScheduledPlan):
             return self
         return replace(self, mechanism=self.mechanism.standing(entries, key, start))
 
     def again(self, entries: Sequence[Mapping[str, Any]]) -> int:
-        """Rounds of a ledger to count beyond once each; 0 where ``standing`` counts them."""
+        """Return how many more rounds than one each a ledger charges; 0 where ``standing`` counts them."""
         return 0 if isinstance(self.mechanism, ScheduledPlan) else extra_rounds(entries)
 
 
@@ -345,29 +345,29 @@ def build_plan(
 def check_target(noise_multiplier: float | None, epsilon: float | None) -> None:
     """Refuse a plan with neither or both of its two targets."""
     if (noise_multiplier is None) == (epsilon is None):
-        found = "neither noise_multiplier nor epsilon" if epsilon is None else "both noise_multiplier and epsilon"
-        raise wrong("privacy", found, "exactly one of the two")
+        targets = "neither noise_multiplier nor epsilon" if epsilon is None else "both noise_multiplier and epsilon"
+        raise wrong("privacy", targets, "exactly one of the two")
 
 
 def _check_scheduled(
     scheduled: ScheduledPlan, mechanism: Accounted | None, trust: str, noise_cohort: float | None, adaptive: bool
 ) -> None:
     """Refuse what the account of a schedule is not proven for."""
-    what = "a schedule" if scheduled.kind == "independent" else f"{scheduled.kind} noise"
+    kind = "a schedule" if scheduled.kind == "independent" else f"{scheduled.kind} noise"
     if mechanism is not None:
-        raise wrong("algorithm.name", mechanism.name, f"a method whose noise is plain Gaussian, with {what}")
+        raise wrong("algorithm.name", mechanism.name, f"a method whose noise is plain Gaussian, with {kind}")
     hint = "Noise of one round would have to be known to others, or to be another's in the next."
-    require(trust == "central", "privacy.trust", trust, f"central with {what}", hint=hint)
-    require(noise_cohort is None, "privacy.noise_cohort", noise_cohort, f"nothing with {what}")
+    require(trust == "central", "privacy.trust", trust, f"central with {kind}", hint=hint)
+    require(noise_cohort is None, "privacy.noise_cohort", noise_cohort, f"nothing with {kind}")
     varied, hint = adaptive and scheduled.kind != "independent", "The one Gaussian that the run is needs one clip."
-    require(not varied, "privacy.clip", "adaptive", f"one constant clip with {what}", hint=hint)
+    require(not varied, "privacy.clip", "adaptive", f"one constant clip with {kind}", hint=hint)
 
 
 def _without_privacy(params: AccountingParams, protocol: str, ignored: bool) -> Plan:
-    found = ["This method neither clips nor adds noise: no privacy guarantee."]
+    warnings = ["This method neither clips nor adds noise: no privacy guarantee."]
     if ignored:
-        found.append("privacy.noise_multiplier, epsilon and noise are ignored by a method without privacy.")
-    return Plan(**vars(params) | {"noise_multiplier": 0.0}, protocol=protocol, private=False, warnings=tuple(found))
+        warnings.append("privacy.noise_multiplier, epsilon and noise are ignored by a method without privacy.")
+    return Plan(**vars(params) | {"noise_multiplier": 0.0}, protocol=protocol, private=False, warnings=tuple(warnings))
 
 
 def _summable(sampler: Sampler) -> None:
@@ -406,16 +406,16 @@ def _with_count_noise(plan: Plan, adaptive: bool, count_noise: float | None) -> 
 def warnings_of(plan: Plan) -> list[str]:
     """Return what a user is warned of, one sentence each."""
     delta, usual = plan.delta, default_delta(plan.sampler.clients)
-    found = []
+    warnings = []
     if delta > usual * (1 + 1e-9):
-        found.append(
+        warnings.append(
             f"δ = {delta:g} is larger than 0.1/M = {usual:g}: at 1/M, publishing one client's data would meet it."
         )
     if plan.noise_multiplier == 0:
-        found.append("noise_multiplier is 0: updates are clipped but nothing is proven (ε is infinite).")
+        warnings.append("noise_multiplier is 0: updates are clipped but nothing is proven (ε is infinite).")
     if plan.noise_cohort is not None:
-        found.append(
+        warnings.append(
             f"noise_cohort: the noise is that of a cohort of {plan.noise_cohort:g}; simulated_epsilon is a projection, "
             "proven_epsilon holds for the run that happened."
         )
-    return found
+    return warnings

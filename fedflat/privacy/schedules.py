@@ -25,38 +25,38 @@ def contradictions(entries: Entries) -> list[str]:
     """
     if not entries or entries[0].get("separation") is None:
         return []
-    first, found = entries[0], []
+    first, faults = entries[0], []
     for name in FIXED:
         other = next((e for e in entries if e.get(name) != first.get(name)), None)
         if other is not None:
-            found.append(
+            faults.append(
                 f"round {other['round']} has {name} {other.get(name)}, round {first['round']} {first.get(name)}"
             )
     try:
-        return found or _figures(first) or _another_factor(entries, int(first["rounds"]))
+        return faults or _figures(first) or _another_factor(entries, int(first["rounds"]))
     except (LookupError, TypeError, ValueError, ZeroDivisionError):
         return ["the lines are not those of a schedule: a field is missing, or no C has such columns"]
 
 
 def _figures(first: Mapping[str, Any]) -> list[str]:
     rounds, apart, chance = int(first["rounds"]), int(first["separation"]), first.get("chance")
-    found, most = [], -(-rounds // apart)
+    faults, most = [], -(-rounds // apart)
     if first["participations"] != most:
-        found.append(f"{first['participations']} participations, but {rounds} rounds {apart} apart are {most}")
+        faults.append(f"{first['participations']} participations, but {rounds} rounds {apart} apart are {most}")
     if chance is not None and not math.isclose(chance, min(1.0, first["cohort"] * apart / first["clients"])):
-        found.append(f"chance {chance:.6g} is not cohort·separation/clients")
-    return found
+        faults.append(f"chance {chance:.6g} is not cohort·separation/clients")
+    return faults
 
 
 def _another_factor(entries: Entries, rounds: int) -> list[str]:
     columns, first = columns_of(entries), entries[0]
     if first["noise"] != "tree" and set(columns) != set(range(rounds)):
         return []  # a tree follows from the number of rounds alone
-    made = tree(rounds) if first["noise"] == "tree" else Factor(np.array([columns[t] for t in range(rounds)]))
-    if made.digest != first["factor"]:
+    factor = tree(rounds) if first["noise"] == "tree" else Factor(np.array([columns[t] for t in range(rounds)]))
+    if factor.digest != first["factor"]:
         return ["the columns are not those of the digest"]
     norms = {int(e["round"]): float(e.get("row_norm", 1.0)) for e in entries}
-    wrong = [t for t, norm in norms.items() if not math.isclose(norm, made.row_norms[t], rel_tol=1e-6)]
+    wrong = [t for t, norm in norms.items() if not math.isclose(norm, factor.row_norms[t], rel_tol=1e-6)]
     return [f"round {t} has a row_norm that is not that of its row" for t in wrong[:1]]
 
 
@@ -66,8 +66,8 @@ def columns_of(entries: Entries) -> dict[int, list[float]]:
     if first["noise"] == "independent":
         return {int(entry["round"]): [1.0] for entry in entries}
     if first["noise"] == "tree":
-        made = tree(int(first["rounds"]))
-        return {int(e["round"]): made.columns[int(e["round"])].tolist() for e in entries}
+        factor = tree(int(first["rounds"]))
+        return {int(e["round"]): factor.columns[int(e["round"])].tolist() for e in entries}
     return {int(entry["round"]): [float(c) for c in entry["column"]] for entry in entries}
 
 
@@ -86,8 +86,8 @@ def gaussians(entries: Entries, noise: float) -> tuple[float, int]:
         longest = max(math.hypot(*column) for column in columns.values())
         return noise / longest, sum(-(-(last - start) // first["separation"]) for start, last in spans)
     apart = int(first["separation"])
-    each = [{t: columns[t] for t in range(start, last) if t in columns} for start, last in spans]
-    return noise / math.sqrt(math.fsum(_moved(span, apart) for span in each)), 1
+    parts = [{t: columns[t] for t in range(start, last) if t in columns} for start, last in spans]
+    return noise / math.sqrt(math.fsum(_moved(span, apart) for span in parts)), 1
 
 
 def _moved(columns: Mapping[int, list[float]], apart: int) -> float:

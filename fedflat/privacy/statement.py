@@ -46,8 +46,8 @@ def least_noise(plan: Plan, entries: Sequence[Mapping[str, Any]]) -> float:
 
     A run's own lines all have its plan's.
     """
-    said = [float(entry["noise_multiplier"] or 0.0) for entry in entries if "noise_multiplier" in entry]
-    return min([plan.event_multiplier, *said])
+    recorded = [float(entry["noise_multiplier"] or 0.0) for entry in entries if "noise_multiplier" in entry]
+    return min([plan.event_multiplier, *recorded])
 
 
 def statement(
@@ -86,7 +86,7 @@ def statement(
     finite = proven is not None and math.isfinite(proven)
     again = Counter(str(entry["reason"]) for entry in entries if "reason" in entry)
     simulated = spent.simulated_epsilon(charged) if plan.private and plan.noise_cohort else None
-    found = {
+    body = {
         "algorithm": algorithm,
         "protocol": plan.protocol,
         "unit": "client: all data that one client holds, over the whole run",
@@ -122,7 +122,7 @@ def statement(
         "warnings": [*plan.warnings, *warnings],
         "facts": dict(facts),
     }  # fmt: skip
-    clean: dict[str, Any] = plain_json("privacy statement", found)
+    clean: dict[str, Any] = plain_json("privacy statement", body)
     return {**clean, "checklist": checklist(clean)}
 
 
@@ -143,7 +143,7 @@ def _proof(
             refused = [str(error)]
     if published:
         return guarantees, claimed, proven, []
-    epsilon = max((found.epsilon for found in guarantees), default=math.inf)
+    epsilon = max((guarantee.epsilon for guarantee in guarantees), default=math.inf)
     return guarantees, epsilon, epsilon, refused
 
 
@@ -174,8 +174,8 @@ def _planned(plan: Plan, run: int, planned: int) -> list[str]:
     """Say that rounds share one account: that of the planned run, and of each further key."""
     spans = len(plan.account.spans) if isinstance(plan.account, ScheduledPlan) else 0
     conditions = {"keys": spans, "planned": run < planned}
-    said = {"keys": spans + 1, "planned": planned}
-    return [TEXTS["reasons"][name].format(**said) for name, holds in conditions.items() if holds]
+    numbers = {"keys": spans + 1, "planned": planned}
+    return [TEXTS["reasons"][name].format(**numbers) for name, holds in conditions.items() if holds]
 
 
 def _adjacency(guarantees: Sequence[Any]) -> str:
@@ -187,9 +187,8 @@ def _sampling(plan: Plan, facts: Mapping[str, Any]) -> str:
     sampler, keeps = plan.sampler, facts.get("personal") or facts.get("client_state")
     amplified = plan.protocol == "sound" and sampler.name == "poisson" and plan.trust != "local"
     more = TEXTS["keeps"] if keeps and amplified else ""
-    share = f"q = {sampler.size / sampler.clients:g}"
-    law = TEXTS["sampling"][sampler.name]
-    return f"{law} (M = {sampler.clients}, expected cohort m = {sampler.size:g}, {share}){more}"
+    law, q = TEXTS["sampling"][sampler.name], sampler.size / sampler.clients
+    return f"{law} (M = {sampler.clients}, expected cohort m = {sampler.size:g}, q = {q:g}){more}"
 
 
 def _mechanism(plan: Plan, facts: Mapping[str, Any]) -> str:
@@ -208,11 +207,9 @@ def _mechanism(plan: Plan, facts: Mapping[str, Any]) -> str:
 
 def _second(plan: Plan, count: int) -> float | None:
     """Return ε at δ = 10⁻⁵ as well: at δ near 1/M a guarantee can be met by publishing somebody's data."""
-    if not plan.private or plan.protocol != "sound":
-        return None
-    with contextlib.suppress(InputError):  # e.g. the chance of an aborted round alone exceeds 10⁻⁵
-        found = dataclasses.replace(plan, delta=SECOND_DELTA).guarantees(count)
-        return max(float(guarantee.epsilon) for guarantee in found)
+    if plan.private and plan.protocol == "sound":
+        with contextlib.suppress(InputError):  # e.g. the chance of an aborted round alone exceeds 10⁻⁵
+            return dataclasses.replace(plan, delta=SECOND_DELTA).epsilon(count)
     return None
 
 
@@ -234,56 +231,56 @@ def _rounding(plan: Plan, entries: Sequence[Mapping[str, Any]]) -> float | None:
 
 def not_covered(plan: Plan, facts: Mapping[str, Any], key_source: str) -> list[str]:
     """Return what the guarantee says nothing about, one sentence each."""
-    seeded, own = key_source == "seed", plan.mechanism
+    seeded, mechanism = key_source == "seed", plan.mechanism
     # The account of a public schedule covers clients whose turns stay.
-    apart = own if isinstance(own, ScheduledPlan) and own.relation == "zero-out" else None
+    schedule = mechanism if isinstance(mechanism, ScheduledPlan) and mechanism.relation == "zero-out" else None
     conditions = {
         "untuned": not plan.selection, "selected": plan.selection, "side_channels": True, "public": True,
         "groups": True, "seed": seeded, "rerun": seeded, "private": facts.get("simulation", True),
         "pretrained": "public natural data" in str(facts.get("prior")), "held_out": facts.get("held_out"),
         "left_out": facts.get("left_out"), "uncompared": facts.get("uncompared"),
         "personal": facts.get("personal") or facts.get("finetuned"), "client_state": facts.get("client_state"),
-        "enrolled": apart, "floating_point": not facts.get("secure"),
+        "enrolled": schedule, "floating_point": not facts.get("secure"),
         "server": plan.trust == "central" and plan.protocol == "sound", "aggregation": plan.trust == "distributed",
         "shares": plan.trust == "distributed" and plan.mechanism is None,
     }  # fmt: skip
-    said = {"left_out": facts.get("left_out"), "delta": plan.delta}
-    if apart is not None:
+    numbers = {"left_out": facts.get("left_out"), "delta": plan.delta}
+    if schedule is not None:
         # Exchanging data moves two columns where emptying a slot moves one.
-        said["epsilon"] = _number(apart.epsilon(plan, plan.rounds_within_budget(), moved=2.0))
-    return [TEXTS["not_covered"][name].format(**said) for name, holds in conditions.items() if holds]
+        numbers["epsilon"] = _number(schedule.epsilon(plan, plan.rounds_within_budget(), moved=2.0))
+    return [TEXTS["not_covered"][name].format(**numbers) for name, holds in conditions.items() if holds]
 
 
-def is_seeded(found: Mapping[str, Any]) -> bool:
+def is_seeded(statement: Mapping[str, Any]) -> bool:
     """Return whether a statement's noise follows the run's seed, so that its ε is only that of the mechanism."""
-    old = found.get("proven_epsilon") is not None and str(found.get("noise_source")).startswith("simulation")
-    return bool(found.get("caution")) or old
+    old = statement.get("proven_epsilon") is not None and str(statement.get("noise_source")).startswith("simulation")
+    return bool(statement.get("caution")) or old
 
 
-def refuse_seeded(where: str, found: Mapping[str, Any]) -> None:
+def refuse_seeded(where: str, statement: Mapping[str, Any]) -> None:
     """Refuse to hand over a run on clients of one's own whose noise can be drawn again from its seed.
 
     Raises:
         InputError: it is one.
     """
-    if is_seeded(found) and (found.get("facts") or {}).get("own_clients", True):
+    if is_seeded(statement) and (statement.get("facts") or {}).get("own_clients", True):
         hint = "Its noise can be drawn again. Train once more with privacy.randomness: secret."
         raise wrong(where, "a run on clients of one's own with privacy.randomness: seeded", "a secret one", hint=hint)
 
 
-def checklist(found: Mapping[str, Any]) -> dict[str, str]:
+def checklist(body: Mapping[str, Any]) -> dict[str, str]:
     """The reporting items of Ponomareva et al. 2023, Section 5.3, each a sentence under a stable key."""
     return {
-        "dp_setting": f"{found['trust']}: {found['trust_model']}",
+        "dp_setting": f"{body['trust']}: {body['trust_model']}",
         "data_accesses": "Every round's cohort updates"
-        + (", of all trials." if "selection" in found else ". Not the search for hyper-parameters; see not_covered."),
+        + (", of all trials." if "selection" in body else ". Not the search for hyper-parameters; see not_covered."),
         "final_output": "Every round's shared model and the released metrics, not only the last model.",
-        "unit_of_privacy": found["unit"],
-        "adjacency": found["adjacency"],
-        "accounting_type": f"{found['accountant']} accounting composed over {found['rounds_charged']} rounds.",
-        "accounting_assumptions": f"{found['sampling']} This run drew its cohorts so.",
-        "formal_statement": headline(found),
-        "tuning": TEXTS["tuning"]["counted" if "selection" in found else "not_counted"],
+        "unit_of_privacy": body["unit"],
+        "adjacency": body["adjacency"],
+        "accounting_type": f"{body['accountant']} accounting composed over {body['rounds_charged']} rounds.",
+        "accounting_assumptions": f"{body['sampling']} This run drew its cohorts so.",
+        "formal_statement": headline(body),
+        "tuning": TEXTS["tuning"]["counted" if "selection" in body else "not_counted"],
         "verifiability": "ledger.jsonl holds every event; the figure can be recomputed from it with another library.",
     }
 
@@ -299,43 +296,43 @@ def true_positives(epsilon: float, delta: float) -> float:
     return min(1.0, math.exp(min(epsilon, 700.0)) * FALSE_POSITIVES + delta)
 
 
-def headline(found: Mapping[str, Any]) -> str:
+def headline(statement: Mapping[str, Any]) -> str:
     """The one line that may stand for the statement; it never gives the claimed figure without the proven one."""
-    at = f"at δ = {found['delta']:g}"
-    if found["protocol"] == "published":
-        claimed, proven = _number(found["claimed_epsilon"]), _number(found["proven_epsilon"])
-        whose = ", of the mechanism" if found.get("caution") else ""
+    at = f"at δ = {statement['delta']:g}"
+    if statement["protocol"] == "published":
+        claimed, proven = _number(statement["claimed_epsilon"]), _number(statement["proven_epsilon"])
+        whose = ", of the mechanism" if statement.get("caution") else ""
         return f"claimed ε = {claimed} {at}, proven ε = {proven} (published procedure{whose})"
-    simulated = found["simulated_epsilon"]
+    simulated = statement["simulated_epsilon"]
     tail = "" if simulated is None else f"; ε = {_number(simulated)} for the simulated larger population"
-    whose = " of the mechanism" if found.get("caution") else ""
-    return f"proven ε{whose} = {_number(found['proven_epsilon'])} {at}{tail}"
+    whose = " of the mechanism" if statement.get("caution") else ""
+    return f"proven ε{whose} = {_number(statement['proven_epsilon'])} {at}{tail}"
 
 
-def checksum(found: Mapping[str, Any]) -> str:
+def checksum(statement: Mapping[str, Any]) -> str:
     """SHA-256 of the canonical JSON of a statement without its own checksum."""
-    body = {key: value for key, value in found.items() if key != "checksum"}
+    body = {key: value for key, value in statement.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def is_whole(path: Path) -> bool:
     """Whether a statement's file has the checksum of what it says."""
     try:
-        found = json.loads(path.read_bytes())
-        return bool(found["checksum"] == checksum(found))
+        statement = json.loads(path.read_bytes())
+        return bool(statement["checksum"] == checksum(statement))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 
-def write(path: str | Path, found: Mapping[str, Any], run: str = "", weights: str = "") -> None:
+def write(path: str | Path, statement: Mapping[str, Any], run: str = "", weights: str = "") -> None:
     """Write ``privacy.json`` so that a reader sees the old or the new one, never half. Raises ``RunError``.
 
     It ends with the run's id, so that another run's with the same ε cannot stand for it, with the SHA-256 of the
     released weights that it is about, and with its own checksum.
     """
     path = Path(path)
-    about = {name: value for name, value in (("run", run), ("weights", weights)) if value}
-    body = plain_json("privacy statement", {**found, **about})
+    ids = {name: value for name, value in (("run", run), ("weights", weights)) if value}
+    body = plain_json("privacy statement", {**statement, **ids})
     text = json.dumps({**body, "checksum": checksum(body)}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         durable.replace(path, text, mode=0o644)

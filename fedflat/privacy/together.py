@@ -90,12 +90,12 @@ def _same_release(run: Published, other: Published) -> bool:
     """Whether events, released metrics and the weights of the checkpoints are the same, bit for bit."""
     if [event(e) for e in run.entries] != [event(e) for e in other.entries]:
         return False
-    found = release_digest(run.folder)
-    return found is not None and found == release_digest(other.folder)
+    digest = release_digest(run.folder)
+    return digest is not None and digest == release_digest(other.folder)
 
 
 def release_digest(folder: Path | None) -> str | None:
-    """Of what a run's folder holds of its release: shared weights, and metrics but their times. None without them."""
+    """Return the SHA-256 of a run's released weights and its metrics without their times; None without weights."""
     from safetensors import SafetensorError, safe_open
 
     digest, paths = hashlib.sha256(), sorted((folder / "checkpoints").glob("round-*.safetensors")) if folder else []

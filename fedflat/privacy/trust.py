@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
+from fedflat.core.checks import InputError, in_range, one_of, require, whole, wrong
 from fedflat.core.cohorts import Scheduled
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Sampler
@@ -79,8 +79,7 @@ class AccountingParams:
         in_range("privacy.delta", self.delta, 0, 1, open_low=True, open_high=True)
         proving(self.accountant)
         one_of("privacy.trust", self.trust, TRUSTS)
-        reason = inapplicable(self.accountant, self.sampler.name, self.trust)
-        if reason:
+        if reason := inapplicable(self.accountant, self.sampler.name, self.trust):
             raise InputError(f"privacy.accountant: {reason}.")
         limits = {
             "cohort.min": (self.min_cohort, "distributed"),
@@ -88,8 +87,7 @@ class AccountingParams:
             "cohort.max_participations": (self.max_participations, "local"),
         }
         for where, (value, trust) in limits.items():
-            if value is not None and self.trust != trust:
-                raise wrong(where, value, f"nothing unless privacy.trust is {trust}")
+            require(value is None or self.trust == trust, where, value, f"nothing unless privacy.trust is {trust}")
         if self.max_participations is not None:
             whole("cohort.max_participations", self.max_participations, 1)
         whole("colluders", self.colluders, 0, self.sampler.clients - 1)
@@ -112,8 +110,8 @@ class AccountingParams:
         """The chance that any round has fewer honest shares than the minimum cohort (0 unless distributed)."""
         if self.min_cohort is None:
             return 0.0
-        one = _too_few(self.sampler, self.min_cohort, self.colluders)
-        return 1.0 if one >= 1 else -math.expm1(self.rounds * math.log1p(-one))
+        chance = _too_few(self.sampler, self.min_cohort, self.colluders)
+        return 1.0 if chance >= 1 else -math.expm1(self.rounds * math.log1p(-chance))
 
     def remaining_delta(self) -> float:
         """δ less the chance of an abort.
@@ -146,41 +144,41 @@ class Accounted:
 
     @property
     def name(self) -> str:
-        """As the ledger shows it."""
+        """The name that the ledger shows."""
         return "gaussian"
 
     @property
     def scale(self) -> float:
-        """By how much more than C·(1 + s) one client moves what the noise is made for."""
+        """How many times C·(1 + s) one client moves the value that the noise is made for."""
         return 1.0
 
     def sensitivity(self, plan: Any, bound: float) -> float:
-        """Of the sum of one draw's messages, each of norm ≤ ``bound``."""
+        """Return the sensitivity of the sum of one draw's messages, each of norm ≤ ``bound``."""
         return bound * (1 + self.rounding) * (2 if plan.relation == "replace-one" else 1) * self.scale
 
     def std(self, plan: Any, bound: float) -> float:
-        """Of the noise on that sum."""
+        """Return the standard deviation of the noise on that sum."""
         multiplier: float = plan.effective_multiplier
         return multiplier * bound * (1 + self.rounding) * self.scale if multiplier else 0.0
 
     def guarantees(self, plan: Any, rounds: int) -> tuple[Guarantee, ...]:
-        """Towards each adversary after ``rounds`` rounds, for ``plan.event_multiplier``; ε decreasing in it."""
+        """Return the guarantee towards each adversary after ``rounds`` rounds; ε falls in ``plan.event_multiplier``."""
         return guarantees(replace(plan.params, rounds=rounds))
 
     def draws(self, plan: Any, round: int) -> range:
-        """The cohort draws of a round, numbered through the run."""
+        """Return the cohort draws of a round, numbered through the run."""
         return range(round, round + 1)
 
     def record(self, plan: Any) -> dict[str, Any]:
-        """What the ledger needs, beyond the plan's own fields, to recompute ε with another library."""
+        """Return what the ledger needs, beyond the plan's own fields, to recompute ε with another library."""
         return {}
 
     def by_round(self, plan: Any, round: int) -> dict[str, Any]:
-        """What it needs of this round alone."""
+        """Return what the ledger needs of this round alone."""
         return {}
 
     def claimed(self, plan: Any, rounds: int) -> float | None:
-        """The paper's ε of a published procedure, which is shown beside the proven one; None of all others."""
+        """Return the paper's ε of a published procedure, to show beside the proven one; None for all others."""
         return None
 
 
@@ -211,8 +209,8 @@ def default_min_cohort(sampler: Sampler, rounds: int, delta: float, colluders: i
         InputError: even a minimum of 1 is too likely to abort.
     """
     for min_cohort in range(math.ceil(sampler.size), 0, -1):
-        one = _too_few(sampler, min_cohort, colluders)
-        if one < 1 and -math.expm1(rounds * math.log1p(-one)) <= delta / 100:
+        chance = _too_few(sampler, min_cohort, colluders)
+        if chance < 1 and -math.expm1(rounds * math.log1p(-chance)) <= delta / 100:
             return min_cohort
     raise wrong(
         "cohort.size", sampler.size, "a cohort that is hardly ever empty with privacy.trust: distributed",
@@ -240,7 +238,7 @@ def guarantees(params: AccountingParams) -> tuple[Guarantee, ...]:
 
 def headline(params: AccountingParams) -> float:
     """The largest ε over the adversaries."""
-    return max(found.epsilon for found in guarantees(params))
+    return max(guarantee.epsilon for guarantee in guarantees(params))
 
 
 def _amplified(params: AccountingParams) -> float:
@@ -289,6 +287,6 @@ def _local(params: AccountingParams) -> tuple[Guarantee, ...]:
 
     most = params.rounds if params.max_participations is None else min(params.rounds, params.max_participations)
     event = dp_accounting.GaussianDpEvent(params.noise_multiplier / params.factor)
-    found = compose_epsilon(event, most, params.delta, params.accountant)
+    epsilon = compose_epsilon(event, most, params.delta, params.accountant)
     text = f"the server, which sees each client's noisy update, and everyone else; at most {most} participations"
-    return (Guarantee("server", text, params.relation, found, params.delta, params.accountant),)
+    return (Guarantee("server", text, params.relation, epsilon, params.delta, params.accountant),)

@@ -48,7 +48,7 @@ class Selection:
         in_range("trials", self.mean, 1.001, MOST)
 
     def draw(self, generator: np.random.Generator) -> int:
-        """K."""
+        """Draw K, the number of trials."""
         return int(generator.geometric(1 / self.mean))
 
     def selected(self, orders: Sequence[float], one: Floats) -> Floats:
@@ -66,12 +66,12 @@ class Selection:
         return renyi_epsilon(orders, self.selected(orders, one), delta)
 
     def record(self) -> dict[str, Any]:
-        """For the ledger's lines. eta: 1 is the geometric law."""
+        """Return what the ledger's lines say of it. eta: 1 is the geometric law."""
         return {"mean": self.mean, "eta": 1.0}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Selection":
-        """From what ``record`` gave.
+        """Return the selection that ``record`` describes.
 
         Raises:
             InputError: another law, or trials that cost differently, which versions before 1.0 had.
@@ -90,33 +90,32 @@ def check(plan: Any) -> None:
     hint = "A server that is not trusted sees every trial, and how many there are: nothing hides the losers."
     require(plan.trust == "central", "privacy.selection", f"trust {plan.trust}", "privacy.trust: central", hint=hint)
     if plan.mechanism is not None or plan.sampler.name not in SAMPLINGS:
-        bounded = plan.sampler.name in SAMPLINGS
-        found = plan.mechanism.name if bounded else f"cohort.sampling {plan.sampler.name}"
+        refused = plan.mechanism.name if plan.sampler.name in SAMPLINGS else f"cohort.sampling {plan.sampler.name}"
         allowed = f"independent Gaussian noise with cohort.sampling {', '.join(SAMPLINGS)}"
-        raise wrong("privacy.selection", found, allowed, hint="The proof needs a trial's Rényi divergence.")
+        raise wrong("privacy.selection", refused, allowed, hint="The proof needs a trial's Rényi divergence.")
     hint = "A selection is proven by Rényi divergences."
     require(plan.accountant == "rdp", "privacy.accountant", plan.accountant, "rdp with privacy.selection", hint=hint)
     require(plan.noise_cohort is None, "privacy.selection", "privacy.noise_cohort", "the noise of the system that runs")
 
 
 def guarantee(plan: Any, rounds: int) -> Guarantee:
-    """Of the selection when a trial is charged for ``rounds``; never for fewer than are planned.
+    """Return the selection's guarantee when a trial is charged for ``rounds``; never for fewer than are planned.
 
     The score that selects is of whole runs, so whoever looks at a selected run's first rounds looks at all of them.
     """
     # The score that selects is of whole runs, so a trial counts as a whole run from its first round on.
-    orders, one = renyi(plan.event(), max(rounds, plan.rounds))
-    found = plan.selection.epsilon(orders, one, plan.delta)
-    return Guarantee("recipients", TOWARDS, plan.relation, found, plan.delta, "rdp")
+    orders, divergences = renyi(plan.event(), max(rounds, plan.rounds))
+    epsilon = plan.selection.epsilon(orders, divergences, plan.delta)
+    return Guarantee("recipients", TOWARDS, plan.relation, epsilon, plan.delta, "rdp")
 
 
 def alone(plan: Any) -> Any:
-    """The plan of one trial, taken by itself: for what is said of it, never for a statement."""
+    """Return the plan of one trial by itself: to describe it, never for a statement."""
     return replace(plan, selection=None)
 
 
 def sentences(plan: Any) -> list[str]:
-    """What a statement says of the selection."""
+    """Return what a statement says of the selection."""
     return [
         f"ε is that of the selection among a secret number of trials (geometric, {plan.selection.mean:g} in the mean), "
         "each with settings drawn anew from one public distribution; the selection is not free: one such run, its "
@@ -137,10 +136,10 @@ def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, multiplier: M
         selection = Selection.of(first["selection"])
         sampler = make_sampler(str(first["sampling"]), int(first["clients"]), float(first["cohort"]))
         event = sampler.event(float(f"{min(map(multiplier, entries)):.12g}"))
-        orders, one = renyi(event, len(entries))
+        orders, divergences = renyi(event, len(entries))
     except (KeyError, TypeError, AttributeError) as error:
         raise wrong("ledger line 0: selection", "not all of it", "every parameter of the selection") from error
-    ours = selection.epsilon(orders, one, delta)
+    ours = selection.epsilon(orders, divergences, delta)
     return (_by_library(selection, event, len(entries), delta) if math.isfinite(ours) else ours), ours
 
 
@@ -152,7 +151,7 @@ def _by_library(selection: Selection, event: Any, rounds: int, delta: float) -> 
     if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
         relation = dp_accounting.NeighboringRelation.REPLACE_ONE
     accountant = rdp.RdpAccountant(renyi(event, 1)[0], relation)
-    whole = dp_accounting.SelfComposedDpEvent(event, rounds)
+    trial = dp_accounting.SelfComposedDpEvent(event, rounds)
     with quiet():
-        accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(whole, selection.mean, 1.0))
+        accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(trial, selection.mean, 1.0))
         return float(accountant.get_epsilon(delta))

@@ -60,12 +60,12 @@ def multiplier(entry: Mapping[str, Any]) -> float:
         return 0.0
     if not bound:
         return math.inf
-    found = float(std) / float(bound)
+    ratio = float(std) / float(bound)
     if entry.get("count_std") is None:
-        return found
+        return ratio
     # Centred bits have sensitivity 1/2 under add-remove and 1 under replace-one (Andrew et al. 2021).
     count = entry["count_std"] * (1 if entry["relation"] == "replace-one" else 2)
-    return (found**-2 + count**-2) ** -0.5 if count > 0 else 0.0
+    return (ratio**-2 + count**-2) ** -0.5 if count > 0 else 0.0
 
 
 def recompute(entries: Entries, *, delta: float | None = None) -> Recomputed:
@@ -84,8 +84,8 @@ def recompute(entries: Entries, *, delta: float | None = None) -> Recomputed:
     require(alike, "ledger", "cohorts or clients that differ between lines", "the same numbers in every line")
     spent = min(float(e["delta"]) for e in entries) if delta is None else delta
     if any(e.get("selection") is not None for e in entries):
-        found, ours = tuning.recomputed(entries, spent, multiplier)
-        return Recomputed(found, ours * (1 - ROUNDING), "private selection, dp-accounting RDP and our own formula")
+        library, ours = tuning.recomputed(entries, spent, multiplier)
+        return Recomputed(library, ours * (1 - ROUNDING), "private selection, dp-accounting RDP and our own formula")
     ways = {
         _ddgauss: mechanism == "ddgauss",
         _scheduled: entries[0].get("separation") is not None,
@@ -98,16 +98,16 @@ def recompute(entries: Entries, *, delta: float | None = None) -> Recomputed:
     return next((way for way, holds in ways.items() if holds), _poisson)(entries, spent)
 
 
-def _not_shortened(found: Recomputed, event: Any, rounds: int, delta: float, accountant: str = "pld") -> Recomputed:
-    """With the figure of the formula that it was stated by in ``at_least``.
+def _not_shortened(figure: Recomputed, event: Any, rounds: int, delta: float, accountant: str = "pld") -> Recomputed:
+    """Return the figure with ``at_least`` no smaller than what the formula gives that it was stated by.
 
     What rdp states is more than is needed, so that less is no fault as long as the second accountant bears it out.
     """
     from fedflat.privacy.accounting.curves import compose_epsilon
 
     if accountant not in ("pld", "fft"):
-        return found
-    return found._replace(at_least=max(found.at_least, compose_epsilon(event, rounds, delta, accountant)))
+        return figure
+    return figure._replace(at_least=max(figure.at_least, compose_epsilon(event, rounds, delta, accountant)))
 
 
 def poisson(q: float, sigma: float, rounds: int, delta: float, *, accountant: str = "pld") -> Recomputed:
@@ -115,12 +115,12 @@ def poisson(q: float, sigma: float, rounds: int, delta: float, *, accountant: st
     if sigma == 0:
         return Recomputed(math.inf, math.inf, "a round without noise")
     if q == 1:
-        found = participation(rounds, 1.0, sigma, delta)
-        return Recomputed(found, found, "exact Gaussian composition")
+        epsilon = participation(rounds, 1.0, sigma, delta)
+        return Recomputed(epsilon, epsilon, "exact Gaussian composition")
     if sigma < LITTLE:
         # No grid holds such losses, and a hidden cohort spares next to nothing.
-        found = participation(rounds, q, sigma, delta)
-        return Recomputed(found, found * (1 - LIBRARY_SLACK), "schedule seen, next to no noise")
+        epsilon = participation(rounds, q, sigma, delta)
+        return Recomputed(epsilon, epsilon * (1 - LIBRARY_SLACK), "schedule seen, next to no noise")
     if accountant == "fft":
         import dp_accounting as dp
 
@@ -137,8 +137,8 @@ def _library(event: Any, rounds: int, delta: float) -> Recomputed:
 
     accountant = pld.PLDAccountant()
     accountant.compose(event, rounds)
-    found = float(accountant.get_epsilon(delta))
-    return Recomputed(found, found * (1 - LIBRARY_SLACK), "dp-accounting PLD")
+    epsilon = float(accountant.get_epsilon(delta))
+    return Recomputed(epsilon, epsilon * (1 - LIBRARY_SLACK), "dp-accounting PLD")
 
 
 def participation(rounds: int, q: float, sigma: float, delta: float) -> float:
@@ -156,10 +156,10 @@ def participation(rounds: int, q: float, sigma: float, delta: float) -> float:
         return math.inf
     n = np.arange(1, rounds + 1)  # without a participation there is no loss
     weight = np.asarray(binom.pmf(n, rounds, q), dtype=np.float64)
-    kept = weight > 1e-20
-    if not kept.any() or math.isinf(sigma):
+    likely = weight > 1e-20
+    if not likely.any() or math.isinf(sigma):
         return 0.0
-    weight, mu = weight[kept], np.sqrt(n[kept]) / sigma
+    weight, mu = weight[likely], np.sqrt(n[likely]) / sigma
 
     def excess(e: float) -> float:
         moved, base = log_ndtr(mu / 2 - e / mu), e + log_ndtr(-mu / 2 - e / mu)
@@ -180,8 +180,8 @@ def _distributed(entries: Entries, delta: float) -> Recomputed:
     """Towards the server, which knows the cohorts; the chance of an aborted round is taken from δ."""
     short = too_few(entries[0])
     left = delta + math.expm1(len(entries) * math.log1p(-short)) if short < 1 else 0.0
-    found = participation(len(entries), float(entries[0]["q"]), _least(entries), left)
-    return Recomputed(found, found, "mixture over participations, direct sum")
+    epsilon = participation(len(entries), float(entries[0]["q"]), _least(entries), left)
+    return Recomputed(epsilon, epsilon, "mixture over participations, direct sum")
 
 
 def too_few(entry: Mapping[str, Any]) -> float:
@@ -197,8 +197,8 @@ def too_few(entry: Mapping[str, Any]) -> float:
 def _local(entries: Entries, delta: float) -> Recomputed:
     """Towards the server, which sees each update: the plain composition of the participations allowed."""
     most = min(len(entries), entries[0].get("max_participations") or len(entries))
-    found = participation(most, 1.0, _least(entries), delta)
-    return Recomputed(found, found, "exact Gaussian composition")
+    epsilon = participation(most, 1.0, _least(entries), delta)
+    return Recomputed(epsilon, epsilon, "exact Gaussian composition")
 
 
 def _published(entries: Entries, delta: float) -> Recomputed:
@@ -208,10 +208,10 @@ def _published(entries: Entries, delta: float) -> Recomputed:
         from fedflat.core.cohorts import FromRound
 
         most = FromRound(int(first["clients"]), float(first["cohort"])).busiest(rounds)
-        found = participation(most, 1.0, sigma, delta)
+        epsilon = participation(most, 1.0, sigma, delta)
     else:
-        found = participation(rounds, float(first["q"]), sigma, delta * 0.99)
-    return Recomputed(found, found, "exact Gaussian composition of a client's messages")
+        epsilon = participation(rounds, float(first["q"]), sigma, delta * 0.99)
+    return Recomputed(epsilon, epsilon, "exact Gaussian composition of a client's messages")
 
 
 def _fixed(entries: Entries, delta: float) -> Recomputed:
@@ -223,25 +223,25 @@ def _fixed(entries: Entries, delta: float) -> Recomputed:
     if sigma == 0:
         return Recomputed(math.inf, math.inf, "a round without noise")
     revealed = participation(rounds, float(first["q"]), sigma, delta)
-    made, sizes = dp_accounting.SampledWithoutReplacementDpEvent, (int(first["clients"]), int(first["cohort"]))
-    event = made(*sizes, dp_accounting.GaussianDpEvent(sigma))
+    sampled, sizes = dp_accounting.SampledWithoutReplacementDpEvent, (int(first["clients"]), int(first["cohort"]))
+    event = sampled(*sizes, dp_accounting.GaussianDpEvent(sigma))
     accountant = rdp.RdpAccountant([1.5, *range(2, 65), 80, 96, 128], dp_accounting.NeighboringRelation.REPLACE_ONE)
     accountant.compose(event, rounds)
-    found = min(float(accountant.get_epsilon(delta)), revealed)
-    checked = Recomputed(found, found * (1 - LIBRARY_SLACK), "dp-accounting RDP, or the schedule revealed if smaller")
+    least = min(float(accountant.get_epsilon(delta)), revealed)
+    checked = Recomputed(least, least * (1 - LIBRARY_SLACK), "dp-accounting RDP, or the schedule revealed if smaller")
     return _not_shortened(checked, event, rounds, delta)
 
 
 def _poisson(entries: Entries, delta: float, accountant: str = "") -> Recomputed:
-    """accountant: default, the one that the first line names."""
+    """Poisson cohorts, add-remove. accountant: by default the one that the first line names."""
     import dp_accounting as dp
 
     accountant = accountant or str(entries[0].get("accountant"))
     q, sigma, rounds = max(float(e["q"]) for e in entries), _least(entries), len(entries)
-    found = poisson(q, sigma, rounds, delta, accountant=accountant)
+    figure = poisson(q, sigma, rounds, delta, accountant=accountant)
     plain = dp.GaussianDpEvent(sigma)
     event = plain if q >= 1 else dp.PoissonSampledDpEvent(q, plain)
-    return _not_shortened(found, event, rounds, delta, accountant)
+    return _not_shortened(figure, event, rounds, delta, accountant)
 
 
 def _truncated(entries: Entries, delta: float) -> Recomputed:
@@ -270,14 +270,13 @@ def _scheduled(entries: Entries, delta: float) -> Recomputed:
         raise wrong("ledger line 0", "not all of a schedule", "every parameter of its rounds") from error
     if first.get("chance") is not None:
         return poisson(float(first["chance"]), sigma, turns, delta, accountant=str(first["accountant"]))
-    found = participation(1, 1.0, sigma, delta)
-    return Recomputed(found, found * (1 - ROUNDING), "exact Gaussian over the schedule, from the lines' columns")
+    epsilon = participation(1, 1.0, sigma, delta)
+    return Recomputed(epsilon, epsilon * (1 - ROUNDING), "exact Gaussian over the schedule, from the lines' columns")
 
 
 def drawn(entries: Entries) -> float:
-    """Least std of the noise that a schedule's lines say was drawn, over the clip; of correlated noise that of Z."""
-    found: float = min(multiplier(e) * e["sensitivity"] / (e["clip"] * (1 + e.get("rounding", 0.0))) for e in entries)
-    return found
+    """Return the least std of the noise that a schedule's lines show, over the clip; of correlated noise that of Z."""
+    return float(min(multiplier(e) * e["sensitivity"] / (e["clip"] * (1 + e.get("rounding", 0.0))) for e in entries))
 
 
 def _ddgauss(entries: Entries, delta: float) -> Recomputed:
@@ -288,12 +287,12 @@ def _ddgauss(entries: Entries, delta: float) -> Recomputed:
     try:
         numbers = {name: e[name] for name in ("clients", "cohort", "clip", "granularity", "dimension", "beta", "bits")}
         least = min(x["noise_multiplier"] for x in entries)
-        own = {"n_max": e["n_max"], "colluders": e.get("colluders") or 0, "min_cohort": e["cohort_min"]}
-        account = DDGaussAccount(**numbers, **own, noise_multiplier=least, delta=delta)
+        shares = {"n_max": e["n_max"], "colluders": e.get("colluders") or 0, "min_cohort": e["cohort_min"]}
+        account = DDGaussAccount(**numbers, **shares, noise_multiplier=least, delta=delta)
     except KeyError as error:
         raise wrong("ledger line 0", f"no {error.args[0]}", "every parameter of ddgauss") from error
-    found = max(account.epsilon(len(entries), "recipients"), account.epsilon(len(entries), "server"))
-    return Recomputed(found, found * (1 - ROUNDING), "distributed discrete Gaussian, same formulas")
+    epsilon = max(account.epsilon(len(entries), "recipients"), account.epsilon(len(entries), "server"))
+    return Recomputed(epsilon, epsilon * (1 - ROUNDING), "distributed discrete Gaussian, same formulas")
 
 
 def verify(
@@ -307,20 +306,20 @@ def verify(
     notes: list[str] = []
     try:
         notes += [*_line_notes(entries), *contradictions(entries)]
-        found = recompute(entries, delta=delta)
+        figure = recompute(entries, delta=delta)
     except InputError as error:
         return Verification(stated, math.inf, "none", len(entries), stated == math.inf, (*notes, str(error)))
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError) as error:
         # Whoever edits can redo the checksums; dp-accounting asserts.
-        said = f"the ledger's lines are none that fedflat writes ({one_line(error, 120)})"
-        return Verification(stated, math.inf, "none", len(entries), False, (*notes, said))
+        reason = f"the ledger's lines are none that fedflat writes ({one_line(error, 120)})"
+        return Verification(stated, math.inf, "none", len(entries), False, (*notes, reason))
     # A released round without a line is the one thing that a ledger must never show.
     missing = sorted(set(released) - {e["round"] for e in entries})
     if missing and stated < math.inf:
         notes.append(f"released without a ledger line: round {', '.join(map(str, missing[:5]))}")
-    if stated < found.at_least * (1 - ROUNDING):
-        notes.append(f"stated ε = {stated:.6g}, but the ledger's events give {found.epsilon:.6g} ({found.method})")
-    return Verification(stated, found.epsilon, found.method, len(entries), not notes, tuple(notes))
+    if stated < figure.at_least * (1 - ROUNDING):
+        notes.append(f"stated ε = {stated:.6g}, but the ledger's events give {figure.epsilon:.6g} ({figure.method})")
+    return Verification(stated, figure.epsilon, figure.method, len(entries), not notes, tuple(notes))
 
 
 def _line_notes(entries: Entries) -> list[str]:

@@ -58,7 +58,7 @@ def save(
     facts: Mapping[str, Any],
     note: Callable[[str], object] | None = None,
 ) -> Path:
-    """Write the state after ``state.round`` finished rounds; keep the newest few. note: told its checksum before."""
+    """Write the state after ``state.round`` finished rounds; keep the newest few. note: gets its checksum first."""
     path = path_of(folder, state.round)
     tensors: dict[str, Tensor] = {"shared": state.shared, "heads.first": heads.first}
     hidden = heads.pack()
@@ -87,11 +87,11 @@ def _write(path: Path, tensors: Mapping[str, Tensor], facts: Facts, mode: int = 
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
     # save_file makes a file that its owner alone may read: the mode is taken from a file made here under the umask.
-    made = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    allowed = os.fstat(made).st_mode & 0o777  # a deployment's umask leaves it to its own account
-    os.close(made)
-    whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    save_file(whole, part, metadata={"state": json.dumps(facts)})
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    allowed = os.fstat(descriptor).st_mode & 0o777  # a deployment's umask leaves it to its own account
+    os.close(descriptor)
+    contiguous = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    save_file(contiguous, part, metadata={"state": json.dumps(facts)})
     os.chmod(part, allowed)
     flush(part)
     os.replace(part, path)
@@ -114,7 +114,7 @@ def newest(
 ) -> tuple[RoundState, PersonalState, Facts] | None:
     """Return the newest sound checkpoint of a run, or None if there is none.
 
-    damaged: told of every other one on the way. hidden: whether the private halves are read as well.
+    damaged: called with the path and the fault of each newer one. hidden: whether the private halves are read as well.
     """
     for path in sorted(folder.glob(_PATTERN), reverse=True):
         try:
@@ -125,9 +125,9 @@ def newest(
     return None
 
 
-def named(found: tuple[RoundState, PersonalState, Facts]) -> dict[str, Tensor]:
+def named(loaded: tuple[RoundState, PersonalState, Facts]) -> dict[str, Tensor]:
     """Return the released weights of a checkpoint by the names of the module's parameters."""
-    state, heads, facts = found
+    state, heads, facts = loaded
     return _by_name(torch.cat([state.released, heads.first]), facts["tensors"])
 
 
@@ -164,10 +164,10 @@ def load(path: Path, *, hidden: bool = True) -> tuple[RoundState, PersonalState,
 def facts_of(path: Path) -> Facts:
     """Return the facts beside a checkpoint's tensors, unchecked; {} where there are none to read."""
     try:
-        found = json.loads(read_about(path)["state"])
+        facts = json.loads(read_about(path)["state"])
     except (KeyError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def made_for_digest(made_for: Any) -> str:
@@ -177,10 +177,10 @@ def made_for_digest(made_for: Any) -> str:
 
 def _read(path: Path) -> tuple[dict[str, Tensor], Facts]:
     with reading(path, "a checkpoint that cannot be read", "one written by fedflat"):
-        tensors, about = contents_of(path)
-        facts = json.loads(about["state"])
+        tensors, metadata = contents_of(path)
+        facts = json.loads(metadata["state"])
         sound = facts["sha256"] == _seal(tensors, {name: value for name, value in facts.items() if name != "sha256"})
     if not sound or facts["round"] != round_of(path):
-        found = "a checkpoint whose checksum does not match" if not sound else f"the one of round {facts['round']}"
-        raise InputError(f"{path}: found {found}; allowed: the file that was written.")
+        damage = "a checkpoint whose checksum does not match" if not sound else f"the one of round {facts['round']}"
+        raise InputError(f"{path}: found {damage}; allowed: the file that was written.")
     return tensors, facts

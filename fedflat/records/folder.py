@@ -79,12 +79,12 @@ class RunFolder:
             self._add(name, line)
             self._add(seals_of(name), f"{record['round']} {self._seal(name, line)}\n")
         except OSError as error:
-            found = f"cannot be written ({error.strerror})"
-            raise RunError(f"{self.path / name}: {found}; the run stops, resume it later.") from error
+            failure = f"cannot be written ({error.strerror})"
+            raise RunError(f"{self.path / name}: {failure}; the run stops, resume it later.") from error
 
     def flush_lines(self) -> None:
         """Make every line written so far durable."""
-        files = [self.path / name for each in (METRICS, PRIVATE) for name in (each, seals_of(each))]
+        files = [self.path / name for records in (METRICS, PRIVATE) for name in (records, seals_of(records))]
         there = [path for path in files if path.exists()]
         for path in [*there, *dict.fromkeys(path.parent for path in there)]:  # their names too
             flush(path)
@@ -117,19 +117,19 @@ class RunFolder:
         path, seals = self.path / name, self.path / seals_of(name)
         if not path.exists() and finished == 0:
             return []
-        (found, strange), sealed = _numbered(path), _sealed(seals)
-        kept = {r: text for r, text in found.items() if r < finished and sealed.get(r) == self._seal(name, text)}
+        (numbered, strange), sealed = _numbered(path), _sealed(seals)
+        sound = {r: text for r, text in numbered.items() if r < finished and sealed.get(r) == self._seal(name, text)}
         lost = {r for r, seal in sealed.items() if seal == _LOST}
-        missing = [r for r in range(finished) if r not in kept and r not in lost]
+        missing = [r for r in range(finished) if r not in sound and r not in lost]
         if missing or strange:
             aside = [set_aside(file).name for file in (path, seals) if file.exists()]
             gone = f"round {', '.join(map(str, missing[:5]))} lost" if missing else "every round's line is there"
             notes.append(f"{name} is not as it was written ({gone}); set aside as {' and '.join(aside) or 'nothing'}")
-        lines = {r: f"{r} {self._seal(name, kept[r])}\n" if r in kept else f"{r} {_LOST}\n" for r in range(finished)}
+        lines = {r: f"{r} {self._seal(name, sound[r])}\n" if r in sound else f"{r} {_LOST}\n" for r in range(finished)}
         private = name.startswith("private/")
-        durable.replace(path, "".join(kept[r] for r in sorted(kept)), mode=0o600 if private else 0o644)
+        durable.replace(path, "".join(sound[r] for r in sorted(sound)), mode=0o600 if private else 0o644)
         durable.replace(seals, "".join(lines.values()), mode=0o600 if private else 0o644)
-        return [json.loads(kept[r]) for r in sorted(kept)]
+        return [json.loads(sound[r]) for r in sorted(sound)]
 
 
 def _numbered(path: Path) -> tuple[dict[int, str], int]:
@@ -137,10 +137,10 @@ def _numbered(path: Path) -> tuple[dict[int, str], int]:
 
     What stands behind the last newline is left out: a kill leaves that, of a round that was open.
     """
-    whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    raw_lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     lines: dict[int, str] = {}
     strange, newest = 0, -1
-    for raw in whole:
+    for raw in raw_lines:
         round = _round(raw)
         if round is None or round <= newest:
             strange += 1
@@ -151,10 +151,10 @@ def _numbered(path: Path) -> tuple[dict[int, str], int]:
 
 def _round(raw: bytes) -> int | None:
     try:
-        found = json.loads(raw.decode("utf-8"))["round"]
+        round = json.loads(raw.decode("utf-8"))["round"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None
+    return round if isinstance(round, int) and not isinstance(round, bool) and round >= 0 else None
 
 
 def _sealed(path: Path) -> dict[int, str]:
@@ -206,7 +206,7 @@ def check_kinds(folder: Path) -> None:
     others = [path for path in folder.glob("*") if path.suffix in (".json", ".jsonl", ".html", ".md")]
     weights = [*folder.glob("checkpoints/round-*"), *folder.glob("private/heads/round-*")]
     # A named pipe in the place of a record would make the reader wait for ever.
-    for path in (*records, *others, *(each for each in weights if not each.is_dir())):
+    for path in (*records, *others, *(weight for weight in weights if not weight.is_dir())):
         if path.exists() and not path.is_file():
             raise wrong(str(path), "a folder" if path.is_dir() else "no file", "the file that was written")
     for path in (*records, *folder.glob("checkpoints/*"), folder / "checkpoints"):
@@ -246,10 +246,10 @@ TIMES = ("seconds",)
 
 def single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object's pairs as a dict. Raises ValueError for a key that comes twice: readers differ on those."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise ValueError("a key comes twice")
-    return found
+    return mapping
 
 
 def metrics_digest(folder: Path) -> str:
@@ -257,11 +257,11 @@ def metrics_digest(folder: Path) -> str:
     lines = whole_lines(folder / METRICS)
     if not lines:
         return ""
-    kept = [
+    records = [
         {name: value for name, value in line.items() if name not in TIMES or not isinstance(value, float | int)}
         for line in lines
     ]
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -278,5 +278,5 @@ def whole_lines(path: Path) -> list[dict[str, Any]] | None:
     """Return the records of rounds in a JSON-lines file; None where a line is torn, comes twice, or is no record."""
     records, text = read_lines(path), path.read_bytes() if path.exists() else b""
     rounds = [record.get("round") if isinstance(record, dict) else None for record in records]
-    ordered = all(isinstance(each, int) for each in rounds) and rounds == sorted({*rounds})  # type: ignore[type-var]
+    ordered = all(isinstance(round, int) for round in rounds) and rounds == sorted({*rounds})  # type: ignore[type-var]
     return records if ordered and text[-1:] in (b"", b"\n") and text.count(b"\n") == len(records) else None

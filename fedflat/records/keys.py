@@ -98,18 +98,18 @@ def load(run: str) -> bytes | None:
     return key
 
 
-def _read(path: Path, what: str) -> bytes | None:
+def _read(path: Path, name: str) -> bytes | None:
     """Return what is in a file; None where there is none. Raises InputError where this account may not read it."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise InputError(f"{path}: {what} cannot be read ({error.strerror}); allowed: your own file.") from error
+        raise InputError(f"{path}: {name} cannot be read ({error.strerror}); allowed: your own file.") from error
 
 
 def forget(run: str) -> bool:
-    """Delete a run's key; whether there was one (a missing one is no error)."""
+    """Delete a run's key; return whether there was one (a missing one is no error)."""
     try:
         path_of(run).unlink()
     except FileNotFoundError:
@@ -150,8 +150,8 @@ class Mark:
         noted, as before 1.0. Where the file is damaged the last one is "", which is nobody's.
         """
         parts = [_CHECKPOINT.fullmatch(line) for line in self._lines()]
-        found = [part[2].decode() for part in parts if part and int(part[1]) == round]
-        return found if all(parts) else [*found, ""]
+        checksums = [part[2].decode() for part in parts if part and int(part[1]) == round]
+        return checksums if all(parts) else [*checksums, ""]
 
     def newest(self) -> int:
         """Return how many rounds had finished at the newest checkpoint that was noted; 0 where none was."""
@@ -161,7 +161,7 @@ class Mark:
         return (_read(self._begun, MARK) or b"").splitlines()
 
     def forget(self) -> None:
-        """Delete it: of a run whose folder is deleted too."""
+        """Delete the mark of a run whose folder is deleted too."""
         self.path.unlink(missing_ok=True)
         self._begun.unlink(missing_ok=True)
         lock_of(self.path.name).unlink(missing_ok=True)
@@ -184,7 +184,7 @@ class Mark:
             os.fsync(file.fileno())
 
     def replace(self, lines: bytes) -> None:
-        """Let the mark be these ledger lines.
+        """Replace the mark by these ledger lines.
 
         Raises:
             RunError: it cannot be written.
@@ -195,11 +195,11 @@ class Mark:
 
 
 @contextmanager
-def _writing(path: Path, then: str, what: str = MARK) -> Iterator[None]:
+def _writing(path: Path, then: str, name: str = MARK) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"{path}: {what} cannot be written ({error.strerror}); {then}") from error
+        raise RunError(f"{path}: {name} cannot be written ({error.strerror}); {then}") from error
 
 
 def compare(run: str, entries: Sequence[Entry]) -> tuple[list[Entry], str]:
@@ -215,5 +215,5 @@ def compare(run: str, entries: Sequence[Entry]) -> tuple[list[Entry], str]:
     if len(marked) > same:
         # A folder that lacks events which the mark has was put back; those events stay charged.
         return marked[same:], "the folder is behind the mark beside the noise key (was a backup restored?)"
-    ahead = {entry["round"] for entry in entries[same:]}
-    return [], "the folder is ahead of the mark beside the noise key" if len(ahead) > 1 else ""
+    rounds = {entry["round"] for entry in entries[same:]}
+    return [], "the folder is ahead of the mark beside the noise key" if len(rounds) > 1 else ""

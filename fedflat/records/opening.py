@@ -54,7 +54,7 @@ class Identity:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """All of them, for the key of cohorts and noise."""
+        """All of the digests, for the key of cohorts and noise."""
         four = (self.recipe, self.data, self.model, self.method)
         return (*("unknown" if part is None else part for part in four), *filter(None, (self.noise, self.engine)))
 
@@ -99,8 +99,8 @@ class Opening:
     @property
     def public(self) -> dict[str, Any]:
         """What the ledger's lines carry."""
-        found = {"format": self.format, "id": self.run, "attempt": self.attempt, **self.digests}
-        return {**found, "software": dict(self.software), "terms": dict(self.terms)}
+        facts = {"format": self.format, "id": self.run, "attempt": self.attempt, **self.digests}
+        return {**facts, "software": dict(self.software), "terms": dict(self.terms)}
 
     def differing(self, identity: Identity) -> list[str]:
         """Return which parts of a run are not those it was opened with."""
@@ -136,9 +136,9 @@ class Opening:
 
 def refuse_older(where: str, path: Path, terms: object) -> None:
     """Raise InputError for a run without terms, of which less could be checked than of one of 1.0."""
-    found = f"{path}, a run whose records have no terms: of fedflat 0.1 or 0.2, or somebody took them out"
+    older = f"{path}, a run whose records have no terms: of fedflat 0.1 or 0.2, or somebody took them out"
     hint = "fedflat 0.2 verifies, loads and resumes its own runs, and verifies those of 0.1."
-    require(bool(terms), where, found, "a run of fedflat 1.0 or later", hint=hint)
+    require(bool(terms), where, older, "a run of fedflat 1.0 or later", hint=hint)
 
 
 def keyed(identity: Identity, secret: str) -> dict[str, str | None]:
@@ -160,22 +160,22 @@ def software(backend: Any, problem: Any) -> dict[str, Any]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what of it does not follow from the engine. device: where it computes; of a GPU its name counts."""
-    about = {"machine": platform.machine(), "instructions": torch.backends.cpu.get_cpu_capability()}
-    about |= {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
-    return {**about, "processor": processor(), **arithmetic(), **versions(("fedflat", "torch", "numpy"))}
+    """Return the part of ``software`` that the engine does not decide. device: where it computes; a GPU by its name."""
+    facts = {"machine": platform.machine(), "instructions": torch.backends.cpu.get_cpu_capability()}
+    facts |= {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    return {**facts, "processor": processor(), **arithmetic(), **versions(("fedflat", "torch", "numpy"))}
 
 
 def arithmetic() -> dict[str, str]:
     """Return torch's settings of the process that decide how sums and products round: whatever this version can say of
     itself, and whether it flushes tiny numbers to zero, which only such a number shows."""
-    found = {}
+    settings = {}
     for name, read in _getters().items():
         try:
-            found[name] = str(read())
+            settings[name] = str(read())
         except Exception as error:  # torch refuses to sum up settings that do not go together
-            found[name] = type(error).__name__
-    return found
+            settings[name] = type(error).__name__
+    return settings
 
 
 @functools.cache
@@ -202,8 +202,8 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = [platform.processor()]
-    about = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
-    return hashlib.sha256(json.dumps([about, settings]).encode()).hexdigest()[:16]
+    abilities = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    return hashlib.sha256(json.dumps([abilities, settings]).encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -211,10 +211,10 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
     """Return versions of Python and of packages."""
     from importlib import metadata
 
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:  # run from a folder
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed

@@ -75,7 +75,7 @@ class Operator:
         Raises:
             InputError: there is a key already, or the files cannot be written.
         """
-        made, public = cls(Ed25519PrivateKey.generate()), public_place(path)
+        key, public = cls(Ed25519PrivateKey.generate()), public_place(path)
         require(public != path, "--key", str(path), "a name that does not end in .pub, as its public half's does")
         for file in (path, public):  # a public half may be all that tells which key others have pinned
             hint = "a key is never overwritten, nor a public half without its private one"
@@ -83,12 +83,12 @@ class Operator:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             durable.create(
-                path, made.private.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.NoEncryption())
+                path, key.private.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.NoEncryption())
             )
-            durable.replace(public, pem(made.public), mode=0o644)
+            durable.replace(public, pem(key.public), mode=0o644)
         except OSError as error:
             raise wrong("keys", f"{path} ({error.strerror})", "a new file in a folder you may write to") from error
-        return made
+        return key
 
     @classmethod
     def load(cls, path: Path) -> "Operator":
@@ -97,10 +97,10 @@ class Operator:
         Raises:
             InputError: no Ed25519 key, or a file that others may read.
         """
-        found = _loaded(path, "private", Ed25519PrivateKey, "an Ed25519 key made by fedflat keys new")
+        private = _loaded(path, "private", Ed25519PrivateKey, "an Ed25519 key made by fedflat keys new")
         mode = stat.S_IMODE(path.stat().st_mode)
         require(not mode & 0o077, str(path), f"mode {mode:04o}", "0600: a private key is its owner's only")
-        return cls(found)
+        return cls(private)
 
     @classmethod
     def of_account(cls) -> "Operator | None":
@@ -118,13 +118,13 @@ def _loaded(path: Path, half: str, kind: type, allowed: str) -> Any:
     """Return the key in a file; InputError where it holds none of this half and kind."""
     try:
         text = path.read_bytes()
-        found = forms.load_pem_private_key(text, None) if half == "private" else forms.load_pem_public_key(text)
+        key = forms.load_pem_private_key(text, None) if half == "private" else forms.load_pem_public_key(text)
     except OSError as error:
         raise wrong("--key", f"{path} ({error.strerror})", allowed) from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise wrong("--key", f"{path}, no {half} key", allowed) from error
-    require(isinstance(found, kind), "--key", f"{path}, a key of another kind", allowed)
-    return found
+    require(isinstance(key, kind), "--key", f"{path}, a key of another kind", allowed)
+    return key
 
 
 def check_outside(path: Path, folder: Path) -> None:
@@ -143,16 +143,16 @@ def read_public(path: Path) -> Ed25519PublicKey:
     Raises:
         InputError: the file holds none. A private half is refused too: it has no place where a public one is asked for.
     """
-    found: Ed25519PublicKey = _loaded(path, "public", Ed25519PublicKey, "the operator's Ed25519 key, operator.pub")
-    return found
+    key: Ed25519PublicKey = _loaded(path, "public", Ed25519PublicKey, "the operator's Ed25519 key, operator.pub")
+    return key
 
 
 def own_key(folder: Path) -> Path | None:
     """Return this account's public key, where it signed the run in a folder."""
-    own = public_place(place())
+    path = public_place(place())
     try:
-        signers = [each["keyid"] for each in read(folder / SIGNATURE)["signatures"]]
-        return own if keyid(read_public(own)) in signers else None
+        signers = [signature["keyid"] for signature in read(folder / SIGNATURE)["signatures"]]
+        return path if keyid(read_public(path)) in signers else None
     except (InputError, KeyError, TypeError):
         return None
 
@@ -187,10 +187,10 @@ def payload_of(envelope: Any) -> dict[str, Any]:
     with reading("signature", "no DSSE envelope of an in-toto Statement", "what was signed"):
         if envelope["payloadType"] != PAYLOAD or envelope.keys() - {"payload", "payloadType", "signatures"}:
             raise ValueError("another payload, or more than one says")
-        found = json.loads(base64.b64decode(envelope["payload"], validate=True), object_pairs_hook=single_keys)
-        if found["_type"] != IN_TOTO:
+        statement = json.loads(base64.b64decode(envelope["payload"], validate=True), object_pairs_hook=single_keys)
+        if statement["_type"] != IN_TOTO:
             raise ValueError("another statement")
-        return {"subjects": {each["name"]: each["digest"]["sha256"] for each in found["subject"]}, **found}
+        return {"subjects": {entry["name"]: entry["digest"]["sha256"] for entry in statement["subject"]}, **statement}
 
 
 def opened(envelope: Any, public: Ed25519PublicKey) -> dict[str, Any]:
@@ -199,14 +199,14 @@ def opened(envelope: Any, public: Ed25519PublicKey) -> dict[str, Any]:
     Raises:
         InputError: it is no envelope, or not signed by this key.
     """
-    found = payload_of(envelope)
+    statement = payload_of(envelope)
     body = base64.b64decode(envelope["payload"])
     for one in envelope.get("signatures") or []:
         try:
             public.verify(base64.b64decode(one["sig"], validate=True), pae(body))
         except (InvalidSignature, ValueError, KeyError, TypeError):
             continue
-        return found
+        return statement
     raise InputError(f"signature: found none by the key {keyid(public)[:16]}; allowed: what that key signed")
 
 
@@ -258,7 +258,7 @@ def tip_signers(path: Path) -> set[str]:
     """Return the ids of the keys that signed lines of tips.jsonl. Raises InputError where a line is no tip."""
     with reading(path / TIPS, "a line that is no tip", "what the run wrote"):
         signed = [line["signed"] for line in tips_of(path).values() if "signed" in line]
-        return {each["keyid"] for envelope in signed for each in envelope["signatures"]}
+        return {signature["keyid"] for envelope in signed for signature in envelope["signatures"]}
 
 
 def keep_tips(folder: Path, finished: int) -> None:
@@ -266,8 +266,8 @@ def keep_tips(folder: Path, finished: int) -> None:
     path = folder / TIPS
     if not path.exists():
         return
-    kept = [line for round, line in tips_of(folder).items() if round <= finished]  # verify names what is missing
-    durable.replace(path, "".join(map(_tip_line, kept)), mode=0o644)
+    lines = [line for round, line in tips_of(folder).items() if round <= finished]  # verify names what is missing
+    durable.replace(path, "".join(map(_tip_line, lines)), mode=0o644)
 
 
 def sign_run(folder: Path, run: str, weights: str, made_for: Any, key: Operator | None) -> None:

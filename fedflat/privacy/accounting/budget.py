@@ -24,19 +24,19 @@ def _combinations(only: Mapping[str, str]) -> list[tuple[str, str, str]]:
     distributed = [("distributed", sampling, "pld") for sampling in laws]
     every = [*central, *distributed, ("local", "any", "pld"), ("local", "any", "rdp")]
     asked = [only.get(name) for name in ("trust", "sampling", "accountant")]
-    return [one for one in every if all(want in (None, own) or own == "any" for want, own in zip(asked, one))]
+    return [one for one in every if all(want in (None, value) or value == "any" for want, value in zip(asked, one))]
 
 
-def _own_setting(setting: Row, trust: str, sampling: str, accountant: str) -> Row:
+def _arguments(setting: Row, trust: str, sampling: str, accountant: str) -> Row:
     """The arguments that apply to one combination: a maximum only where the law has one, and so on."""
     law = "poisson" if sampling == "any" else sampling
-    found = {**setting, "trust": trust, "sampling": law, "accountant": accountant}
-    if sampling == "truncated" and found.get("max_cohort") is None:
+    arguments = {**setting, "trust": trust, "sampling": law, "accountant": accountant}
+    if sampling == "truncated" and arguments.get("max_cohort") is None:
         raise InputError("needs the largest cohort (max_cohort)")
     dropped = set() if sampling == "truncated" else {"max_cohort"}
     dropped |= set() if trust == "distributed" else {"min_cohort", "colluders"}
     dropped |= set() if trust == "local" else {"max_participations"}
-    return {name: value for name, value in found.items() if name not in dropped}
+    return {name: value for name, value in arguments.items() if name not in dropped}
 
 
 def budget_table(*, only: Mapping[str, str] = MappingProxyType({}), **setting: Any) -> list[Row]:
@@ -63,17 +63,17 @@ def _budget_row(setting: Row, trust: str, sampling: str, accountant: str) -> Row
     if approximation and (trust, sampling) != ("central", "poisson"):
         return row | {"reason": f"{accountant} approximates Poisson sampling under trust: central only; use pld"}
     try:
-        params = accounting_params(**_own_setting(setting, trust, sampling, "pld" if approximation else accountant))
-        worst = max(guarantees(params), key=lambda found: found.epsilon)
+        params = accounting_params(**_arguments(setting, trust, sampling, "pld" if approximation else accountant))
+        worst = max(guarantees(params), key=lambda guarantee: guarantee.epsilon)
     except InputError as error:
         return row | {"reason": str(error)}
-    found = {name: getattr(worst, name) for name in ("adversary", "relation", "epsilon", "delta")}
+    figures = {name: getattr(worst, name) for name in ("adversary", "relation", "epsilon", "delta")}
     if approximation:
         mu = gdp_mu(setting["cohort"] / setting["clients"], setting["noise_multiplier"], setting["rounds"])
         reason = f"approximation (μ = {mu:.4g}), not a bound"
-        return row | found | {"epsilon": approximate_epsilon(**_approximated(setting)), "reason": reason}
+        return row | figures | {"epsilon": approximate_epsilon(**_approximated(setting)), "reason": reason}
     how = "" if worst.accountant == accountant else worst.accountant
-    return row | found | {"proven": math.isfinite(worst.epsilon), "reason": how}
+    return row | figures | {"proven": math.isfinite(worst.epsilon), "reason": how}
 
 
 def _approximated(setting: Row) -> Row:
@@ -89,15 +89,14 @@ def calibrate_table(*, target: float, only: Mapping[str, str] = MappingProxyType
     Rows have ``trust, sampling, accountant, noise_multiplier, epsilon, reason``; noise_multiplier and epsilon are None
     where nothing applies.
     """
-    names = [each for each in _combinations(only) if each[2] in ("pld", "rdp")]
-    return [_calibrated_row(target, setting, *each) for each in names]
+    return [_calibrated_row(target, setting, *row) for row in _combinations(only) if row[2] in ("pld", "rdp")]
 
 
 def _calibrated_row(target: float, setting: Row, trust: str, sampling: str, accountant: str) -> Row:
     row: Row = {"trust": trust, "sampling": sampling, "accountant": accountant}
     try:
-        own = _own_setting(setting, trust, sampling, accountant)
-        found = noise_multiplier(epsilon=target, **own)
-        return row | {"noise_multiplier": found, "epsilon": epsilon(**own, noise_multiplier=found), "reason": ""}
+        arguments = _arguments(setting, trust, sampling, accountant)
+        sigma = noise_multiplier(epsilon=target, **arguments)
+        return row | {"noise_multiplier": sigma, "epsilon": epsilon(**arguments, noise_multiplier=sigma), "reason": ""}
     except InputError as error:
         return row | {"noise_multiplier": None, "epsilon": None, "reason": str(error)}

@@ -76,8 +76,8 @@ class LossDistribution:
         spectrum = self._spectrum(length)
         # Only frequencies that survive the T-th power are raised to it: most vanish, and exp is slow.
         power = np.zeros(len(spectrum), dtype=np.complex128)
-        kept = np.flatnonzero(spectrum.real > -_NEGLIGIBLE / rounds)
-        power[kept] = np.exp(rounds * spectrum[kept])
+        surviving = np.flatnonzero(spectrum.real > -_NEGLIGIBLE / rounds)
+        power[surviving] = np.exp(rounds * spectrum[surviving])
         composed, offset = np.fft.irfft(power, length), rounds * (self.lowest + self._centre)
         first = max(low, -offset)
         return np.maximum(composed[np.arange(first, high + 1) % length], 0.0), first + offset
@@ -161,21 +161,21 @@ def deltas(loss: Any, epsilons: Floats) -> Floats:
     sign = 1.0 if removed else -1.0
     # Beyond log(1 − q) no output has such a loss, so the logarithm below would be of a negative number.
     bounded = sign * epsilons > math.log1p(-q)
-    found = np.zeros_like(epsilons)
+    delta = np.zeros_like(epsilons)
     if removed:
-        found[~bounded] = -np.expm1(epsilons[~bounded])  # every loss is above these ε; added, none is above the others
+        delta[~bounded] = -np.expm1(epsilons[~bounded])  # every loss is above these ε; added, none is above the others
     inside = epsilons[bounded]
     scaled = sign * inside - math.log(q)
     with np.errstate(divide="ignore"):
         plain = sign * (scaled + np.log1p(-np.minimum(np.exp(math.log(1 / q - 1) - scaled), 1.0)))
-    found[bounded] = _above(loss, inside, -0.5 - plain * loss.standard_deviation**2 + (0.0 if removed else 1.0))
-    return found
+    delta[bounded] = _above(loss, inside, -0.5 - plain * loss.standard_deviation**2 + (0.0 if removed else 1.0))
+    return delta
 
 
 def _above(loss: Any, epsilons: Floats, x: Floats) -> Floats:
     """μ − e^ε·ν of everything up to ``x``."""
-    found: Floats = loss.mu_upper_cdf(x) - np.exp(epsilons + loss.mu_lower_log_cdf(x))
-    return np.clip(found, 0.0, 1.0)
+    excess: Floats = loss.mu_upper_cdf(x) - np.exp(epsilons + loss.mu_lower_log_cdf(x))
+    return np.clip(excess, 0.0, 1.0)
 
 
 def _where_replaced(loss: Any, epsilons: Floats) -> Floats:
@@ -188,25 +188,25 @@ def _where_replaced(loss: Any, epsilons: Floats) -> Floats:
     over = np.maximum(log_product, 0.0)
     large = over + np.log1p(np.sqrt(1 + np.exp(-2 * over)))
     arsinh = np.where(log_product > 0, large, np.arcsinh(np.exp(np.minimum(log_product, 0.0))))
-    found: Floats = variance * (-np.sign(epsilons) * arsinh - epsilons / 2)
-    return found
+    x: Floats = variance * (-np.sign(epsilons) * arsinh - epsilons / 2)
+    return x
 
 
-def _one(adjacency: str, q: float, multiplier: float, step: float) -> Any:
+def _one_direction(adjacency: str, q: float, multiplier: float, step: float) -> Any:
     from dp_accounting.pld import pld_pmf
     from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 
     loss = GaussianPrivacyLoss(multiplier, sampling_prob=q, adjacency_type=AdjacencyType(adjacency))
     bounds = loss.connect_dots_bounds()
     low, high = math.floor(bounds.epsilon_lower / step), math.ceil(bounds.epsilon_upper / step)
-    found = deltas(loss, np.arange(low, high + 1) * step)
-    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(step, low, high, found)
+    by_loss = deltas(loss, np.arange(low, high + 1) * step)
+    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(step, low, high, by_loss)
 
 
 def sampled_gaussian(q: float, multiplier: float, step: float) -> tuple[Any, ...]:
     """The library's distributions of the loss (remove, add), upper bounds on a grid of spacing ``step``; one where they
     are the same, at q = 1."""
-    return tuple(_one(kind, q, multiplier, step) for kind in (("REMOVE", "ADD") if q < 1 else ("REMOVE",)))
+    return tuple(_one_direction(kind, q, multiplier, step) for kind in (("REMOVE", "ADD") if q < 1 else ("REMOVE",)))
 
 
 def truncated_gaussian(clients: int, q: float, most: int, multiplier: float, step: float) -> tuple[Any, ...]:
@@ -221,7 +221,7 @@ def truncated_gaussian(clients: int, q: float, most: int, multiplier: float, ste
         return plain
     # The chance to be one of those who stay, given that the cohort was too large.
     among = float(binom.sf(most, clients, q)) * most / full / clients
-    replaced = PrivacyLossDistribution(_one("REPLACE", among, multiplier / 2, step))
+    replaced = PrivacyLossDistribution(_one_direction("REPLACE", among, multiplier / 2, step))
     # No public view of the two directions either; a test notices if these names change.
     mixed = replaced.compute_mixture(PrivacyLossDistribution(*plain), full)
     return mixed._pmf_remove, mixed._pmf_add

@@ -83,8 +83,7 @@ def refusal(kind: str, accountant: str) -> str:
 def _accountable(event: Any, accountant: str) -> tuple[str, float, float]:
     """Return :func:`_kind` of an event that the accountant has a bound for, else raise InputError."""
     kind, q, multiplier = _kind(event)
-    reason = refusal(kind, accountant)
-    if reason:
+    if reason := refusal(kind, accountant):
         raise InputError(f"privacy.accountant: {reason}.")
     return kind, q, multiplier
 
@@ -116,8 +115,8 @@ def renyi(event: Any, rounds: int) -> tuple[tuple[float, ...], NDArray[np.float6
     _, _, multiplier = _accountable(event, "rdp")
     if multiplier == 0:
         return RDP_ORDERS, np.full(len(RDP_ORDERS), math.inf)
-    orders, one = _renyi(event)
-    return orders, rounds * one
+    orders, divergences = _renyi(event)
+    return orders, rounds * divergences
 
 
 @contextlib.contextmanager
@@ -174,27 +173,21 @@ def compose_epsilon(event: Any, rounds: int, delta: float, accountant: str = "pl
     if multiplier == 0:
         return math.inf
     if accountant == "rdp":
-        return _compose_renyi(event, rounds, delta)
+        return renyi_epsilon(*renyi(event, rounds), delta)
     # A sum of Gaussians is a Gaussian: no grid is as exact as the formula.
     if kind == "gaussian" or (kind == "poisson" and q >= 1):
         return gaussian_epsilon(math.sqrt(rounds) / multiplier, delta)
     if kind == "without replacement":
         # Both are bounds on their own, so the smaller one is too.
-        return min(_compose_renyi(event, rounds, delta), schedule_epsilon(rounds, q, multiplier, delta))
+        return min(renyi_epsilon(*renyi(event, rounds), delta), schedule_epsilon(rounds, q, multiplier, delta))
     if kind == "poisson" and multiplier < LITTLE:
         return schedule_epsilon(rounds, q, multiplier, delta)
     if accountant == "fft":
         return epsilon_bounds(q, multiplier, rounds, delta)[1]
-    found = max(part.epsilon(rounds, delta) for part in _losses(event))
+    composed = max(part.epsilon(rounds, delta) for part in _losses(event))
     # With hardly any noise the grid's own error is the larger one; the smaller bound is no step at LITTLE.
     near = kind == "poisson" and multiplier < 10 * LITTLE
-    return min(found, schedule_epsilon(rounds, q, multiplier, delta)) if near else found
-
-
-def _compose_renyi(event: Any, rounds: int, delta: float) -> float:
-    """ε of repetitions of an event: their Rényi divergences add up."""
-    orders, one = _renyi(event)
-    return renyi_epsilon(orders, rounds * one, delta)
+    return min(composed, schedule_epsilon(rounds, q, multiplier, delta)) if near else composed
 
 
 def renyi_epsilon(orders: Sequence[float], divergences: NDArray[np.float64], delta: float) -> float:

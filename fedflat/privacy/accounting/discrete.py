@@ -90,8 +90,8 @@ def curve_epsilon(orders: Floats, values: Floats, delta: float) -> float:
 def curve_delta(orders: Floats, values: Floats, epsilon: float) -> Floats:
     """Smallest δ at ε, at most 1, that the Rényi values ``(…, orders)`` prove (CKS 2020, proposition 12): ``(…)``."""
     log_delta = (orders - 1) * (values - epsilon + np.log1p(-1 / orders)) - np.log(orders)
-    found: Floats = np.exp(np.minimum(0.0, log_delta.min(axis=-1)))
-    return found
+    delta: Floats = np.exp(np.minimum(0.0, log_delta.min(axis=-1)))
+    return delta
 
 
 def participation_epsilon(curve: Curve, rounds: int, rate: float, delta: float) -> float:
@@ -201,23 +201,18 @@ class DDGaussAccount(ShareNumbers):
         curve = self.curve(shares)
         if not amplification:
             return curve_epsilon(ORDERS, rounds * curve(ORDERS), delta)
-        known = participation_epsilon(curve, rounds, self.rate, delta)
+        unamplified = participation_epsilon(curve, rounds, self.rate, delta)
         if adversary == "server":
-            return known
-        return min(known, curve_epsilon(WHOLE_ORDERS, rounds * self.amplified(shares), delta))
+            return unamplified
+        return min(unamplified, curve_epsilon(WHOLE_ORDERS, rounds * self.amplified(shares), delta))
 
     def guarantees(self, rounds: int) -> tuple[Guarantee, ...]:
-        """Towards recipients and the server."""
+        """Return the guarantees towards recipients and the server."""
+        recipients = "those who see released models only: Poisson amplification, noise topped up to cohort.max"
+        server = "the server, which knows each cohort and sees each sum: Bin(T, q) rounds"
         rule = "Renyi, sum of discrete Gaussians (Kairouz et al. 2021)"
-        kinds: list[tuple[Adversary, str, str]] = [
-            (
-                "recipients",
-                "those who see released models only: Poisson amplification, noise topped up to cohort.max",
-                f"{rule}, Poisson (Mironov et al. 2019, thm 5)",
-            ),
-            ("server", "the server, which knows each cohort and sees each sum: Bin(T, q) rounds", rule),
-        ]
-        return tuple(
-            Guarantee(who, text, "add-remove", self.epsilon(rounds, who), self.delta, accountant)
-            for who, text, accountant in kinds
+        amplified = f"{rule}, Poisson (Mironov et al. 2019, thm 5)"
+        return (
+            Guarantee("recipients", recipients, "add-remove", self.epsilon(rounds), self.delta, amplified),
+            Guarantee("server", server, "add-remove", self.epsilon(rounds, "server"), self.delta, rule),
         )

@@ -91,9 +91,7 @@ def approximate_epsilon(
     Raises:
         InputError: a value out of range.
     """
-    params = accounting_params(
-        clients=clients, cohort=cohort, rounds=rounds, noise_multiplier=noise_multiplier, delta=delta
-    )
+    params = accounting_params(**locals())
     if rounds == 0:
         return 0.0
     return gaussian_epsilon(gdp_mu(params.sampler.q, noise_multiplier, rounds), params.delta)
@@ -122,7 +120,7 @@ def noise_multiplier(
 
 
 def guess(params: AccountingParams, target: float) -> float:
-    """Where to start: the multiplier that the central-limit approximation, or an unamplified account, suggests."""
+    """Return a multiplier to start from, by the central-limit approximation or an unamplified account."""
     amplified = params.trust == "central" and params.sampler.name != "fixed" and target < 1000
     q = params.sampler.q if amplified else 1.0
     share = 1.0 if amplified or params.trust == "local" else params.sampler.q
@@ -150,9 +148,9 @@ def calibrate(epsilon_of: Callable[[float], float], target: float, start: float 
 
     def log_at(x: float) -> float:
         """ln ε at σ = eˣ as it is returned; above ln(target) wherever ε is, also by less than ln resolves."""
-        found = epsilon_of(_sigma(x))
-        least = math.nextafter(math.log(target), math.inf) if found > target else -math.inf
-        return max(math.log(found) if found > 0 else -math.inf, least)
+        reached = epsilon_of(_sigma(x))
+        least = math.nextafter(math.log(target), math.inf) if reached > target else -math.inf
+        return max(math.log(reached) if reached > 0 else -math.inf, least)
 
     low, high = _bracket(log_at, target, math.log(start))
     aim = math.log(target) + math.log1p(-TOLERANCE / 2)
@@ -180,21 +178,21 @@ def _bracket(
     log_at: Callable[[float], float], target: float, x: float
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Two points (log σ, log ε), one above the target, one at or under it; the search starts at ``x``."""
-    found, goal = log_at(x), math.log(target)
-    enough = found <= goal
+    log_epsilon, goal = log_at(x), math.log(target)
+    enough = log_epsilon <= goal
     stride = 0.02
     while True:
         # ε falls about as fast as 1/σ: step past the target by a little, then ever further.
-        reach = abs(found - goal) * 1.2 if math.isfinite(found) else 0.0
+        reach = abs(log_epsilon - goal) * 1.2 if math.isfinite(log_epsilon) else 0.0
         other = x - max(stride, min(reach, 1.0)) if enough else x + max(stride, min(reach, 1.0))
         require(other <= math.log(1e7), "privacy.epsilon", target, "an ε that some noise multiplier up to 1e7 reaches")
         value = log_at(other)
         if (value <= goal) != enough:
-            return ((other, value), (x, found)) if enough else ((x, found), (other, value))
-        x, found, stride = other, value, stride * 2
+            return ((other, value), (x, log_epsilon)) if enough else ((x, log_epsilon), (other, value))
+        x, log_epsilon, stride = other, value, stride * 2
         # No noise at all may be enough (T·q < δ): then little will do, and the least of all is not sought.
-        if enough and x < math.log(1e-6 if found == -math.inf else 1e-11):
-            return (x - 1, math.inf), (x, found)
+        if enough and x < math.log(1e-6 if log_epsilon == -math.inf else 1e-11):
+            return (x - 1, math.inf), (x, log_epsilon)
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:

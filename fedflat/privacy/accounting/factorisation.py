@@ -26,22 +26,21 @@ MOST_BANDED_ROUNDS = 512
 
 def workload(rounds: int, momentum: float = 0.0) -> Floats:
     """a_0 … a_{T−1}, the first column of A."""
-    powers: Floats = np.cumsum(momentum ** np.arange(rounds, dtype=np.float64))
-    return powers
+    return np.cumsum(momentum ** np.arange(rounds, dtype=np.float64))
 
 
 def _workload_matrix(rounds: int, momentum: float) -> Floats:
     """A, ``(T, T)``: lower triangular, and the same along each diagonal."""
     from scipy.linalg import toeplitz
 
-    found: Floats = toeplitz(workload(rounds, momentum), np.zeros(rounds))
-    return found
+    matrix: Floats = toeplitz(workload(rounds, momentum), np.zeros(rounds))
+    return matrix
 
 
 def noise_in_model(factor: Factor, momentum: float = 0.0) -> tuple[float, float]:
     """(root mean square over the rounds, last round) of the std of A·C⁻¹Z in a coordinate, Z of std 1."""
-    each = ((_workload_matrix(factor.rounds, momentum) @ factor.inverse) ** 2).sum(axis=1)
-    return math.sqrt(float(each.mean())), math.sqrt(float(each[-1]))
+    variances = ((_workload_matrix(factor.rounds, momentum) @ factor.inverse) ** 2).sum(axis=1)
+    return math.sqrt(float(variances.mean())), math.sqrt(float(variances[-1]))
 
 
 @lru_cache(maxsize=32)
@@ -70,17 +69,17 @@ def factor_for(
         raise wrong("rounds", rounds, f"at most {MOST_BANDED_ROUNDS} with noise: banded", hint=hint)
     widest = min(MOST_BANDS, rounds, separation if once or kind == "banded" else rounds)
     if bands is not None:
-        found = f"at most {widest} with {rounds} rounds of separation {separation}"
-        require(whole("privacy.noise.bands", bands, 1) <= widest, "privacy.noise.bands", bands, found)
-        return _made(kind, rounds, separation, bands, momentum)
+        allowed = f"at most {widest} with {rounds} rounds of separation {separation}"
+        require(whole("privacy.noise.bands", bands, 1) <= widest, "privacy.noise.bands", bands, allowed)
+        return _factor(kind, rounds, separation, bands, momentum)
     # Wider bands contain the narrower ones and have less error, but those beyond the separation move further: which
     # wins depends on the schedule, so all are tried.
     least = min(separation, widest)
-    made = [_made(kind, rounds, separation, n, momentum) for n in (least, 2 * least, 4 * least) if n <= widest]
-    return min(made, key=lambda factor: noise_in_model(factor, momentum)[0] * factor.sensitivity(separation))
+    factors = [_factor(kind, rounds, separation, n, momentum) for n in (least, 2 * least, 4 * least) if n <= widest]
+    return min(factors, key=lambda factor: noise_in_model(factor, momentum)[0] * factor.sensitivity(separation))
 
 
-def _made(kind: str, rounds: int, separation: int, bands: int, momentum: float) -> Factor:
+def _factor(kind: str, rounds: int, separation: int, bands: int, momentum: float) -> Factor:
     columns = cut(np.tile(_toeplitz(rounds, separation, bands, momentum), (rounds, 1)))
     return Factor(on_grid(columns if kind == "toeplitz" else _banded(columns, momentum)))
 
@@ -116,11 +115,11 @@ def _toeplitz(rounds: int, separation: int, bands: int, momentum: float) -> Floa
 
     # The square root of 1/(1 − x), which is optimal where everybody takes part once.
     start = np.array([(j - 0.5) / j for j in range(1, bands)])
-    found = minimize(
+    solution = minimize(
         error, start, jac=True, method="L-BFGS-B", bounds=[(1e-6, 1.0)] * (bands - 1),
         options={"maxiter": 2000, "maxfun": 4000, "ftol": 1e-15, "gtol": 1e-9},
     )  # fmt: skip
-    return np.concatenate([[1.0], np.cumprod(found.x)])
+    return np.concatenate([[1.0], np.cumprod(solution.x)])
 
 
 def _banded(start: Floats, momentum: float) -> Floats:
@@ -155,9 +154,9 @@ def _banded(start: Floats, momentum: float) -> Floats:
         return math.log(noise), slope[inside]
 
     options = {"maxiter": 300, "ftol": 1e-12, "gtol": 1e-8}
-    found = minimize(error, start[inside], jac=True, method="L-BFGS-B", options=options)
+    solution = minimize(error, start[inside], jac=True, method="L-BFGS-B", options=options)
     columns = np.zeros_like(start)
-    columns[inside] = found.x
+    columns[inside] = solution.x
     columns /= np.sqrt((columns**2).sum(axis=1, keepdims=True))
     # A column and its negative are the same mechanism; one sign makes digests comparable.
     return columns * np.sign(columns[:, :1])

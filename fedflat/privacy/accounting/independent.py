@@ -50,12 +50,9 @@ def _cdf(loss: Floats, q: float, sigma: float, remove: bool) -> Floats:
     """P(privacy loss ≤ loss): with the client against without (``remove``), or without against with."""
     from scipy.special import ndtr
 
-    if remove:
-        x = _threshold(loss, q, sigma)
-        result: Floats = (1 - q) * ndtr(x / sigma) + q * ndtr((x - 1) / sigma)
-        return result
-    below: Floats = ndtr(-_threshold(-loss, q, sigma) / sigma)
-    return below
+    x = _threshold(loss if remove else -loss, q, sigma)
+    cdf: Floats = (1 - q) * ndtr(x / sigma) + q * ndtr((x - 1) / sigma) if remove else ndtr(-x / sigma)
+    return cdf
 
 
 def _mean(q: float, sigma: float, remove: bool) -> float:
@@ -107,16 +104,16 @@ def _width(probs: Floats, rounds: int, tail: float) -> int:
 def _invert(probs: Floats, losses: Floats, delta: float) -> float:
     """The smallest ε ≥ 0 with Σ p·max(0, 1 − e^(ε − l)) ≤ ``delta``, by bisection on the sum itself."""
 
-    def found(epsilon: float) -> float:
+    def delta_at(epsilon: float) -> float:
         first = int(np.searchsorted(losses, epsilon, side="right"))
         return float(probs[first:] @ -np.expm1(epsilon - losses[first:]))
 
     low, high = 0.0, max(float(losses[-1]), 0.0)
-    if found(low) <= delta:
+    if delta_at(low) <= delta:
         return 0.0
     for _ in range(45):
         middle = (low + high) / 2
-        low, high = (low, middle) if found(middle) <= delta else (middle, high)
+        low, high = (low, middle) if delta_at(middle) <= delta else (middle, high)
     return high
 
 
