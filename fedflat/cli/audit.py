@@ -147,7 +147,7 @@ def landscape(
 def _numbers(where: str, text: str, kind: type) -> list[Any]:
     """Return the numbers of a list such as ``3,7``."""
     try:
-        return [kind(each) for each in text.split(",") if each.strip()]
+        return [kind(number) for number in text.split(",") if number.strip()]
     except ValueError:
         raise wrong(
             where, text, "numbers with commas between them, for example " + ("3,7" if kind is int else "0.1,0.2")
@@ -243,14 +243,14 @@ def bounds(
     parsed = cli.recipe_of(run or recipe, override)
     measured = {} if run is None else _measured(run)
     turn, loss = measured.pop("gap", (None, 1.0))
-    given = {"smoothness": smoothness, "local_std": local_std, "global_std": global_std}
-    given["gap"] = loss if gap is None else gap
-    setting = _setting(parsed, steps, dimension, {**measured, **given})
-    found = statements(setting)
+    constants = {"smoothness": smoothness, "local_std": local_std, "global_std": global_std}
+    constants["gap"] = loss if gap is None else gap
+    setting = _setting(parsed, steps, dimension, {**measured, **constants})
+    rows = statements(setting)
     if as_json:
-        cli.print_json(plain({"setting": asdict(setting), "statements": [asdict(each) for each in found]}))
+        cli.print_json(plain({"setting": asdict(setting), "statements": [*map(asdict, rows)]}))
     else:
-        print("\n".join(lines(setting, found, measured, turn if gap is None else None)))
+        print("\n".join(lines(setting, rows, measured, turn if gap is None else None)))
 
 
 def _measured(folder: Path) -> dict[str, Any]:
@@ -262,9 +262,9 @@ def _measured(folder: Path) -> dict[str, Any]:
 
     run = metrics.read_run(folder)
     values = {key: metrics.column(run.private, key) for key in ("alpha_mean", "alpha_spread")}
-    found: dict[str, Any] = {key: tuple(value for _, value in points) for key, points in values.items() if points}
+    alphas: dict[str, Any] = {key: tuple(value for _, value in points) for key, points in values.items() if points}
     losses = metrics.column(run.metrics, "test_loss")
-    return found | ({"gap": losses[0]} if losses else {})
+    return alphas | ({"gap": losses[0]} if losses else {})
 
 
 def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants: dict[str, Any]) -> Setting:
@@ -312,24 +312,24 @@ def _clip(recipe: Recipe) -> float:
     return number
 
 
-def lines(setting: Setting, found: list[Statement], measured: dict[str, Any], after: int | None = None) -> list[str]:
+def lines(setting: Setting, rows: list[Statement], measured: dict[str, Any], after: int | None = None) -> list[str]:
     """Return the statements as text of at most 80 columns, by section and reference.
 
     after: the round whose test loss stands for f(w¹) − f*.
     """
     facts = setting.facts
-    shown = cli.filled(
+    texts = cli.filled(
         "bounds.txt", setting=setting, facts=facts, after=after, measured="alpha_mean" in measured,
         alpha_mean=fmean(facts.alpha_mean), alpha_spread=fmean(facts.alpha_spread),
     )  # fmt: skip
-    before = None
-    for each in found:
-        if before is None or each.section != before.section:
-            shown += ["", each.section]
-        if before is None or each.reference != before.reference:
-            shown.append(f"  {each.reference}")
-        before = each
-        value = "–" if each.value is None else f"{each.value:,}" if isinstance(each.value, int) else f"{each.value:.4g}"
-        shown.append(f"    {each.what:<58} {value:>13}".rstrip())
-        shown += cli.wrapped(each.said, "      ", "      ")
-    return [*shown, "", "None of this enters a privacy statement; equations: docs/bounds.md."]
+    previous = None
+    for row in rows:
+        if previous is None or row.section != previous.section:
+            texts += ["", row.section]
+        if previous is None or row.reference != previous.reference:
+            texts.append(f"  {row.reference}")
+        previous = row
+        value = "–" if row.value is None else f"{row.value:,}" if isinstance(row.value, int) else f"{row.value:.4g}"
+        texts.append(f"    {row.what:<58} {value:>13}".rstrip())
+        texts += cli.wrapped(row.said, "      ", "      ")
+    return [*texts, "", "None of this enters a privacy statement; equations: docs/bounds.md."]
