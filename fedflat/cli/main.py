@@ -73,8 +73,8 @@ def _assemble() -> None:
         "keys": finished.keys, "watch": catalogue.watch, "runs": catalogue.runs, "doctor": doctor.doctor,
     }  # fmt: skip
     for name, command in commands.items():
-        function, about = as_command(command)
-        app.command(name, help=about)(function)
+        function, description = as_command(command)
+        app.command(name, help=description)(function)
 
 
 def main() -> None:
@@ -119,17 +119,17 @@ def _check_words(words: list[str]) -> None:
             raise wrong(word[:-1], "nothing", "a value")
 
 
-def _status(found: int) -> int:
+def _status(status: int) -> int:
     """Return the exit status: of what a signal left undone, 128 and the signal's number, as shells have it."""
-    return 128 + number if found and (number := process.stop_signal()) else found
+    return 128 + number if status and (number := process.stop_signal()) else status
 
 
 def _full(error: Exception) -> str | None:
     """Return one line for a disk or a quota that is full, wherever it was met; None for anything else."""
     number = error.errno if isinstance(error, OSError) else None
     # Libraries in Rust put the number into the message.
-    if number is None and (found := re.search(r"\(os error (\d+)\)", str(error))):
-        number = int(found[1])
+    if number is None and (match := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(match[1])
     if number not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         return None
     path = getattr(error, "filename", None) or "a file"
@@ -181,8 +181,8 @@ def _usage(error: Exception) -> None:
     if (context := getattr(error, "ctx", None)) and type(error).__name__ == "MissingParameter":
         text += f" {context.get_usage()}"
     option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
-    known = [each.name for each in context.command.params] if option and context else []
-    if "override" in known and not nearest(option, known):
+    names = [parameter.name for parameter in context.command.params] if option and context else []
+    if "override" in names and not nearest(option, names):
         from fedflat.config.recipe import elsewhere
 
         if hint := elsewhere(option) or nearest(option, ("rounds", "seed", "task")):
