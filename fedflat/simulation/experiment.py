@@ -84,11 +84,11 @@ def _listen(name: str, turn: int) -> AbstractContextManager[None]:
     """Tell the parent of a run's long work inside the block, twice a second at most."""
     spoke = 0.0
 
-    def hear(what: str, done: int, total: int) -> None:
+    def hear(stage: str, done: int, total: int) -> None:
         nonlocal spoke
         if time.monotonic() - spoke >= 0.5:
             spoke = time.monotonic()
-            _SHARED["queue"].put((name, turn, None, waiting_text(what, done, total)))
+            _SHARED["queue"].put((name, turn, None, waiting_text(stage, done, total)))
 
     return listening_to_progress(hear)
 
@@ -213,8 +213,8 @@ def _at_a_time(settings: list[Setting], cores: int) -> int:
     from fedflat.engine.device import PROCESSES
 
     engines = [setting.recipe.engine for setting in settings]
-    free = all(each.device == "cpu" or (each.device == "auto" and each.backend in PROCESSES) for each in engines)
-    return cores if free or not torch.cuda.is_available() else 1
+    cpu = all(engine.device == "cpu" or (engine.device == "auto" and engine.backend in PROCESSES) for engine in engines)
+    return cores if cpu or not torch.cuda.is_available() else 1
 
 
 class _WorkerCrew:
@@ -254,8 +254,8 @@ class _WorkerCrew:
         """Work in one pool of processes; when one of them dies, what has not ended has failed."""
         queue, abort = context.Queue(), context.Event()
         errors = stopping.own_stderr()
-        given = (os.getpid(), errors, queue, stop, abort, threads, self.data)
-        pool = ProcessPoolExecutor(processes, context, begin_worker, given)
+        initargs = (os.getpid(), errors, queue, stop, abort, threads, self.data)
+        pool = ProcessPoolExecutor(processes, context, begin_worker, initargs)
         # Only the processes know how they ended.
         gone = functools.partial(_gone, pool._processes, errors)
         try:
@@ -374,6 +374,6 @@ def _write_tables(folder: Path, groups: list[Group], table: tables.Comparison) -
 
 def _epsilon_note(group: Group) -> list[str]:
     """Return a sentence where the seeds of a setting do not share one ε (the table shows the largest)."""
-    found = {metrics.proven_epsilon(run) for run in group.runs}
-    texts = [*map(metrics.epsilon_text, sorted(found, key=lambda each: math.inf if each is None else each))]
-    return [f"{group.label}: ε differs between seeds, {texts[0]} to {texts[-1]}."] if len(found) > 1 else []
+    epsilons = {metrics.proven_epsilon(run) for run in group.runs}
+    texts = [*map(metrics.epsilon_text, sorted(epsilons, key=lambda value: math.inf if value is None else value))]
+    return [f"{group.label}: ε differs between seeds, {texts[0]} to {texts[-1]}."] if len(epsilons) > 1 else []
