@@ -80,8 +80,7 @@ def _parameters(source: Any) -> Iterator[inspect.Parameter]:
             yield from _parameters(kind)
             continue
         infos = [info for info in get_args(kind) if isinstance(info, ParameterInfo)]
-        optional = parameter.kind is parameter.KEYWORD_ONLY
-        info = copy.copy(infos[0]) if infos else Option() if optional else Argument()
+        info = copy.copy(infos[0]) if infos else Option() if parameter.kind is parameter.KEYWORD_ONLY else Argument()
         info.help = info.help or helps.get(parameter.name)
         kind = get_args(kind)[0] if infos else kind
         if kind is bool and info.default is ...:

@@ -16,7 +16,7 @@ import typer
 from typer import Argument, Option
 
 from fedflat import cli
-from fedflat.core.checks import wrong
+from fedflat.core.checks import require, turning, wrong
 from fedflat.core.durable import plain
 
 if TYPE_CHECKING:
@@ -146,12 +146,9 @@ def landscape(
 
 def _numbers(where: str, text: str, kind: type) -> list[Any]:
     """Return the numbers of a list such as ``3,7``."""
-    try:
+    example = "3,7" if kind is int else "0.1,0.2"
+    with turning(ValueError, wrong(where, text, f"numbers with commas between them, for example {example}")):
         return [kind(number) for number in text.split(",") if number.strip()]
-    except ValueError:
-        raise wrong(
-            where, text, "numbers with commas between them, for example " + ("3,7" if kind is int else "0.1,0.2")
-        ) from None
 
 
 @contextmanager
@@ -234,12 +231,11 @@ def bounds(
     """
     from fedflat.landscape.statements import statements
 
-    if run is not None and recipe is not None:
-        raise wrong("--run", "a recipe as well", "one of both: a run has its recipe")
-    if run is not None and (override or steps):
-        raise wrong("--run", "-o" if override else "--steps", "a run alone: its recipe is what was measured")
-    if run is not None and not (run / "recipe.yaml").is_file():
-        raise wrong("--run", str(run), "the folder of a run that fedflat run wrote")
+    if run is not None:
+        require(recipe is None, "--run", "a recipe as well", "one of both: a run has its recipe")
+        option, allowed = "-o" if override else "--steps", "a run alone: its recipe is what was measured"
+        require(not (override or steps), "--run", option, allowed)
+        require((run / "recipe.yaml").is_file(), "--run", str(run), "the folder of a run that fedflat run wrote")
     parsed = cli.recipe_of(run or recipe, override)
     measured = {} if run is None else _measured(run)
     turn, loss = measured.pop("gap", (None, 1.0))
@@ -277,11 +273,9 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
     method = algorithm_of(recipe)
     if method.kind != "update" or not method.private:
         raise wrong("algorithm.name", recipe.algorithm.name, "a method whose clients send private updates")
-    if recipe.privacy.protocol != "sound":
-        raise wrong(
-            "privacy.protocol", recipe.privacy.protocol, "sound",
-            hint="What a released procedure proves: fedflat plan, fedflat reproduce --protocol published.",
-        )  # fmt: skip
+    protocol = recipe.privacy.protocol
+    hint = "What a released procedure proves: fedflat plan, fedflat reproduce --protocol published."
+    require(protocol == "sound", "privacy.protocol", protocol, "sound", hint=hint)
     size, count = dimension, steps or recipe.local.steps
     samples = recipe.data.max_examples
     clients = recipe.data.clients
@@ -290,8 +284,12 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
         size, count = size or job.parts.layout.dimension, count or job.parts.local.steps
         clients, samples = job.data.clients, sum(map(len, job.data.parts))
     plan = plan_of(recipe, method, clients, size)
+    clipping = recipe.privacy.clipping
+    clip = clipping.value or clipping.initial
+    if clip is None:
+        raise wrong("privacy.clip", clipping.kind, "one number C")
     facts = Facts(
-        lr=recipe.local.lr, steps=count, rounds=recipe.rounds, clients=clients, cohort=plan.divisor, clip=_clip(recipe),
+        lr=recipe.local.lr, steps=count, rounds=recipe.rounds, clients=clients, cohort=plan.divisor, clip=clip,
         noise_multiplier=plan.event_multiplier, dimension=size, server_lr=server_of(recipe, method).lr or 1.0,
         **constants,
     )  # fmt: skip
@@ -304,14 +302,6 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
     )  # fmt: skip
 
 
-def _clip(recipe: Recipe) -> float:
-    clip = recipe.privacy.clipping
-    number = clip.value or clip.initial
-    if number is None:
-        raise wrong("privacy.clip", clip.kind, "one number C")
-    return number
-
-
 def lines(setting: Setting, rows: list[Statement], measured: dict[str, Any], after: int | None = None) -> list[str]:
     """Return the statements as text of at most 80 columns, by section and reference.
 
@@ -322,13 +312,11 @@ def lines(setting: Setting, rows: list[Statement], measured: dict[str, Any], aft
         "bounds.txt", setting=setting, facts=facts, after=after, measured="alpha_mean" in measured,
         alpha_mean=fmean(facts.alpha_mean), alpha_spread=fmean(facts.alpha_spread),
     )  # fmt: skip
-    previous = None
-    for row in rows:
+    for previous, row in zip([None, *rows], rows):
         if previous is None or row.section != previous.section:
             texts += ["", row.section]
         if previous is None or row.reference != previous.reference:
             texts.append(f"  {row.reference}")
-        previous = row
         value = "–" if row.value is None else f"{row.value:,}" if isinstance(row.value, int) else f"{row.value:.4g}"
         texts.append(f"    {row.what:<58} {value:>13}".rstrip())
         texts += cli.wrapped(row.said, "      ", "      ")

@@ -305,7 +305,7 @@ def _column(values: pd.Series, feature: Any) -> Column:
 
     if is_text_feature(feature):
         values = values.replace("", None)  # an empty cell is no category
-    missing, facts = int(values.isna().sum()), dict[str, Any]()
+    missing = int(values.isna().sum())
     if is_image_feature(feature):
         return _image(values, missing)
     present = values.dropna()
@@ -313,7 +313,7 @@ def _column(values: pd.Series, feature: Any) -> Column:
         distinct = sorted(present.unique().tolist(), key=str)
     except TypeError:
         # The values are lists, which cannot be compared.
-        facts = {"type": "list", "values": len(present), "missing": missing, "becomes": "its numbers"}
+        facts: Column = {"type": "list", "values": len(present), "missing": missing, "becomes": "its numbers"}
         least, most = present.map(len).min(), present.map(len).max()
         return facts | ({"fault": f"lists of {least} to {most} values; all need one length"} if least < most else {})
     facts = {"type": str(values.dtype), "values": len(distinct), "missing": missing}

@@ -129,8 +129,7 @@ def _fault(need: Requirement, version: str) -> str:
 def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("cores", "ok", str(cores))
-    free = free_memory()
-    if free is not None:
+    if (free := free_memory()) is not None:
         remedy = "end other programs, or -o engine.backend=sequential" if free < GIB else ""
         yield Finding("memory", "note" if remedy else "ok", f"{free / GIB:.1f} GiB available", remedy)
 

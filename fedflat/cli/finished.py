@@ -234,8 +234,7 @@ def keys(
 
     require(action in ("new", "show"), "keys", action, "new or show")
     file = signing.place() if path is None else path
-    if action == "show" and not file.exists():
-        raise wrong("keys", f"no key in {file}", "fedflat keys new makes one")
+    require(action == "new" or file.exists(), "keys", f"no key in {file}", "fedflat keys new makes one")
     operator = Operator.create(file) if action == "new" else Operator.load(file)
     public, keyid = signing.public_place(file), signing.keyid(operator.public)
     if as_json:

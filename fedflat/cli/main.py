@@ -172,8 +172,7 @@ def _usage(error: Exception) -> None:
         raise error
     # Some parsers say twice what was meant.
     text = re.sub(r"(Did you mean [^?]*\?) \(?Did you mean .*", r"\1", message().replace("\n", " "))
-    wanted = r"^Invalid value for '(\S+)': '?(.*?)'? is not a valid (int|float)[\w ]*\.$"
-    if odd := re.match(wanted, text):
+    if odd := re.match(r"^Invalid value for '(\S+)': '?(.*?)'? is not a valid (int|float)[\w ]*\.$", text):
         text = f"{odd[1]}: found {odd[2]}; allowed: {'a whole number' if odd[3] == 'int' else 'a number'}."
     # Without a command the help was shown.
     if not text:

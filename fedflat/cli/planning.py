@@ -91,8 +91,7 @@ def _private(recipe: Any, varied: list[str], mean: float, folder: Path, processe
     from fedflat.report.progress import ExperimentProgress
     from fedflat.simulation.tuning import ask, tune
 
-    clients = recipe.data.clients or data_of(recipe, None, None).clients
-    asked = ask(recipe, varied, Selection(mean), clients)
+    asked = ask(recipe, varied, Selection(mean), recipe.data.clients or data_of(recipe, None, None).clients)
     if not as_json:
         print("\n".join(filled("selection.txt", asked=asked, alone=alone(asked.plan).epsilon(), selected=None)))
     with ExperimentProgress(quiet=as_json) as progress:

@@ -132,8 +132,7 @@ def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
     relevant = [row for row in rows if row["sampling"] == only.get("sampling")] or rows
     if not any(row["epsilon"] is not None for row in relevant):
         reason = next((row["reason"] for row in relevant if row["reason"]), "no such combination")
-        asked = ", ".join(only.values()) or "every combination"
-        raise InputError(f"{asked}: {reason.rstrip('.')}.")
+        raise InputError(f"{', '.join(only.values()) or 'every combination'}: {reason.rstrip('.')}.")
     return rows
 
 

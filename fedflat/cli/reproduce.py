@@ -15,7 +15,7 @@ import typer
 from typer import Option
 
 from fedflat import cli
-from fedflat.core.checks import counted, one_of, wrong
+from fedflat.core.checks import counted, one_of, require, wrong
 from fedflat.core.durable import plain
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Request:
         one_of("--scale", self.size, scales.SCALES)
         if drawing:
             only_tables = {"--method": self.method, "--protocol": self.protocol != "sound", "--json": self.as_json}
-            for option in (option for option, used in only_tables.items() if used):
-                raise wrong(option, "a figure", "a table")
+            for option, used in only_tables.items():
+                require(not used, option, "a figure", "a table")
 
     @property
     def size(self) -> str:
@@ -305,15 +305,13 @@ def as_dict(result: outcome.Outcome) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _record(row: outcome.Row) -> dict[str, Any]:
+def _record(row: outcome.Row) -> Any:
     names = ("column", "method", "measure", "target", "published")
-    values = {name: getattr(row.cell, name) for name in names} | {
+    return plain({name: getattr(row.cell, name) for name in names} | {
         "ours": list(row.ours.values()), "seeds": list(row.ours),
         "difference": row.difference, "claimed_epsilon": row.claimed, "proven_epsilon": row.proven,
         "simulated_epsilon": row.simulated, "delta": row.delta, "fates": dict(row.fates), "missing": row.missing,
-    }  # fmt: skip
-    record: dict[str, Any] = plain(values)
-    return record
+    })  # fmt: skip
 
 
 def write_pages(drawn: figures.Drawn, folder: Path) -> list[Path]:
@@ -328,10 +326,9 @@ def write_pages(drawn: figures.Drawn, folder: Path) -> list[Path]:
     ]
     if drawn.figures:
         figure = drawn.of
-        title = f"{CITED[figure.paper]}, {figure.name.replace('-', ' ')}"
         differs = pages.Section("notes", "What differs", "prose", notes(drawn))
         sections = [pages.Section("drawings", "", "cards", pages.cards(list(drawn.figures))), differs]
-        page = pages.page(title, figure.about, sections, "fedflat")
+        page = pages.page(f"{CITED[figure.paper]}, {figure.name.replace('-', ' ')}", figure.about, sections, "fedflat")
         written.append(pages.write(page, folder / f"{figure.name}.html"))
     return written
 

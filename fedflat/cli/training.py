@@ -60,8 +60,7 @@ def run(
         )  # fmt: skip
     page = write_report([folder], folder / "report.html")
     if as_json:
-        last = result.history[-1] if result.history else {}
-        facts = {"folder": folder, "report": page, "last": last, "privacy": result.privacy}
+        facts = {"folder": folder, "report": page, "last": (result.history or [{}])[-1], "privacy": result.privacy}
         print_json({**facts, "warnings": result.warnings})
     else:
         if resume and not (result.stages or result.stopped):
