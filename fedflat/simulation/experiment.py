@@ -34,6 +34,7 @@ from fedflat.report.progress import ASKED, RunEvent, State, waiting_text
 from fedflat.simulation.settings import Setting, Task, check_folders, claim, expand, tasks, unused_folder
 
 Update = Callable[[RunEvent], None]
+Loader = Callable[[Recipe], FederatedData]
 GONE = "its worker process is gone: {}; the same command goes on with it"
 
 
@@ -44,9 +45,7 @@ _DATA: dict[str, FederatedData] = {}  # at most one federation, the last one use
 PAUSE = 0.2  # seconds between looks at the flags
 
 
-def begin_worker(
-    parent: int, errors: int, queue: Any, stop: Any, abort: Any, threads: int, data: Callable[[Recipe], FederatedData]
-) -> None:
+def begin_worker(parent: int, errors: int, queue: Any, stop: Any, abort: Any, threads: int, data: Loader) -> None:
     """Start of a worker. Signals are the parent's to handle; a worker ends at once when its parent is gone.
 
     errors: the file of process ``parent`` that keeps what workers write to their standard error.
@@ -167,8 +166,7 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON; None for what is absent or infinite."""
-        none: dict[str, Any] = {"rows": [], "together": [], "notes": []}
-        record = none if self.table is None else tables.record_of(self.table)
+        record = {"rows": [], "together": [], "notes": []} if self.table is None else tables.record_of(self.table)
         return record | {
             "folder": str(self.folder), "report": None if self.page is None else str(self.page),
             "notes": [*record["notes"], *self.notes], "runs": self.total, "failed": self.failed, "left": self.left,
@@ -182,7 +180,7 @@ def compare(
     folder: str | Path | None = None,
     processes: int | None = None,
     update: Update | None = None,
-    data: Callable[[Recipe], FederatedData] = data_for,
+    data: Loader = data_for,
 ) -> Comparison:
     """Run every setting with every seed and compare them; what is done in ``folder`` already is kept.
 
@@ -224,9 +222,7 @@ class _WorkerCrew:
     the last round, or the error. gone: how the last worker process that died did so.
     """
 
-    def __init__(
-        self, place: Path, settings: list[Setting], tell: Update, data: Callable[[Recipe], FederatedData]
-    ) -> None:
+    def __init__(self, place: Path, settings: list[Setting], tell: Update, data: Loader) -> None:
         self.place, self.settings, self.tell, self.data = place, settings, tell, data
         self.every = tasks(place, settings)
         self.todo = [task for task in self.every if not finished(task)]

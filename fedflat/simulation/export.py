@@ -100,8 +100,7 @@ def _check_new(where: str, target: Path) -> None:
 def _public(run: Run) -> tuple[Run, dict[str, str]]:
     """Return the run without what its guarantee does not cover, and what was taken out."""
     left = {f"{METRICS}: {key}": "how long a round takes follows from who took part" for key in TIMES}
-    recipe = dict(run.recipe)
-    recipe.pop("seed", None)
+    recipe = {key: value for key, value in run.recipe.items() if key != "seed"}
     left[f"{RECIPE}: seed"] = "whoever knows it can draw everything again that is not secret"
     metrics = [{key: value for key, value in line.items() if key not in TIMES} for line in run.metrics]
     named = str(recipe.get("name") or run.algorithm)  # the folder's name may tell the seed

@@ -250,9 +250,8 @@ WRITING = "the run goes on, and lines are being written"
 
 
 def _check_seals(run: Records, folder: RunFolder, name: str) -> Check:
-    text, seals = (run.folder / name).read_bytes(), b""
-    if (run.folder / seals_of(name)).exists():
-        seals = (run.folder / seals_of(name)).read_bytes()
+    text, path = (run.folder / name).read_bytes(), run.folder / seals_of(name)
+    seals = path.read_bytes() if path.exists() else b""
     lines, sealed = text.count(b"\n"), folder.sealed_rounds(name)
     gaps = sorted(set(range(max(run.stated_rounds, max(sealed, default=-1) + 1))) - sealed)
     torn = any(content and not content.endswith(b"\n") for content in (text, seals))

@@ -29,7 +29,7 @@ from fedflat.core.cohorts import Fixed, MinSeparation, Poisson
 from fedflat.core.params import layout_of
 from fedflat.core.process import using_threads
 from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate, MeanView
+from fedflat.core.types import Aggregate
 from fedflat.data.clients import FederatedData, made_rows
 from fedflat.engine.job import Job
 from fedflat.engine.round import RoundParts, broadcast_of, mean_view
@@ -98,8 +98,7 @@ def _full(plan: Plan, coordinates: int) -> Changed | None:
         return None
     everybody = float(sampler.clients)
     full = replace(sampler, size=everybody) if isinstance(sampler, Fixed) else Poisson(sampler.clients, everybody)
-    cost = f"{1 / sampler.q:.3g} times the training and the traffic of a round"
-    return Changed(_with(plan, full), coordinates, cost)
+    return Changed(_with(plan, full), coordinates, f"{1 / sampler.q:.3g} times the training and the traffic of a round")
 
 
 def _larger_cohort(plan: Plan, coordinates: int) -> Changed | None:
@@ -325,8 +324,7 @@ def _noise_of(recipe: Recipe, job: Job) -> Any:
             alike = noise_in_model(plan.mechanism.factor)[0] / math.sqrt((plan.rounds + 1) / 2)
             return plan.std(bound) / plan.divisor / bound * alike
         parts = replace(job.parts, plan=plan, mechanism=noising.mechanism_of(recipe, plan))
-        view: MeanView = mean_view(parts, bound, plan.divisor, 0)
-        return view.std / bound
+        return mean_view(parts, bound, plan.divisor, 0).std / bound
 
     return noise
 
@@ -382,10 +380,9 @@ def _noise_seconds(job: Job) -> float:
     parts = job.parts
     if parts.mechanism.exact or not parts.plan.private:
         return 0.0
-    nothing = torch.zeros(parts.message_length, dtype=torch.float64)
     empty = torch.zeros(0, dtype=torch.float64)
     state = parts.first_state(job.initial_weights[: parts.layout.dimension], job.threshold)
-    aggregate = Aggregate(nothing, 1, 0.0, empty, empty, {})
+    aggregate = Aggregate(torch.zeros(parts.message_length, dtype=torch.float64), 1, 0.0, empty, empty, {})
     broadcast = broadcast_of(replace(parts, algorithm=replace(parts.algorithm, mask=None)), state, job.seed)
     began = time.perf_counter()
     parts.mechanism.noise(b"\0" * 32, 0, broadcast, aggregate, parts.clip.bound(job.threshold))
@@ -412,7 +409,6 @@ def _memory(job: Job, data: int, trial: bool) -> dict[str, int]:
 
 def _traffic(parts: RoundParts) -> dict[str, int]:
     """Return bytes of the vectors that a deployment sends, without headers: a round is the expected cohort's."""
-    bits = int(getattr(parts.plan.mechanism, "bits", 32))
     down = 4 * parts.layout.dimension * (1 + len(parts.broadcast))
-    up = parts.message_length * bits // 8
+    up = parts.message_length * int(getattr(parts.plan.mechanism, "bits", 32)) // 8
     return {"to a client": down, "from a client": up, "a round": round(parts.plan.sampler.size * (down + up))}

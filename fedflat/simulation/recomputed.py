@@ -57,6 +57,13 @@ class Check(NamedTuple):
     about: str
 
 
+def _read_json(path: Path) -> Any:
+    """Return what a JSON file holds; None where it is missing or damaged, or has a key twice."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return json.loads(path.read_bytes(), object_pairs_hook=single_keys)
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Records:
     """What a run's folder says of the run, each record read once; a damaged one counts as one that is not there."""
@@ -134,10 +141,8 @@ class Records:
     @cached_property
     def statement(self) -> dict[str, Any] | None:
         """privacy.json."""
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            body = json.loads((self.folder / STATEMENT).read_bytes(), object_pairs_hook=single_keys)
-            return body if isinstance(body, dict) else None
-        return None
+        body = _read_json(self.folder / STATEMENT)
+        return body if isinstance(body, dict) else None
 
     @cached_property
     def recipe(self) -> Any:
@@ -190,8 +195,7 @@ class Records:
     @cached_property
     def finished_rounds(self) -> int:
         """How many rounds metrics and checkpoints say were finished."""
-        rounds: list[int] = [row["round"] + 1 for row in self.metrics]
-        return max([0, *rounds, *self._saved_rounds()])
+        return max([0, *(int(row["round"]) + 1 for row in self.metrics), *self._saved_rounds()])
 
     @cached_property
     def stated_rounds(self) -> int:
@@ -510,11 +514,8 @@ def metadata_faults(run: Records) -> Iterator[str]:
     if not isinstance(stated, dict) or not {"input_shape", "dtype"} <= stated.keys():
         yield "made_for does not say which inputs the model takes"
         return
-    prepared, beside = stated.get("preparation"), None
-    if (run.folder / PREPARATION).is_file():
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            beside = json.loads((run.folder / PREPARATION).read_bytes(), object_pairs_hook=single_keys)
-    if beside != prepared:
+    prepared = stated.get("preparation")
+    if _read_json(run.folder / PREPARATION) != prepared:
         yield f"made_for and {PREPARATION} say different steps"
     if isinstance(prepared, dict):
         yield from map(str, _other_constants(run, prepared))

@@ -164,11 +164,9 @@ def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
     started, asked = Recipe.load(path).engine, recipe.engine
     if asked.device == "auto" and asked.backend not in PROCESSES:
         asked = asked.model_copy(update={"device": started.device})
-    same = asked.device.partition(":")[0] == started.device.partition(":")[0]
-    if asked.backend != "auto" or not same:
+    if asked.backend != "auto" or asked.device.partition(":")[0] != started.device.partition(":")[0]:
         return recipe.model_copy(update={"engine": asked})
-    changed = asked.model_dump(exclude_defaults=True)
-    return recipe.model_copy(update={"engine": started.model_copy(update=changed)})
+    return recipe.model_copy(update={"engine": started.model_copy(update=asked.model_dump(exclude_defaults=True))})
 
 
 def _open(path: Path, recipe: Recipe, job: Job) -> None:

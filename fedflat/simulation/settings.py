@@ -71,9 +71,7 @@ def split_top(text: str) -> list[str]:
 
 def axis(override: str) -> list[str]:
     """Return the overrides that ``key=a,b`` stands for; one for a plain value, a quoted text or a list in brackets."""
-    key, equals, value = override.partition("=")
-    if not equals:
-        return [override]
+    key, _, value = override.partition("=")
     values = split_top(value)
     if len(values) == 1:
         return [override]

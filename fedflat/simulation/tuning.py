@@ -106,21 +106,18 @@ def ask(recipe: Recipe, varied: Sequence[str], selection: Selection, clients: in
     shared = space.applied(recipe, {}, data={"validation_fraction": share}, privacy=privacy)
     others = space.checked(shared, every)
     _try_plans(others, 1.0, clients)
-    plan = _plan(shared, clients)
+    plan = plan_of(shared, algorithm_of(shared), clients)
     sigma, proven = plan.noise_multiplier, math.isfinite(plan.epsilon())
     require(proven, "privacy.noise_multiplier", sigma, "noise: without it nothing is proven")
     _try_plans(others, sigma, clients)
     return Asked(shared, every, selection, plan)
 
 
-def _plan(recipe: Recipe, clients: int) -> Plan:
-    return plan_of(recipe, algorithm_of(recipe), clients)
-
-
 def _try_plans(recipes: Sequence[Recipe], sigma: float, clients: int) -> None:
     """Check every recipe's plan, with its noise given, so that none is calibrated."""
     for recipe in recipes:
-        _plan(space.applied(recipe, {}, privacy={"epsilon": None, "noise_multiplier": sigma}), clients)
+        fixed = space.applied(recipe, {}, privacy={"epsilon": None, "noise_multiplier": sigma})
+        plan_of(fixed, algorithm_of(fixed), clients)
 
 
 def tune(asked: Asked, folder: str | Path, processes: int | None = None, update: Update | None = None) -> Selected:
@@ -240,11 +237,10 @@ def _release(place: Path, drawn: Mapping[str, Any]) -> None:
             os.rename(run.parent, target)
         else:
             _forget(run.parent)
-    if target.is_dir():
-        write_report([target], target / "report.html")
-        (target / "ledger.lock").unlink(missing_ok=True)
-    else:
+    if not target.is_dir():
         raise RunError(f"{target}: the winning trial's folder is gone")
+    write_report([target], target / "report.html")
+    (target / "ledger.lock").unlink(missing_ok=True)
     shutil.rmtree(trials, ignore_errors=True)
 
 
