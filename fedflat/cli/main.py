@@ -159,8 +159,7 @@ def _spelled(error: UnicodeError) -> tuple[str, int]:
 
 
 def _ascii(letter: str) -> str:
-    plain = unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
-    return SPELLED.get(letter) or plain or "?"
+    return SPELLED.get(letter) or unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?"
 
 
 def _usage(error: Exception) -> None:
