@@ -85,45 +85,45 @@ class _Private(BaseEstimator):  # type: ignore[misc]
             warnings.warn("algorithm: no finite ε is proven, so this model protects nobody", stacklevel=3)
         fit.epsilon, fit.delta = float("inf") if epsilon is None else epsilon, result.privacy["delta"] or 0.0
         if len(pairs) < 3 and epsilon is not None:
-            said = "with fewer than three nobody is protected among others, and noise drowns what they know"
-            warnings.warn(f"users: {counted(len(pairs), 'user')}; {said}", stacklevel=3)
+            notice = "with fewer than three nobody is protected among others, and noise drowns what they know"
+            warnings.warn(f"users: {counted(len(pairs), 'user')}; {notice}", stacklevel=3)
         self.history_, self.n_users_ = result.history, len(pairs)
         self.privacy_ = result.privacy | _of_all_fits(names)
         self.model_ = result.model
 
     def _recipe(self, clients: int, task: str) -> dict[str, Any]:
         """Return the recipe of a fit: the parameters, and over them what ``recipe`` says section by section."""
-        whole = self.cohort >= 1
+        full = self.cohort >= 1
         model: dict[str, Any] = {"name": "linear"} if self.hidden is None else {"name": "mlp", "hidden": self.hidden}
         if self.body is not None:
             for key in ("hidden", "ranges"):
                 require(getattr(self, key) is None, key, getattr(self, key), "nothing beside body")
             model = {"name": "image-encoder", "body": self.body}
-        found: dict[str, Any] = {
+        recipe: dict[str, Any] = {
             # This seed drives public things only; the noise is secret.
             "seed": int(check_random_state(self.random_state).randint(2**31)), "rounds": self.rounds,
             "algorithm": self.algorithm, "model": model,
             "local": {"steps": self.steps, "batch_size": self.batch_size, "lr": self.lr},
-            "cohort": {"size": clients if whole else max(1, round(self.cohort * clients))},
+            "cohort": {"size": clients if full else max(1, round(self.cohort * clients))},
             "privacy": {"clip": self.clip, "epsilon": self.epsilon, "delta": self.delta},
         }  # fmt: skip
-        found["cohort"]["sampling"] = "full" if whole else "poisson"
+        recipe["cohort"]["sampling"] = "full" if full else "poisson"
         if task == "classification":
-            found["data"] = {"classes": len(self.classes_)}
+            recipe["data"] = {"classes": len(self.classes_)}
         for key, value in (self.recipe or {}).items():
-            both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
-            found[key] = found[key] | dict(value) if both else value
-        return found
+            both = isinstance(value, Mapping) and isinstance(recipe.get(key), Mapping)
+            recipe[key] = recipe[key] | dict(value) if both else value
+        return recipe
 
     def _inputs(self, rows: Any, targets: Any = "no_validation", *, reset: bool, **checks: Any) -> Any:
         """Return checked rows as a tensor on the public ranges, with checked targets where they are given."""
         if reset:
             # A fit that fails must not leave the model of an earlier one.
             self.__dict__.pop("model_", None)
-        found = validate_data(
+        validated = validate_data(
             self, rows, targets, reset=reset, dtype=np.float32, allow_nd=self.body is not None, **checks
         )
-        x, *rest = found if isinstance(found, tuple) else (found,)
+        x, *rest = validated if isinstance(validated, tuple) else (validated,)
         if self.ranges is not None:
             low, high = _bounds(self.ranges, x.shape[1])
             x = np.clip(2 * (x - low) / (high - low) - 1, -1, 1)
@@ -244,13 +244,13 @@ class PrivateRegressor(RegressorMixin, _Private):  # type: ignore[misc]
         return tags
 
 
-def _images(found: Tensor, eight_bits: bool) -> Tensor:
+def _images(inputs: Tensor, eight_bits: bool) -> Tensor:
     """Return images (n, channels, height, width), pixels of eight bits over 255. Raises InputError."""
-    images = found[:, None] if found.dim() == 3 else found  # grey ones have one channel
+    images = inputs[:, None] if inputs.dim() == 3 else inputs  # grey ones have one channel
     if images.dim() != 4 or images.shape[1] not in (1, 3):
         hint = "np.moveaxis(X, -1, 1) puts channels first." if images.shape[-1] in (1, 3) else ""
         allowed = "(n, channels, height, width) with 1 or 3 channels, or (n, height, width)"
-        raise wrong("X", f"an array of shape {tuple(found.shape)}", allowed, hint=hint)
+        raise wrong("X", f"an array of shape {tuple(inputs.shape)}", allowed, hint=hint)
     if not eight_bits and images.max() > 1:
         warnings.warn("X: pixels above 1; images are in [0, 1], or of dtype uint8 in 0 to 255", stacklevel=4)
     return images / 255 if eight_bits else images
@@ -270,8 +270,8 @@ def _by_user(users: Any, rows: int) -> tuple[list[Any], frozenset[Any] | None]:
     """Return the rows of each user, in the order of their first row; and the users' names, None without names."""
     if users is None:
         # Silence would let somebody protect single rows where they meant people.
-        said = "users: none given, so each row is taken as one person; several rows of one are not protected together"
-        warnings.warn(said, stacklevel=4)
+        notice = "users: none given, so each row is taken as one person; several rows of one are not protected together"
+        warnings.warn(notice, stacklevel=4)
         return [slice(row, row + 1) for row in range(rows)], None
     named = np.asarray(users)
     require(named.shape == (rows,), "users", f"shape {named.shape}", f"one name for each of the {rows} rows")

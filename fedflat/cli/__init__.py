@@ -64,9 +64,9 @@ def as_command(function: Callable[..., None]) -> tuple[Callable[..., None], str]
         functools.update_wrapper(command, function)
         command.__kwdefaults__ = function.__kwdefaults__
     command.__signature__ = inspect.Signature([*_parameters(function)])
-    about = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")[0]
+    description = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")[0]
     # Line breaks inside a paragraph would break again, raggedly, in a narrower terminal.
-    return command, re.sub(r"(?<!\n)\n(?!\n)", " ", about)
+    return command, re.sub(r"(?<!\n)\n(?!\n)", " ", description)
 
 
 def _parameters(source: Any) -> Iterator[inspect.Parameter]:
@@ -79,11 +79,10 @@ def _parameters(source: Any) -> Iterator[inspect.Parameter]:
         if is_dataclass(kind):
             yield from _parameters(kind)
             continue
-        given = [info for info in get_args(kind) if isinstance(info, ParameterInfo)]
-        optional = parameter.kind is parameter.KEYWORD_ONLY
-        info = copy.copy(given[0]) if given else Option() if optional else Argument()
+        infos = [info for info in get_args(kind) if isinstance(info, ParameterInfo)]
+        info = copy.copy(infos[0]) if infos else Option() if parameter.kind is parameter.KEYWORD_ONLY else Argument()
         info.help = info.help or helps.get(parameter.name)
-        kind = get_args(kind)[0] if given else kind
+        kind = get_args(kind)[0] if infos else kind
         if kind is bool and info.default is ...:
             # A flag is off by default: nobody needs its --no- form.
             info.param_decls = (f"--{parameter.name.replace('_', '-')}",)

@@ -16,7 +16,7 @@ import typer
 from typer import Argument, Option
 
 from fedflat import cli
-from fedflat.core.checks import wrong
+from fedflat.core.checks import require, turning, wrong
 from fedflat.core.durable import plain
 
 if TYPE_CHECKING:
@@ -146,12 +146,9 @@ def landscape(
 
 def _numbers(where: str, text: str, kind: type) -> list[Any]:
     """Return the numbers of a list such as ``3,7``."""
-    try:
-        return [kind(each) for each in text.split(",") if each.strip()]
-    except ValueError:
-        raise wrong(
-            where, text, "numbers with commas between them, for example " + ("3,7" if kind is int else "0.1,0.2")
-        ) from None
+    example = "3,7" if kind is int else "0.1,0.2"
+    with turning(ValueError, wrong(where, text, f"numbers with commas between them, for example {example}")):
+        return [kind(number) for number in text.split(",") if number.strip()]
 
 
 @contextmanager
@@ -234,23 +231,22 @@ def bounds(
     """
     from fedflat.landscape.statements import statements
 
-    if run is not None and recipe is not None:
-        raise wrong("--run", "a recipe as well", "one of both: a run has its recipe")
-    if run is not None and (override or steps):
-        raise wrong("--run", "-o" if override else "--steps", "a run alone: its recipe is what was measured")
-    if run is not None and not (run / "recipe.yaml").is_file():
-        raise wrong("--run", str(run), "the folder of a run that fedflat run wrote")
+    if run is not None:
+        require(recipe is None, "--run", "a recipe as well", "one of both: a run has its recipe")
+        option, allowed = "-o" if override else "--steps", "a run alone: its recipe is what was measured"
+        require(not (override or steps), "--run", option, allowed)
+        require((run / "recipe.yaml").is_file(), "--run", str(run), "the folder of a run that fedflat run wrote")
     parsed = cli.recipe_of(run or recipe, override)
     measured = {} if run is None else _measured(run)
     turn, loss = measured.pop("gap", (None, 1.0))
-    given = {"smoothness": smoothness, "local_std": local_std, "global_std": global_std}
-    given["gap"] = loss if gap is None else gap
-    setting = _setting(parsed, steps, dimension, {**measured, **given})
-    found = statements(setting)
+    constants = {"smoothness": smoothness, "local_std": local_std, "global_std": global_std}
+    constants["gap"] = loss if gap is None else gap
+    setting = _setting(parsed, steps, dimension, {**measured, **constants})
+    rows = statements(setting)
     if as_json:
-        cli.print_json(plain({"setting": asdict(setting), "statements": [asdict(each) for each in found]}))
+        cli.print_json(plain({"setting": asdict(setting), "statements": [*map(asdict, rows)]}))
     else:
-        print("\n".join(lines(setting, found, measured, turn if gap is None else None)))
+        print("\n".join(lines(setting, rows, measured, turn if gap is None else None)))
 
 
 def _measured(folder: Path) -> dict[str, Any]:
@@ -262,9 +258,9 @@ def _measured(folder: Path) -> dict[str, Any]:
 
     run = metrics.read_run(folder)
     values = {key: metrics.column(run.private, key) for key in ("alpha_mean", "alpha_spread")}
-    found: dict[str, Any] = {key: tuple(value for _, value in points) for key, points in values.items() if points}
+    alphas: dict[str, Any] = {key: tuple(value for _, value in points) for key, points in values.items() if points}
     losses = metrics.column(run.metrics, "test_loss")
-    return found | ({"gap": losses[0]} if losses else {})
+    return alphas | ({"gap": losses[0]} if losses else {})
 
 
 def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants: dict[str, Any]) -> Setting:
@@ -277,11 +273,9 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
     method = algorithm_of(recipe)
     if method.kind != "update" or not method.private:
         raise wrong("algorithm.name", recipe.algorithm.name, "a method whose clients send private updates")
-    if recipe.privacy.protocol != "sound":
-        raise wrong(
-            "privacy.protocol", recipe.privacy.protocol, "sound",
-            hint="What a released procedure proves: fedflat plan, fedflat reproduce --protocol published.",
-        )  # fmt: skip
+    protocol = recipe.privacy.protocol
+    hint = "What a released procedure proves: fedflat plan, fedflat reproduce --protocol published."
+    require(protocol == "sound", "privacy.protocol", protocol, "sound", hint=hint)
     size, count = dimension, steps or recipe.local.steps
     samples = recipe.data.max_examples
     clients = recipe.data.clients
@@ -290,8 +284,12 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
         size, count = size or job.parts.layout.dimension, count or job.parts.local.steps
         clients, samples = job.data.clients, sum(map(len, job.data.parts))
     plan = plan_of(recipe, method, clients, size)
+    clipping = recipe.privacy.clipping
+    clip = clipping.value or clipping.initial
+    if clip is None:
+        raise wrong("privacy.clip", clipping.kind, "one number C")
     facts = Facts(
-        lr=recipe.local.lr, steps=count, rounds=recipe.rounds, clients=clients, cohort=plan.divisor, clip=_clip(recipe),
+        lr=recipe.local.lr, steps=count, rounds=recipe.rounds, clients=clients, cohort=plan.divisor, clip=clip,
         noise_multiplier=plan.event_multiplier, dimension=size, server_lr=server_of(recipe, method).lr or 1.0,
         **constants,
     )  # fmt: skip
@@ -304,32 +302,22 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
     )  # fmt: skip
 
 
-def _clip(recipe: Recipe) -> float:
-    clip = recipe.privacy.clipping
-    number = clip.value or clip.initial
-    if number is None:
-        raise wrong("privacy.clip", clip.kind, "one number C")
-    return number
-
-
-def lines(setting: Setting, found: list[Statement], measured: dict[str, Any], after: int | None = None) -> list[str]:
+def lines(setting: Setting, rows: list[Statement], measured: dict[str, Any], after: int | None = None) -> list[str]:
     """Return the statements as text of at most 80 columns, by section and reference.
 
     after: the round whose test loss stands for f(w¹) − f*.
     """
     facts = setting.facts
-    shown = cli.filled(
+    texts = cli.filled(
         "bounds.txt", setting=setting, facts=facts, after=after, measured="alpha_mean" in measured,
         alpha_mean=fmean(facts.alpha_mean), alpha_spread=fmean(facts.alpha_spread),
     )  # fmt: skip
-    before = None
-    for each in found:
-        if before is None or each.section != before.section:
-            shown += ["", each.section]
-        if before is None or each.reference != before.reference:
-            shown.append(f"  {each.reference}")
-        before = each
-        value = "–" if each.value is None else f"{each.value:,}" if isinstance(each.value, int) else f"{each.value:.4g}"
-        shown.append(f"    {each.what:<58} {value:>13}".rstrip())
-        shown += cli.wrapped(each.said, "      ", "      ")
-    return [*shown, "", "None of this enters a privacy statement; equations: docs/bounds.md."]
+    for previous, row in zip([None, *rows], rows):
+        if previous is None or row.section != previous.section:
+            texts += ["", row.section]
+        if previous is None or row.reference != previous.reference:
+            texts.append(f"  {row.reference}")
+        value = "–" if row.value is None else f"{row.value:,}" if isinstance(row.value, int) else f"{row.value:.4g}"
+        texts.append(f"    {row.what:<58} {value:>13}".rstrip())
+        texts += cli.wrapped(row.said, "      ", "      ")
+    return [*texts, "", "None of this enters a privacy statement; equations: docs/bounds.md."]

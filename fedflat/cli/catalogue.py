@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from fedflat.config.reference import Key
 
+Column = dict[str, Any]
+"""A table's column in words: type, values, missing, what it would become as an input, and what is wrong with it."""
 KINDS = ("algorithms", "datasets", "models", "recipes", "accountants")
 ABOUT_ACCOUNTANTS = {
     "pld": "Privacy loss distributions (dp-accounting), composed numerically: tight, the default.",
@@ -43,16 +45,16 @@ def list_names(kind: str = "", *, as_json: cli.Json = False) -> None:
     Args:
         kind: algorithms, datasets, models, recipes or accountants. Default: all.
     """
-    found = {name: catalogue(name) for name in ([str(one_of("list", kind, KINDS))] if kind else KINDS)}
+    catalogues = {name: catalogue(name) for name in ([str(one_of("list", kind, KINDS))] if kind else KINDS)}
     if as_json:
-        cli.print_json(found[kind] if kind else found)
+        cli.print_json(catalogues[kind] if kind else catalogues)
         return
-    for name, rows in found.items():
+    for name, rows in catalogues.items():
         if not kind:
             print(("" if name == KINDS[0] else "\n") + name)
         if sys.stdout.isatty():
             width = max(map(len, rows)) + 2
-            print("\n".join(line for each in rows.items() for line in cli.labelled(*each, width)))
+            print("\n".join(line for row in rows.items() for line in cli.labelled(*row, width)))
         else:
             # In a pipe one line each, unwrapped.
             cli.print_columns(rows.items())
@@ -63,7 +65,7 @@ def catalogue(kind: str) -> dict[str, str]:
     if kind == "algorithms":
         from fedflat.algorithms import ALGORITHMS
 
-        return {name: _about(factory) for name, factory in ALGORITHMS.items()}
+        return {name: _summary(factory) for name, factory in ALGORITHMS.items()}
     if kind == "datasets":
         from fedflat.data.preparation import DATASETS
 
@@ -81,11 +83,11 @@ def catalogue(kind: str) -> dict[str, str]:
     return {name: ABOUT_ACCOUNTANTS[name] for name in ACCOUNTANTS}
 
 
-def _about(factory: object) -> str:
+def _summary(factory: object) -> str:
     """Return the first line of the docstring, and the keys with their defaults."""
     line = (inspect.getdoc(factory) or "").splitlines()[0]
-    given = {p.name: p.default for p in inspect.signature(factory).parameters.values()}  # type: ignore[arg-type]
-    keys = [f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in given.items()]
+    options = {p.name: p.default for p in inspect.signature(factory).parameters.values()}  # type: ignore[arg-type]
+    keys = [f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in options.items()]
     return f"{line} ({', '.join(keys)})" if keys else line
 
 
@@ -141,14 +143,14 @@ def explain(key: str = "", *, as_json: cli.Json = False) -> None:
     """
     from fedflat.config import reference
 
-    found = reference.explain(key) if key else reference.recipe_keys()
+    entries = reference.explain(key) if key else reference.recipe_keys()
     if as_json:
-        cli.print_json([asdict(each) for each in found])
+        cli.print_json([asdict(entry) for entry in entries])
     elif key:
-        print("\n\n".join(map(_paragraph, found)))
+        print("\n\n".join(map(_paragraph, entries)))
     else:
-        for each in found:
-            print(f"{each.path:31}{textwrap.shorten(each.meaning, cli.WIDTH - 31, placeholder=' …')}")
+        for entry in entries:
+            print(f"{entry.path:31}{textwrap.shorten(entry.meaning, cli.WIDTH - 31, placeholder=' …')}")
 
 
 def _paragraph(key: Key) -> str:
@@ -199,19 +201,19 @@ def runs(folder: Path = Path("runs"), *, as_json: cli.Json = False) -> None:
     from fedflat.report.metrics import epsilon_text
     from fedflat.report.wording import duration, percent
 
-    found, damaged = listed(folder)
+    records, damaged = listed(folder)
     for fault in damaged:
         print(f"Not listed: {fault}", file=sys.stderr)
     if as_json:
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(records, ensure_ascii=False))
         return
     rows = [("run", "method", "data", "accuracy %", "ε", "rounds", "state", "age")]
-    for each in found:
-        done = f"{each['rounds']}/{each['planned'] if each['planned'] is not None else '?'}"
-        epsilon = epsilon_text(each["epsilon"]) if each["state"] in ("done", "stopped") else "–"
-        epsilon += " of the mechanism" if epsilon != "–" and each["randomness"] == "seeded" else ""
-        rows.append((each["run"], each["method"], str(each["data"] or "–"), percent(each["accuracy"]), epsilon, done,
-                     each["state"], duration(each["age"])))  # fmt: skip
+    for run in records:
+        done = f"{run['rounds']}/{run['planned'] if run['planned'] is not None else '?'}"
+        epsilon = epsilon_text(run["epsilon"]) if run["state"] in ("done", "stopped") else "–"
+        epsilon += " of the mechanism" if epsilon != "–" and run["randomness"] == "seeded" else ""
+        rows.append((run["run"], run["method"], str(run["data"] or "–"), percent(run["accuracy"]), epsilon, done,
+                     run["state"], duration(run["age"])))  # fmt: skip
     cli.print_columns(rows)
 
 
@@ -263,23 +265,23 @@ def data(
     if target and one_of("--target", clean(target), names) == by:
         raise wrong("--target", target, "another column than the one of users")
     rows = split.frame(names)
-    looked = {name: _column(rows[name], split.features[name]) for name in names if name != by}
-    target = clean(target) if target else _target(looked)
-    found = _facts(rows, by, target, looked)
-    recipe = _recipe(file, found, {"separator": separator, "encoding": encoding})
+    columns = {name: _column(rows[name], split.features[name]) for name in names if name != by}
+    target = clean(target) if target else _target(columns)
+    facts = _facts(rows, by, target, columns)
+    recipe = _recipe(file, facts, {"separator": separator, "encoding": encoding})
     if as_json:
-        cli.print_json({**found, "recipe": recipe, "note": PRIVATE})
+        cli.print_json({**facts, "recipe": recipe, "note": PRIVATE})
         return
-    about = [PRIVATE, f"{file}: {counted(found['rows'], 'row')}, {_spread(found['users'], found['rows_a_user'])}"]
-    told = zip(("--by", "--target"), asked, (by, target))
-    about += [f"Guessed: {option} {name}" for option, given, name in told if name and not given]
-    for name, one in looked.items():
-        role = f"target{one.get('skew', '')}" if name == target else one["becomes"]
-        about.append(f"  {name}: {one['type']}, {counted(one['values'], 'value')}, {one['missing']} missing → {role}")
-    about += _faults(found["faults"], recipe) or ["No faults."]
-    # Written to a file, what is said of the table stands in comments, so that the whole is a recipe.
+    lines = [PRIVATE, f"{file}: {counted(facts['rows'], 'row')}, {_spread(facts['users'], facts['rows_a_user'])}"]
+    guesses = zip(("--by", "--target"), asked, (by, target))
+    lines += [f"Guessed: {option} {name}" for option, given, name in guesses if name and not given]
+    for name, col in columns.items():
+        role = f"target{col.get('skew', '')}" if name == target else col["becomes"]
+        lines.append(f"  {name}: {col['type']}, {counted(col['values'], 'value')}, {col['missing']} missing → {role}")
+    lines += _faults(facts["faults"], recipe) or ["No faults."]
+    # In a file these lines are comments, so that the file is a recipe.
     mark = "" if sys.stdout.isatty() else "# "
-    print("\n".join(mark + line for line in about))
+    print("\n".join(mark + line for line in lines))
     if recipe is not None:
         print(f"\n{READ_OFF}\n{GIVEN_UP}\n{dumped(recipe)}", end="")
 
@@ -289,21 +291,21 @@ def _faults(faults: list[str], recipe: dict[str, Any] | None) -> list[str]:
     return [f"{'Filled below' if any(key in fault for key in filled) else 'Fault'}: {fault}" for fault in faults]
 
 
-def _spread(count: int | None, each: dict[str, Any] | None) -> str:
+def _spread(count: int | None, span: dict[str, Any] | None) -> str:
     whose = "no users" if count is None else counted(count, "user")
-    if each is None or each["least"] == each["most"]:
-        return whose if each is None else f"{whose}, {counted(each['least'], 'row')} each"
-    return f"{whose}, {each['least']} to {each['most']} rows a user, half of them at most {each['median']:g}"
+    if span is None or span["least"] == span["most"]:
+        return whose if span is None else f"{whose}, {counted(span['least'], 'row')} each"
+    return f"{whose}, {span['least']} to {span['most']} rows a user, half of them at most {span['median']:g}"
 
 
-def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
+def _column(values: pd.Series, feature: Any) -> Column:
     """Return what a column holds and what it would become as an input."""
     from fedflat.data.encoding import DATES, DECIMAL_COMMA, is_numeral, number_hint
     from fedflat.data.tables import is_image_feature, is_text_feature
 
     if is_text_feature(feature):
         values = values.replace("", None)  # an empty cell is no category
-    missing, found = int(values.isna().sum()), dict[str, Any]()
+    missing = int(values.isna().sum())
     if is_image_feature(feature):
         return _image(values, missing)
     present = values.dropna()
@@ -311,45 +313,45 @@ def _column(values: pd.Series, feature: Any) -> dict[str, Any]:
         distinct = sorted(present.unique().tolist(), key=str)
     except TypeError:
         # The values are lists, which cannot be compared.
-        found = {"type": "list", "values": len(present), "missing": missing, "becomes": "its numbers"}
+        facts: Column = {"type": "list", "values": len(present), "missing": missing, "becomes": "its numbers"}
         least, most = present.map(len).min(), present.map(len).max()
-        return found | ({"fault": f"lists of {least} to {most} values; all need one length"} if least < most else {})
-    found = {"type": str(values.dtype), "values": len(distinct), "missing": missing}
+        return facts | ({"fault": f"lists of {least} to {most} values; all need one length"} if least < most else {})
+    facts = {"type": str(values.dtype), "values": len(distinct), "missing": missing}
     if not distinct:
-        return {**found, "becomes": "nothing"}
+        return {**facts, "becomes": "nothing"}
     odd = [value for value in distinct if not is_numeral(value)]
     hints = {number_hint(value, "") for value in odd[:100]}
     if len(hints) == 1 and hints <= {DATES, DECIMAL_COMMA}:
-        return {**found, "type": "text", "becomes": "nothing as it is", "fault": hints.pop()}
+        return {**facts, "type": "text", "becomes": "nothing as it is", "fault": hints.pop()}
     if is_text_feature(feature) or values.dtype == object:
         words = present.astype(str).str.split().str.len().mean()
-        found["type"] = "text"
+        facts["type"] = "text"
         if len(distinct) <= FEW:
             if alike := _alike(distinct):
-                found["fault"] = f"{alike} differ only in case or blanks: write each value in one way"
-            found |= {"categories": distinct, "usual": present.mode()[0]}
-            return {**found, "becomes": "a 0/1 feature for each value (categories)"}
+                facts["fault"] = f"{alike} differ only in case or blanks: write each value in one way"
+            facts |= {"categories": distinct, "usual": present.mode()[0]}
+            return {**facts, "becomes": "a 0/1 feature for each value (categories)"}
         if odd and 2 * len(odd) < len(distinct):
-            return {**found, "becomes": "nothing as it is", "fault": f"{odd[0]!r} is no number, as most others are"}
+            return {**facts, "becomes": "nothing as it is", "fault": f"{odd[0]!r} is no number, as most others are"}
         kind = "token ids, alone; missing ones empty" if words >= 3 else "nothing: list its values in data.categories"
-        return {**found, "becomes": kind, "free": bool(words >= 3)}
+        return {**facts, "becomes": kind, "free": bool(words >= 3)}
     if values.dtype.kind == "b":
-        return {**found, "becomes": "0 or 1", "number": True}
+        return {**facts, "becomes": "0 or 1", "number": True}
     if values.dtype.kind in "iu" and int(present.abs().max()) > 1 << 53:
-        found["fault"] = "whole numbers beyond 2^53 lose their last digits; a number that names something is no input"
-    return {**found, **_numbers(present.astype(float))}
+        facts["fault"] = "whole numbers beyond 2^53 lose their last digits; a number that names something is no input"
+    return {**facts, **_numbers(present.astype(float))}
 
 
-def _image(values: pd.Series, missing: int) -> dict[str, Any]:
+def _image(values: pd.Series, missing: int) -> Column:
     from fedflat.data import decoding
 
-    found = {"type": "image", "values": len(values), "missing": missing, "becomes": "an image"}
+    facts = {"type": "image", "values": len(values), "missing": missing, "becomes": "an image"}
     sizes = ", ".join(f"{size} ({count})" for size, count in decoding.sizes(values.dropna()).most_common(5))
     way = "save all at one size, for example by PIL.ImageOps.fit"
-    return found | ({"fault": f"images of {sizes}; {way}"} if "," in sizes or "Pillow" in sizes else {})
+    return facts | ({"fault": f"images of {sizes}; {way}"} if "," in sizes or "Pillow" in sizes else {})
 
 
-def _numbers(present: pd.Series) -> dict[str, Any]:
+def _numbers(present: pd.Series) -> Column:
     """Return what a column of numbers would become, with the public constants that its own values suggest."""
     numbers = present[present.abs() < 1e100]  # the deviation of much larger ones is infinite
     infinite = len(present) - len(numbers)
@@ -357,16 +359,16 @@ def _numbers(present: pd.Series) -> dict[str, Any]:
     # Two digits of the deviation: more would say more about the rows.
     wide = float(f"{std:.2g}") or 1.0
     scale = [round(mean, 1 - math.floor(math.log10(wide))), wide]
-    found = {"number": True, "scale": scale, "usual": scale[0], "whole": bool((numbers % 1 == 0).all())}
+    facts = {"number": True, "scale": scale, "usual": scale[0], "whole": bool((numbers % 1 == 0).all())}
     if numbers.nunique() > FEW and abs(numbers.skew()) > 3:
-        found["skew"] = ", very skewed: a few rows decide; a column of its logarithm, or a cut one, learns more"
+        facts["skew"] = ", very skewed: a few rows decide; a column of its logarithm, or a cut one, learns more"
     if len(numbers) > FEW and (numbers.diff()[1:] == 1).all():
         return {"becomes": "nothing: it numbers the rows"}
     if infinite:
-        found["fault"] = f"{counted(infinite, 'infinite or huge value')}; leave their rows or the column out"
+        facts["fault"] = f"{counted(infinite, 'infinite or huge value')}; leave their rows or the column out"
     # Inputs far from 1 make training diverge at the usual rates.
     unscaled = abs(mean) > 3 or std > 3
-    return {**found, "becomes": "a number" + (", scaled (data.scale); unscaled it makes training diverge" * unscaled)}
+    return {**facts, "becomes": "a number" + (", scaled (data.scale); unscaled it makes training diverge" * unscaled)}
 
 
 def _alike(values: Iterable[Any]) -> str:
@@ -374,42 +376,42 @@ def _alike(values: Iterable[Any]) -> str:
     spellings: dict[str, list[str]] = {}
     for value in map(str, values):
         spellings.setdefault(" ".join(value.casefold().split()), []).append(repr(value))
-    return ", ".join(next((found for found in spellings.values() if len(found) > 1), []))
+    return ", ".join(next((forms for forms in spellings.values() if len(forms) > 1), []))
 
 
-def _target(looked: dict[str, dict[str, Any]]) -> str | None:
+def _target(columns: dict[str, Column]) -> str | None:
     from fedflat.data.tables import LABELS
 
-    likely = [name for name, one in looked.items() if not one["becomes"].startswith("nothing")]
-    return next((name for name in looked if name.lower() in LABELS), [None, *looked, *likely][-1])
+    likely = [name for name, col in columns.items() if not col["becomes"].startswith("nothing")]
+    return next((name for name in columns if name.lower() in LABELS), [None, *columns, *likely][-1])
 
 
-def _facts(rows: pd.DataFrame, by: str | None, target: str | None, looked: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _facts(rows: pd.DataFrame, by: str | None, target: str | None, columns: dict[str, Column]) -> dict[str, Any]:
     """Return what a table holds, with all its faults."""
     from fedflat.data.encoding import name_of
 
-    faults, users, each = ["no column says whose each row is; name it with --by"], None, None
+    faults, users, span = ["no column says whose each row is; name it with --by"], None, None
     if by is not None:
         owners = rows[by].map(name_of)
         sizes = owners[owners != ""].value_counts()
         faults, users = _user_faults(f"column {by}", sizes, len(rows)), len(sizes)
-        each = {"least": int(sizes.min()), "median": float(sizes.median()), "most": int(sizes.max())} if users else None
-    for name, one in looked.items():
-        if one["missing"] and (name == target or not one.get("free")):
-            unfilled = name == target or one["type"] in ("image", "list")
+        span = {"least": int(sizes.min()), "median": float(sizes.median()), "most": int(sizes.max())} if users else None
+    for name, col in columns.items():
+        if col["missing"] and (name == target or not col.get("free")):
+            unfilled = name == target or col["type"] in ("image", "list")
             way = "leave their rows out" if unfilled else f"data.fill.{name}, or leave the column out"
-            faults.append(f"column {name}: {counted(one['missing'], 'missing value')}; {way}")
+            faults.append(f"column {name}: {counted(col['missing'], 'missing value')}; {way}")
         if not name:
             faults.append("a column without a name, perhaps an index that was saved: name it, or leave it out")
-        if "fault" in one:
-            faults.append(f"column {name}: {one['fault']}")
-        if one["values"] <= 1:
+        if "fault" in col:
+            faults.append(f"column {name}: {col['fault']}")
+        if col["values"] <= 1:
             faults.append(f"column {name}: at most one value in all rows, from which nothing is learnt")
-        alone = [v for v in one.get("categories", ()) if users and owners[rows[name] == v].nunique() == 1]
-        if alone and len(one["categories"]) > 1:
-            faults.append(f"column {name}: one user alone has {', '.join(map(str, alone))}; {ALONE}")
-    facts = {"rows": len(rows), "by": by, "users": users, "rows_a_user": each, "target": target}
-    return facts | {"columns": looked, "faults": faults}
+        identifying = [v for v in col.get("categories", ()) if users and owners[rows[name] == v].nunique() == 1]
+        if identifying and len(col["categories"]) > 1:
+            faults.append(f"column {name}: one user alone has {', '.join(map(str, identifying))}; {ALONE}")
+    facts = {"rows": len(rows), "by": by, "users": users, "rows_a_user": span, "target": target}
+    return facts | {"columns": columns, "faults": faults}
 
 
 def _user_faults(where: str, sizes: pd.Series, rows: int) -> list[str]:
@@ -424,30 +426,30 @@ def _user_faults(where: str, sizes: pd.Series, rows: int) -> list[str]:
     return faults
 
 
-def _recipe(file: Path, found: dict[str, Any], written: dict[str, str | None]) -> dict[str, Any] | None:
+def _recipe(file: Path, facts: dict[str, Any], written: dict[str, str | None]) -> dict[str, Any] | None:
     """Return a recipe to start from; None where it is not known whose each row is."""
     import yaml
 
-    looked, target, users = found["columns"], found["target"], found["users"] or 0
+    columns, target, users = facts["columns"], facts["target"], facts["users"] or 0
     if users < 3 or target is None:
         return None
-    others = {name: one for name, one in looked.items() if name not in (target, "") and one["values"] > 1}
-    alone = [name for name, one in others.items() if one.get("free") or one["type"] == "image"][:1]
-    usable = [name for name, one in others.items() if one.get("number") or "categories" in one or one["type"] == "list"]
-    inputs, goal = usable or alone, looked[target]
+    others = {name: col for name, col in columns.items() if name not in (target, "") and col["values"] > 1}
+    single = [name for name, col in others.items() if col.get("free") or col["type"] == "image"][:1]
+    usable = [name for name, col in others.items() if col.get("number") or "categories" in col or col["type"] == "list"]
+    inputs, goal = usable or single, columns[target]
     if not inputs or goal["values"] < 2 or not (goal.get("number") or "categories" in goal):
         return None
-    used = {name: looked[name] for name in [*inputs, target]}
+    used = {name: columns[name] for name in [*inputs, target]}
     regression = bool(goal.get("number")) and (goal["values"] > FEW or not goal.get("whole", True))
-    lists = {name: one["categories"] for name, one in used.items() if "categories" in one}
-    scaled = {name: one["scale"] for name, one in used.items() if "scale" in one and (name != target or regression)}
-    fill = {name: one["usual"] for name, one in used.items() if name != target and one["missing"] and "usual" in one}
+    lists = {name: col["categories"] for name, col in used.items() if "categories" in col}
+    scaled = {name: col["scale"] for name, col in used.items() if "scale" in col and (name != target or regression)}
+    fill = {name: col["usual"] for name, col in used.items() if name != target and col["missing"] and "usual" in col}
     apart = max(1, round(0.1 * users))
     section = {
-        "dataset": str(file), "by": found["by"], "inputs": inputs, "target": target, "categories": lists,
+        "dataset": str(file), "by": facts["by"], "inputs": inputs, "target": target, "categories": lists,
         "scale": scaled, "fill": fill, "max_per_client": 20, "test_clients": apart, **written,
     }  # fmt: skip
-    images = looked[inputs[0]]["type"] == "image"
+    images = columns[inputs[0]]["type"] == "image"
     recipes = resources.files("fedflat.cli").joinpath("templates/own.yaml").read_text(encoding="utf-8")
     kind = "images" if images else "regression" if regression else "classes" if usable else "texts"
     recipe: dict[str, Any] = yaml.safe_load(recipes)[kind]

@@ -48,22 +48,22 @@ def doctor(*, as_json: Json = False) -> None:
 
     Example: fedflat doctor
     """
-    found = [finding for check in CHECKS for finding in _made(check)]
-    broken = sum(one.state == "broken" for one in found)
+    findings = [finding for check in CHECKS for finding in _findings(check)]
+    broken = sum(finding.state == "broken" for finding in findings)
     if as_json:
-        print_json({"ok": not broken, "findings": [asdict(one) for one in found]})
+        print_json({"ok": not broken, "findings": [asdict(finding) for finding in findings]})
     else:
-        width = max(len(one.what) for one in found) + 2
-        for one in found:
-            lines = labelled(f"{one.what:{width}}{one.state}", one.found, width + 8, fold=True)
-            lines += labelled("", f"→ {one.remedy}", width + 8, fold=True) if one.remedy else []
+        width = max(len(finding.what) for finding in findings) + 2
+        for finding in findings:
+            lines = labelled(f"{finding.what:{width}}{finding.state}", finding.found, width + 8, fold=True)
+            lines += labelled("", f"→ {finding.remedy}", width + 8, fold=True) if finding.remedy else []
             print("\n".join(lines))
         print(f"{broken} broken: see above." if broken else "Nothing that a run needs is broken.")
     if broken:
         raise typer.Exit(1)
 
 
-def _made(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _findings(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """Yield a check's findings; one that needs a package that is missing or broken says so."""
     try:
         yield from check()
@@ -77,8 +77,8 @@ def _python() -> Iterator[Finding]:
     wanted = (metadata.metadata("fedflat").get_all("Requires-Python") or [">=3.11"])[0]
     fits = SpecifierSet(wanted).contains(platform.python_version())
     remedy = "" if fits else f"Python {wanted}: make PYTHON=python3.12, or another environment"
-    found = f"{platform.python_version()} ({platform.machine()}, {platform.system()})"
-    yield Finding("python", "ok" if fits else "broken", found, remedy)
+    version = f"{platform.python_version()} ({platform.machine()}, {platform.system()})"
+    yield Finding("python", "ok" if fits else "broken", version, remedy)
 
 
 def _packages() -> Iterator[Finding]:
@@ -129,8 +129,7 @@ def _fault(need: Requirement, version: str) -> str:
 def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("cores", "ok", str(cores))
-    free = free_memory()
-    if free is not None:
+    if (free := free_memory()) is not None:
         remedy = "end other programs, or -o engine.backend=sequential" if free < GIB else ""
         yield Finding("memory", "note" if remedy else "ok", f"{free / GIB:.1f} GiB available", remedy)
 
@@ -150,7 +149,7 @@ def _computing() -> Iterator[Finding]:
 
 def _text() -> Iterator[Finding]:
     names = {"output": getattr(sys.stdout, "encoding", None) or "", "files": locale.getpreferredencoding(False)}
-    odd = [f"{what} in {name or 'no encoding'}" for what, name in names.items() if not _is_utf8(name)]
+    odd = [f"{label} in {name or 'no encoding'}" for label, name in names.items() if not _is_utf8(name)]
     if odd:
         yield Finding("text", "note", f"{', '.join(odd)}: ε is spelled eps", "export PYTHONUTF8=1, or LC_ALL=C.UTF-8")
     else:
@@ -165,20 +164,20 @@ def _folders() -> Iterator[Finding]:
     """Yield where a run and the noise keys go: writable; keys for the owner only, and outside the run."""
     from fedflat.records import keys
 
-    here, own = Path.cwd(), keys.folder()
+    here, store = Path.cwd(), keys.folder()
     yield _writable("this folder", here, "go to a folder you may write to, or name one: --out")
-    yield _writable("noise keys", own, "export XDG_STATE_HOME=a folder you may write to")
-    mode = stat.S_IMODE(own.stat().st_mode) if own.exists() else 0
+    yield _writable("noise keys", store, "export XDG_STATE_HOME=a folder you may write to")
+    mode = stat.S_IMODE(store.stat().st_mode) if store.exists() else 0
     if mode & 0o077:
-        yield Finding("noise keys", "broken", f"{own}: mode {mode:04o}, others may look in", f"chmod 700 '{own}'")
-    if own.resolve().is_relative_to(here.resolve() / "runs"):
-        yield Finding("noise keys", "broken", f"{own} lies in runs/", "another XDG_STATE_HOME")
+        yield Finding("noise keys", "broken", f"{store}: mode {mode:04o}, others may look in", f"chmod 700 '{store}'")
+    if store.resolve().is_relative_to(here.resolve() / "runs"):
+        yield Finding("noise keys", "broken", f"{store} lies in runs/", "another XDG_STATE_HOME")
     free = shutil.disk_usage(here).free
     state = "broken" if free < TOO_LITTLE else "note" if free < LITTLE else "ok"
     yield Finding("disk", state, f"{free / GIB:.1f} GiB free here", "make room" if state != "ok" else "")
 
 
-def _writable(what: str, folder: Path, remedy: str) -> Finding:
+def _writable(label: str, folder: Path, remedy: str) -> Finding:
     """Return whether a file can be made in a folder, or in the nearest one above that exists."""
     # Nothing is created by a check, so the nearest folder that exists is tried.
     place = next(path for path in [folder, *folder.absolute().parents] if path.exists())
@@ -186,8 +185,8 @@ def _writable(what: str, folder: Path, remedy: str) -> Finding:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        return Finding(what, "broken", f"{folder} ({error.strerror})", remedy)
-    return Finding(what, "ok", f"{folder}{'' if place == folder else ', not made yet'}")
+        return Finding(label, "broken", f"{folder} ({error.strerror})", remedy)
+    return Finding(label, "ok", f"{folder}{'' if place == folder else ', not made yet'}")
 
 
 CHECKS = (_python, _packages, _machine, _computing, _text, _folders)

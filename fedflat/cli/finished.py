@@ -66,25 +66,25 @@ def card(
 
     target = out or run
     check_unsealed(target)
-    for each in (run, *(others or [])):
-        if (each / "privacy.json").is_file() and (each != run or (each / "ledger.jsonl").is_file()):
-            refuse_damage(each)
-    made = making.card(read_run(run), [read_run(other) for other in others or []])
-    founded = made.epsilon is None or (run / "ledger.jsonl").is_file()
+    for folder in (run, *(others or [])):
+        if (folder / "privacy.json").is_file() and (folder != run or (folder / "ledger.jsonl").is_file()):
+            refuse_damage(folder)
+    content = making.card(read_run(run), [read_run(other) for other in others or []])
+    founded = content.epsilon is None or (run / "ledger.jsonl").is_file()
     require(founded, "card", f"{run} without ledger.jsonl", "a run with its ledger")
-    files = {"card.html": making.html(made), "card.md": making.markdown(made)}
-    if made.epsilon is not None:
-        files["registry.yaml"] = as_yaml(making.registry_entry(made))
+    files = {"card.html": making.html(content), "card.md": making.markdown(content)}
+    if content.epsilon is not None:
+        files["registry.yaml"] = as_yaml(making.registry_entry(content))
     write_files(target, files)
     if as_json:
-        print_json({"folder": target, "files": [*files], "sentence": made.sentence, "sections": made.sections})
+        print_json({"folder": target, "files": [*files], "sentence": content.sentence, "sections": content.sections})
         return
-    say(made.sentence, "")
-    if together := made.sections["Composition"].get("All together"):
+    say(content.sentence, "")
+    if together := content.sections["Composition"].get("All together"):
         say(f"All {1 + len(others or ())} runs together: {together}", "")
     print(f"Written to {target}: {', '.join(files)}")
     draft = 'registry.yaml is a draft: write what no run knows in the place of "not stated".'
-    print("No entry for the registry: no finite ε is proven." if made.epsilon is None else draft)
+    print("No entry for the registry: no finite ε is proven." if content.epsilon is None else draft)
 
 
 WORDS = {"ok": "ok", "wrong": "WRONG", "unchecked": "not checked"}
@@ -206,11 +206,11 @@ def _answers(result: Result, rows: pd.DataFrame) -> dict[str, list[object]]:
     predicted, preparation = result.predict(rows), result.preparation
     targets = () if preparation is None or preparation.encoding is None else preparation.encoding.target
     if predicted.ndim == 2 and len(targets) == predicted.shape[1]:
-        found = {name: predicted[:, place].tolist() for place, name in enumerate(targets)}
+        columns = {name: predicted[:, place].tolist() for place, name in enumerate(targets)}
     else:
-        found = {"prediction": predicted.tolist()}
+        columns = {"prediction": predicted.tolist()}
     names = [value.get("path") if isinstance(value, dict) else None for value in rows.iloc[:, 0]]
-    return {"file": names, **found} if any(names) else found
+    return {"file": names, **columns} if any(names) else columns
 
 
 def keys(
@@ -234,8 +234,7 @@ def keys(
 
     require(action in ("new", "show"), "keys", action, "new or show")
     file = signing.place() if path is None else path
-    if action == "show" and not file.exists():
-        raise wrong("keys", f"no key in {file}", "fedflat keys new makes one")
+    require(action == "new" or file.exists(), "keys", f"no key in {file}", "fedflat keys new makes one")
     operator = Operator.create(file) if action == "new" else Operator.load(file)
     public, keyid = signing.public_place(file), signing.keyid(operator.public)
     if as_json:

@@ -73,8 +73,8 @@ def _assemble() -> None:
         "keys": finished.keys, "watch": catalogue.watch, "runs": catalogue.runs, "doctor": doctor.doctor,
     }  # fmt: skip
     for name, command in commands.items():
-        function, about = as_command(command)
-        app.command(name, help=about)(function)
+        function, description = as_command(command)
+        app.command(name, help=description)(function)
 
 
 def main() -> None:
@@ -119,17 +119,17 @@ def _check_words(words: list[str]) -> None:
             raise wrong(word[:-1], "nothing", "a value")
 
 
-def _status(found: int) -> int:
+def _status(status: int) -> int:
     """Return the exit status: of what a signal left undone, 128 and the signal's number, as shells have it."""
-    return 128 + number if found and (number := process.stop_signal()) else found
+    return 128 + number if status and (number := process.stop_signal()) else status
 
 
 def _full(error: Exception) -> str | None:
     """Return one line for a disk or a quota that is full, wherever it was met; None for anything else."""
     number = error.errno if isinstance(error, OSError) else None
     # Libraries in Rust put the number into the message.
-    if number is None and (found := re.search(r"\(os error (\d+)\)", str(error))):
-        number = int(found[1])
+    if number is None and (match := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(match[1])
     if number not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         return None
     path = getattr(error, "filename", None) or "a file"
@@ -159,8 +159,7 @@ def _spelled(error: UnicodeError) -> tuple[str, int]:
 
 
 def _ascii(letter: str) -> str:
-    plain = unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
-    return SPELLED.get(letter) or plain or "?"
+    return SPELLED.get(letter) or unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?"
 
 
 def _usage(error: Exception) -> None:
@@ -172,8 +171,7 @@ def _usage(error: Exception) -> None:
         raise error
     # Some parsers say twice what was meant.
     text = re.sub(r"(Did you mean [^?]*\?) \(?Did you mean .*", r"\1", message().replace("\n", " "))
-    wanted = r"^Invalid value for '(\S+)': '?(.*?)'? is not a valid (int|float)[\w ]*\.$"
-    if odd := re.match(wanted, text):
+    if odd := re.match(r"^Invalid value for '(\S+)': '?(.*?)'? is not a valid (int|float)[\w ]*\.$", text):
         text = f"{odd[1]}: found {odd[2]}; allowed: {'a whole number' if odd[3] == 'int' else 'a number'}."
     # Without a command the help was shown.
     if not text:
@@ -181,8 +179,8 @@ def _usage(error: Exception) -> None:
     if (context := getattr(error, "ctx", None)) and type(error).__name__ == "MissingParameter":
         text += f" {context.get_usage()}"
     option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
-    known = [each.name for each in context.command.params] if option and context else []
-    if "override" in known and not nearest(option, known):
+    names = [parameter.name for parameter in context.command.params] if option and context else []
+    if "override" in names and not nearest(option, names):
         from fedflat.config.recipe import elsewhere
 
         if hint := elsewhere(option) or nearest(option, ("rounds", "seed", "task")):

@@ -27,18 +27,18 @@ def plan(
     from fedflat.privacy.ledger import plain_json
     from fedflat.simulation.planning import forecast
 
-    facts, found = forecast(recipe_of(recipe, override), trial=not no_trial)
+    facts, planned = forecast(recipe_of(recipe, override), trial=not no_trial)
     if as_json:
         print_json(plain_json("plan", facts))
         return
-    print("\n".join(text(facts, found)))
+    print("\n".join(text(facts, planned)))
 
 
-def text(facts: dict[str, Any], found: Any) -> list[str]:
+def text(facts: dict[str, Any], plan: Any) -> list[str]:
     """Return the forecast of a plan in at most 80 columns."""
     from fedflat.report.wording import share_bound
 
-    return filled("plan.txt", facts=facts, plan=found, time=_time, at_most=share_bound)
+    return filled("plan.txt", facts=facts, plan=plan, time=_time, at_most=share_bound)
 
 
 def _time(seconds: float) -> str:
@@ -91,17 +91,16 @@ def _private(recipe: Any, varied: list[str], mean: float, folder: Path, processe
     from fedflat.report.progress import ExperimentProgress
     from fedflat.simulation.tuning import ask, tune
 
-    clients = recipe.data.clients or data_of(recipe, None, None).clients
-    asked = ask(recipe, varied, Selection(mean), clients)
+    asked = ask(recipe, varied, Selection(mean), recipe.data.clients or data_of(recipe, None, None).clients)
     if not as_json:
-        print("\n".join(filled("selection.txt", asked=asked, alone=alone(asked.plan).epsilon(), found=None)))
+        print("\n".join(filled("selection.txt", asked=asked, alone=alone(asked.plan).epsilon(), selected=None)))
     with ExperimentProgress(quiet=as_json) as progress:
-        found = tune(asked, folder, processes, progress.update)
+        selected = tune(asked, folder, processes, progress.update)
     if as_json:
-        facts = {"folder": folder, "winner": found.winner, "settings": found.settings, "score": found.score}
+        facts = {"folder": folder, "winner": selected.winner, "settings": selected.settings, "score": selected.score}
         print_json({**facts, "epsilon": asked.plan.epsilon(), "delta": asked.plan.delta})
     else:
-        print("\n".join(filled("selection.txt", asked=asked, found=found)))
+        print("\n".join(filled("selection.txt", asked=asked, selected=selected)))
 
 
 def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: int | None, as_json: bool) -> None:
@@ -109,11 +108,11 @@ def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: 
     from fedflat.simulation.tuning import tune_on_proxy
 
     with ExperimentProgress(quiet=as_json) as progress:
-        found = tune_on_proxy(recipe, varied, count, folder, processes, progress.update)
+        search = tune_on_proxy(recipe, varied, count, folder, processes, progress.update)
     if as_json:
-        rows = [{"settings": settings, "accuracy": accuracy} for settings, accuracy in found.rows]
-        print_json({"folder": folder, "dataset": found.dataset, "chosen": found.chosen, "rows": rows})
+        rows = [{"settings": settings, "accuracy": accuracy} for settings, accuracy in search.rows]
+        print_json({"folder": folder, "dataset": search.dataset, "chosen": search.chosen, "rows": rows})
         return
-    heads = [*found.rows[0][0], "accuracy"]
-    print("\n".join(columns([heads, *([*settings.values(), f"{best:.4f}"] for settings, best in found.rows)], left=0)))
-    print("\n".join(filled("proxy.txt", found=found, folder=folder)))
+    heads = [*search.rows[0][0], "accuracy"]
+    print("\n".join(columns([heads, *([*settings.values(), f"{best:.4f}"] for settings, best in search.rows)], left=0)))
+    print("\n".join(filled("proxy.txt", search=search, folder=folder)))

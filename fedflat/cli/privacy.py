@@ -69,8 +69,8 @@ class Options(Numbers):
         from fedflat.privacy.trust import TRUSTS
 
         allowed = {"trust": TRUSTS, "sampling": SAMPLINGS, "accountant": ACCOUNTANTS}
-        given = {name: value for name in allowed if (value := getattr(self, name)) is not None}
-        return {name: str(one_of(f"--{name}", value, allowed[name])) for name, value in given.items()}
+        limits = {name: value for name in allowed if (value := getattr(self, name)) is not None}
+        return {name: str(one_of(f"--{name}", value, allowed[name])) for name, value in limits.items()}
 
     def load(self, only: Mapping[str, str], noise: Mapping[str, float | None]) -> Recipe:
         """Return the recipe with the options in the place of its own numbers, and with this noise, if it is given."""
@@ -129,11 +129,10 @@ def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
         InputError: nothing applies.
     """
     # A row for any sampling does not answer for one that was asked for.
-    own = [row for row in rows if row["sampling"] == only.get("sampling")] or rows
-    if not any(row["epsilon"] is not None for row in own):
-        reason = next((row["reason"] for row in own if row["reason"]), "no such combination")
-        asked = ", ".join(only.values()) or "every combination"
-        raise InputError(f"{asked}: {reason.rstrip('.')}.")
+    relevant = [row for row in rows if row["sampling"] == only.get("sampling")] or rows
+    if not any(row["epsilon"] is not None for row in relevant):
+        reason = next((row["reason"] for row in relevant if row["reason"]), "no such combination")
+        raise InputError(f"{', '.join(only.values()) or 'every combination'}: {reason.rstrip('.')}.")
     return rows
 
 
@@ -158,8 +157,8 @@ def _print(
         if row["epsilon"] is not None:
             words = [row["trust"], row["sampling"], _accountant(row, notes), *(row[name] or "" for name in described)]
             table.append([*words, *(_cell(row, name) for name in numbers)])
-    said = [line for line in (title, setting.said) if line]
-    print("\n".join([*said, setting.text(), "", *columns(table, left=len(heads)), *notes]))
+    header = [line for line in (title, setting.sentence) if line]
+    print("\n".join([*header, setting.text(), "", *columns(table, left=len(heads)), *notes]))
 
 
 def _accountant(row: Row, notes: dict[str, None]) -> str:
@@ -182,14 +181,14 @@ def _cell(row: Row, name: str) -> str:
 class Setting(Numbers):
     """Numbers of a run, and what a recipe adds to them.
 
-    noise_multiplier: None where it is to be found. source: behind the numbers. said: a sentence of its own. plan: of a
+    noise_multiplier: None where it is to be found. source: behind the numbers. sentence: one more to print. plan: of a
     recipe whose rounds follow a schedule or share noise, which answers for the whole run.
     """
 
     noise_multiplier: float | None = None
     colluders: int = 0
     source: str = ""
-    said: str = ""
+    sentence: str = ""
     plan: Plan | None = None
 
     def rows(self, only: dict[str, str], target: float | None = None) -> list[Row]:
@@ -220,8 +219,8 @@ class Setting(Numbers):
 
     def as_dict(self) -> Row:
         """Return the setting's numbers as plain values, for ``--json``."""
-        said = {name: value for name, value in vars(self).items() if value not in (None, "") and name not in HIDDEN}
-        return said if self.plan is None else said | self.plan.account.record(self.plan)
+        numbers = {name: value for name, value in vars(self).items() if value not in (None, "") and name not in HIDDEN}
+        return numbers if self.plan is None else numbers | self.plan.account.record(self.plan)
 
     def text(self) -> str:
         """Return one line: M = 500, m = 50 (q = 0.1), T = 300, σ = 0.95, δ = 0.002."""
@@ -231,7 +230,7 @@ class Setting(Numbers):
         return f"M = {clients:,}, {share}, T = {self.rounds:,}{sigma}, δ = {self.delta:.4g}{self.source}"
 
 
-HIDDEN = ("said", "plan")
+HIDDEN = ("sentence", "plan")
 
 
 def _rows_of(plan: Plan, only: dict[str, str], target: float | None) -> list[Row]:
@@ -277,18 +276,18 @@ def setting_of(
     recipe = options.load(only, {"noise_multiplier": sigma, "epsilon": target})
     plan = _plan_of(name, recipe)
     cohort, account = recipe.cohort, plan.mechanism
-    found = Setting(
+    setting = Setting(
         clients=plan.sampler.clients, cohort=plan.sampler.size, rounds=plan.rounds, delta=plan.delta,
         noise_multiplier=plan.noise_multiplier if target is None else None, max_cohort=cohort.max,
         min_cohort=cohort.min, max_participations=cohort.max_participations, colluders=plan.colluders,
     ).checked(*needed)  # fmt: skip
     if isinstance(account, ScheduledPlan):
-        return replace(found, plan=plan, said=account.sentence if account.kind != "independent" else "")
+        return replace(setting, plan=plan, sentence=account.sentence if account.kind != "independent" else "")
     if not isinstance(account, VotesPlan):
-        return found
+        return setting
     # Votes are Gaussian rounds: T counts cohort draws, and σ is per class, so σ/√Q is that of a draw.
-    drawn = None if found.noise_multiplier is None else found.noise_multiplier / math.sqrt(account.labels)
-    return replace(found, rounds=account.total, noise_multiplier=drawn, source=" (T: cohort draws, σ: per draw)")
+    drawn = None if setting.noise_multiplier is None else setting.noise_multiplier / math.sqrt(account.labels)
+    return replace(setting, rounds=account.total, noise_multiplier=drawn, source=" (T: cohort draws, σ: per draw)")
 
 
 def _plan_of(name: str, recipe: Recipe) -> Plan:

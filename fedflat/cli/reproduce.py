@@ -15,7 +15,7 @@ import typer
 from typer import Option
 
 from fedflat import cli
-from fedflat.core.checks import counted, one_of, wrong
+from fedflat.core.checks import counted, one_of, require, wrong
 from fedflat.core.durable import plain
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Request:
         one_of("--scale", self.size, scales.SCALES)
         if drawing:
             only_tables = {"--method": self.method, "--protocol": self.protocol != "sound", "--json": self.as_json}
-            for option in (option for option, given in only_tables.items() if given):
-                raise wrong(option, "a figure", "a table")
+            for option, used in only_tables.items():
+                require(not used, option, "a figure", "a table")
 
     @property
     def size(self) -> str:
@@ -102,7 +102,7 @@ def reproduce(
             return
         from fedflat.methods.published import CITED
 
-        cited = {name: f"{CITED[name.partition(' ')[0]]}. {about}" for name, about in every.items()}
+        cited = {name: f"{CITED[name.partition(' ')[0]]}. {description}" for name, description in every.items()}
         print("\n".join(line for item in cited.items() for line in cli.labelled(*item, 16)))
         return
     if paper is None or table is None:
@@ -121,16 +121,16 @@ def _fill(table: tables.Table, request: Request) -> None:
     from fedflat.papers.rows import dry, fill
     from fedflat.report.progress import ExperimentProgress
 
-    found = dry(table, request.size, request.protocol, request.override or ())
+    result = dry(table, request.size, request.protocol, request.override or ())
     if not request.dry_run:
         folder = request.out or Path("runs") / table.folder_name
         with ExperimentProgress(quiet=request.as_json) as progress:
-            found = fill(found, folder, request.seeds, request.processes, progress.update)
+            result = fill(result, folder, request.seeds, request.processes, progress.update)
     if request.as_json:
-        cli.print_json(as_dict(found))
+        cli.print_json(as_dict(result))
     else:
-        print("\n".join(lines(found, request.dry_run)))
-    if not request.dry_run and not found.complete:
+        print("\n".join(lines(result, request.dry_run)))
+    if not request.dry_run and not result.complete:
         raise typer.Exit(1)
 
 
@@ -144,41 +144,41 @@ def _draw(figure: figures.PaperFigure, request: Request) -> None:
         print("\n".join(planned_lines(figure, request.size, overrides)))
         return
     with ExperimentProgress() as progress:
-        found = figures.draw(
+        drawn = figures.draw(
             figure, folder, request.size, overrides, request.seeds, request.processes, progress.update, progress.say
         )
-    write_drawn(found, folder / f"reproduce-{figure.paper}-{figure.name}")
+    write_drawn(drawn, folder / f"reproduce-{figure.paper}-{figure.name}")
 
 
-def write_drawn(found: figures.Drawn, folder: Path) -> None:
+def write_drawn(drawn: figures.Drawn, folder: Path) -> None:
     """Write a page, and each drawing as SVG, PNG and PDF beside it; print the files, and what differs."""
     from fedflat.report import flatness
 
-    for page in write_pages(found, folder):
+    for page in write_pages(drawn, folder):
         print(page)
-    curves = [figure for record in found.landscapes for figure in flatness.figures(record)]
-    cli.print_plates([*found.figures, *curves], folder, found.landscapes)
-    for text in notes(found):
+    curves = [figure for record in drawn.landscapes for figure in flatness.figures(record)]
+    cli.print_plates([*drawn.figures, *curves], folder, drawn.landscapes)
+    for text in notes(drawn):
         cli.say(text)
 
 
-def lines(found: outcome.Outcome, dry_run: bool = False) -> list[str]:
+def lines(result: outcome.Outcome, dry_run: bool = False) -> list[str]:
     """Return the outcome as text of at most 80 columns: a table and a verdict for each column of the paper's."""
     from fedflat.papers import outcome
 
-    table = found.table
-    shown = [*cli.wrapped(f"Paper {table.paper}, {table.table}: {table.title}"), *cli.wrapped(table.about)]
-    simulated = any(row.simulated is not None for row in found.rows)
-    verdicts = {} if dry_run else found.verdicts()
-    for column, rows in found.columns().items():
+    table = result.table
+    texts = [*cli.wrapped(f"Paper {table.paper}, {table.table}: {table.title}"), *cli.wrapped(table.about)]
+    simulated = any(row.simulated is not None for row in result.rows)
+    verdicts = {} if dry_run else result.verdicts()
+    for column, rows in result.columns().items():
         cell = rows[0].cell
         target = "" if cell.target is None or cell.measure != "rounds" else f" to {cell.target:g} %"
-        by_hand = f" ({', '.join(found.by_hand)})" if found.by_hand else ""
-        shown += ["", *cli.wrapped(column + target + by_hand), *_grid(_body(rows, dry_run, simulated))]
+        by_hand = f" ({', '.join(result.by_hand)})" if result.by_hand else ""
+        texts += ["", *cli.wrapped(column + target + by_hand), *_grid(_body(rows, dry_run, simulated))]
         why = dict.fromkeys(row.missing for row in rows if row.missing)
-        shown += [text for reason in why for text in cli.wrapped(f"  {reason}")]
-        shown += [text for said in outcome.sentences(verdicts.get(column)) for text in cli.wrapped(f"  {said}")]
-    return [*shown, "", *_remarks(found, dry_run)]
+        texts += [text for reason in why for text in cli.wrapped(f"  {reason}")]
+        texts += [text for sentence in outcome.sentences(verdicts.get(column)) for text in cli.wrapped(f"  {sentence}")]
+    return [*texts, "", *_remarks(result, dry_run)]
 
 
 def planned_lines(figure: figures.PaperFigure, scale: str, overrides: Sequence[str]) -> list[str]:
@@ -189,7 +189,7 @@ def planned_lines(figure: figures.PaperFigure, scale: str, overrides: Sequence[s
     """
     from fedflat.papers import scales
 
-    shown = [*cli.wrapped(f"Paper {figure.paper}, {figure.name}: {figure.about}")]
+    texts = [*cli.wrapped(f"Paper {figure.paper}, {figure.name}: {figure.about}")]
     total: set[str] = set()
     for panel in figure.panels:
         rows = [(line, line.planned(panel.table, scale, overrides)) for line in panel.lines]
@@ -202,10 +202,10 @@ def planned_lines(figure: figures.PaperFigure, scale: str, overrides: Sequence[s
             rounds = "–" if row.recipe is None else str(row.recipe.rounds)
             grid.append([name, rounds, claimed, _epsilon(row.proven), _delta(row)])
             total |= {row.recipe.name} if row.recipe is not None else set()
-        shown += ["", *cli.wrapped(f"{panel.title} ({panel.draw}; {counted(seeds, 'seed')})"), *_grid(grid)]
-        shown += [f"  {why}" for why in dict.fromkeys(row.missing for _, row in rows if row.missing)]
-    said = [f"Scale {scale}: {len(total)} settings would run; nothing was trained.", *figure.notes]
-    return [*shown, "", *(text for each in said for text in cli.wrapped(each))]
+        texts += ["", *cli.wrapped(f"{panel.title} ({panel.draw}; {counted(seeds, 'seed')})"), *_grid(grid)]
+        texts += [f"  {why}" for why in dict.fromkeys(row.missing for _, row in rows if row.missing)]
+    remarks = [f"Scale {scale}: {len(total)} settings would run; nothing was trained.", *figure.notes]
+    return [*texts, "", *(text for remark in remarks for text in cli.wrapped(remark))]
 
 
 def _epsilon_head(rows: Iterable[outcome.Row]) -> str:
@@ -250,20 +250,20 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _remarks(found: outcome.Outcome, dry_run: bool) -> list[str]:
+def _remarks(result: outcome.Outcome, dry_run: bool) -> list[str]:
     """Return what is to be said below a table, in lines."""
     from fedflat.papers import tables
     from fedflat.report.metrics import FATES, MARKS
 
-    kinds = dict.fromkeys(row.cell.measure for row in found.rows)
-    fates = {fate for row in found.rows for fate in row.fates.values()}
+    kinds = dict.fromkeys(row.cell.measure for row in result.rows)
+    fates = {fate for row in result.rows for fate in row.fates.values()}
     changed: dict[tuple[str, ...], list[str]] = {}
-    for column, texts in found.changed.items():
+    for column, texts in result.changed.items():
         changed.setdefault(tuple(texts), []).append(column)
     return cli.filled(
-        "reproduce.txt", found=found, table=found.table, dry_run=dry_run, head=_epsilon_head(found.rows),
+        "reproduce.txt", result=result, table=result.table, dry_run=dry_run, head=_epsilon_head(result.rows),
         measures=[tables.MEASURES[kind] for kind in kinds], private=bool({"train", "gap"} & set(kinds)),
-        simulated=any(row.simulated is not None for row in found.rows), changed=changed,
+        simulated=any(row.simulated is not None for row in result.rows), changed=changed,
         fates=[f"{MARKS[fate]} {_sentence(text)}" for fate, text in FATES.items() if fate in fates],
     )  # fmt: skip
 
@@ -273,15 +273,15 @@ def _ours(row: outcome.Row) -> str:
     from fedflat.papers import tables
     from fedflat.report.metrics import MARKS
 
-    found = row.spread
+    spread = row.spread
     marks = "".join(dict.fromkeys(MARKS[fate] for fate in row.fates.values()))
-    if found is None:
+    if spread is None:
         return f"–{marks}"
-    if math.isinf(found.mean):
+    if math.isinf(spread.mean):
         late = sum(map(math.isinf, row.ours.values()))
         return f"never{marks}" if late == len(row.ours) else f"never in {late} of {len(row.ours)}{marks}"
     digits = 1 if row.cell.measure in tables.COUNTED else 2
-    text = f"{found.mean:.{digits}f}" + ("" if found.sd is None else f" ± {found.sd:.{digits}f}")
+    text = f"{spread.mean:.{digits}f}" + ("" if spread.sd is None else f" ± {spread.sd:.{digits}f}")
     return f"{text}{marks}".replace("-", "−")
 
 
@@ -289,34 +289,32 @@ def _points(value: float | None) -> str:
     return "–" if value is None else f"{value:+.1f}".replace("-", "−")
 
 
-def as_dict(found: outcome.Outcome) -> dict[str, Any]:
+def as_dict(result: outcome.Outcome) -> dict[str, Any]:
     """Return the plain values for ``--json``; an infinite ε, or a target that was never reached, is null."""
     from fedflat.papers import outcome
 
-    table, verdicts = found.table, found.verdicts()
+    table, verdicts = result.table, result.verdicts()
     return {
-        "paper": table.paper, "table": table.table, "measure": table.measure, "scale": found.scale,
-        "comparable": found.comparable and found.complete, "protocol": found.protocol,
-        "rows": [_record(row) for row in found.rows],
+        "paper": table.paper, "table": table.table, "measure": table.measure, "scale": result.scale,
+        "comparable": result.comparable and result.complete, "protocol": result.protocol,
+        "rows": [_record(row) for row in result.rows],
         "verdicts": {name: plain(asdict(v)) | {"text": outcome.sentences(v)} for name, v in verdicts.items()},
-        "changed": {name: list(texts) for name, texts in found.changed.items()},
-        "notes": table.said(found.protocol), "missing": list(found.missing),
-        "folder": None if found.folder is None else str(found.folder),
+        "changed": {name: list(texts) for name, texts in result.changed.items()},
+        "notes": table.said(result.protocol), "missing": list(result.missing),
+        "folder": None if result.folder is None else str(result.folder),
     }  # fmt: skip
 
 
-def _record(row: outcome.Row) -> dict[str, Any]:
+def _record(row: outcome.Row) -> Any:
     names = ("column", "method", "measure", "target", "published")
-    values = {name: getattr(row.cell, name) for name in names} | {
+    return plain({name: getattr(row.cell, name) for name in names} | {
         "ours": list(row.ours.values()), "seeds": list(row.ours),
         "difference": row.difference, "claimed_epsilon": row.claimed, "proven_epsilon": row.proven,
         "simulated_epsilon": row.simulated, "delta": row.delta, "fates": dict(row.fates), "missing": row.missing,
-    }  # fmt: skip
-    found: dict[str, Any] = plain(values)
-    return found
+    })  # fmt: skip
 
 
-def write_pages(found: figures.Drawn, folder: Path) -> list[Path]:
+def write_pages(drawn: figures.Drawn, folder: Path) -> list[Path]:
     """Write ``NAME.html`` with the drawings, and ``landscape-N.html`` for each landscape."""
     from fedflat.methods.published import CITED
     from fedflat.report import flatness, pages
@@ -324,23 +322,22 @@ def write_pages(found: figures.Drawn, folder: Path) -> list[Path]:
     # Made first, so that a folder that cannot be written is one line.
     cli.write_files(folder, {})
     written = [
-        flatness.write_page(record, folder / f"landscape-{place}.html") for place, record in enumerate(found.landscapes)
+        flatness.write_page(record, folder / f"landscape-{place}.html") for place, record in enumerate(drawn.landscapes)
     ]
-    if found.figures:
-        figure = found.of
-        title = f"{CITED[figure.paper]}, {figure.name.replace('-', ' ')}"
-        differs = pages.Section("notes", "What differs", "prose", notes(found))
-        sections = [pages.Section("drawings", "", "cards", pages.cards(list(found.figures))), differs]
-        page = pages.page(title, figure.about, sections, "fedflat")
+    if drawn.figures:
+        figure = drawn.of
+        differs = pages.Section("notes", "What differs", "prose", notes(drawn))
+        sections = [pages.Section("drawings", "", "cards", pages.cards(list(drawn.figures))), differs]
+        page = pages.page(f"{CITED[figure.paper]}, {figure.name.replace('-', ' ')}", figure.about, sections, "fedflat")
         written.append(pages.write(page, folder / f"{figure.name}.html"))
     return written
 
 
-def notes(found: figures.Drawn) -> list[str]:
+def notes(drawn: figures.Drawn) -> list[str]:
     """Return what differs from the paper's figure, in sentences."""
-    scale = [] if found.scale == "full" else [f"Scale {found.scale}: not comparable with the paper's drawing."]
-    differences = [f"{_sentence(text)}." for text in found.of.notes]
-    return [*scale, *found.remarks, *differences, *[f"Missing: {text}" for text in found.missing]]
+    scale = [] if drawn.scale == "full" else [f"Scale {drawn.scale}: not comparable with the paper's drawing."]
+    differences = [f"{_sentence(text)}." for text in drawn.of.notes]
+    return [*scale, *drawn.remarks, *differences, *[f"Missing: {text}" for text in drawn.missing]]
 
 
 def leaderboard(*, as_json: cli.Json = False) -> None:
@@ -350,10 +347,10 @@ def leaderboard(*, as_json: cli.Json = False) -> None:
     """
     from fedflat.papers import board
 
-    found = board.load()
+    measured = board.load()
     if as_json:
-        cli.print_json([board.record(row) for row in found["rows"]])
+        cli.print_json([board.record(row) for row in measured["rows"]])
         return
-    cli.print_columns([["", *(f"ε = {value}" for value in board.EPSILONS), "ceiling"], *board.summary(found)])
+    cli.print_columns([["", *(f"ε = {value}" for value in board.EPSILONS), "ceiling"], *board.summary(measured)])
     print("Test accuracy in %, mean±sd over seeds, by Dirichlet α; –: not measured.")
     print("All rows: --json.")

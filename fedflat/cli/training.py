@@ -60,8 +60,7 @@ def run(
         )  # fmt: skip
     page = write_report([folder], folder / "report.html")
     if as_json:
-        last = result.history[-1] if result.history else {}
-        facts = {"folder": folder, "report": page, "last": last, "privacy": result.privacy}
+        facts = {"folder": folder, "report": page, "last": (result.history or [{}])[-1], "privacy": result.privacy}
         print_json({**facts, "warnings": result.warnings})
     else:
         if resume and not (result.stages or result.stopped):
@@ -92,8 +91,8 @@ def _check_folders(resume: Path | None, out: Path | None, recipe_given: bool) ->
     if recipe_given or out is not None:
         raise wrong("--resume", "a recipe, -o or --out as well", "--resume DIR alone: it goes on as it was started")
     if not (resume / "recipe.yaml").is_file():
-        found = f"{resume}, {'which has no recipe.yaml' if resume.is_dir() else 'which is no folder'}"
-        raise wrong("--resume", found, "the folder of a run that fedflat run wrote")
+        state = f"{resume}, {'which has no recipe.yaml' if resume.is_dir() else 'which is no folder'}"
+        raise wrong("--resume", state, "the folder of a run that fedflat run wrote")
 
 
 def _callbacks(recipe: Recipe, progress: Progress) -> dict[str, Any]:
@@ -181,12 +180,12 @@ def compare(
     began = time.perf_counter()
     folder = out if out is not None or not watch else Path("runs") / "compare"
     with _watched(folder or Path(), watch), ExperimentProgress(quiet=as_json) as progress:
-        found = compare_settings(recipes or [QUICK_START], override or [], seeds, folder, processes, progress.update)
+        outcome = compare_settings(recipes or [QUICK_START], override or [], seeds, folder, processes, progress.update)
     if as_json:
-        print_json(found.as_dict())
+        print_json(outcome.as_dict())
     else:
-        print_comparison(found, time.perf_counter() - began)
-    if not found.complete:
+        print_comparison(outcome, time.perf_counter() - began)
+    if not outcome.complete:
         raise typer.Exit(1)
 
 
@@ -216,13 +215,13 @@ def deploy(
     from fedflat.federation import check_flower, write_project
 
     check_flower()
-    made = write_project(recipe_of(recipe, override), out, nodes, port, host)
+    project = write_project(recipe_of(recipe, override), out, nodes, port, host)
     if as_json:
-        facts = {name: getattr(made, name) for name in ("folder", "clients", "rounds", "epsilon", "delta")}
-        print_json(facts | ({"note": made.note} if made.note else {}))
+        facts = {name: getattr(project, name) for name in ("folder", "clients", "rounds", "epsilon", "delta")}
+        print_json(facts | ({"note": project.note} if project.note else {}))
     else:
-        print("\n".join(filled("deploy.txt", made=made)))
+        print("\n".join(filled("deploy.txt", project=project)))
     if watch:
         from fedflat.cli.catalogue import watch as follow
 
-        follow(made.folder)
+        follow(project.folder)

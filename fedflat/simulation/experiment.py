@@ -34,6 +34,7 @@ from fedflat.report.progress import ASKED, RunEvent, State, waiting_text
 from fedflat.simulation.settings import Setting, Task, check_folders, claim, expand, tasks, unused_folder
 
 Update = Callable[[RunEvent], None]
+Loader = Callable[[Recipe], FederatedData]
 GONE = "its worker process is gone: {}; the same command goes on with it"
 
 
@@ -44,9 +45,7 @@ _DATA: dict[str, FederatedData] = {}  # at most one federation, the last one use
 PAUSE = 0.2  # seconds between looks at the flags
 
 
-def begin_worker(
-    parent: int, errors: int, queue: Any, stop: Any, abort: Any, threads: int, data: Callable[[Recipe], FederatedData]
-) -> None:
+def begin_worker(parent: int, errors: int, queue: Any, stop: Any, abort: Any, threads: int, data: Loader) -> None:
     """Start of a worker. Signals are the parent's to handle; a worker ends at once when its parent is gone.
 
     errors: the file of process ``parent`` that keeps what workers write to their standard error.
@@ -84,11 +83,11 @@ def _listen(name: str, turn: int) -> AbstractContextManager[None]:
     """Tell the parent of a run's long work inside the block, twice a second at most."""
     spoke = 0.0
 
-    def hear(what: str, done: int, total: int) -> None:
+    def hear(stage: str, done: int, total: int) -> None:
         nonlocal spoke
         if time.monotonic() - spoke >= 0.5:
             spoke = time.monotonic()
-            _SHARED["queue"].put((name, turn, None, waiting_text(what, done, total)))
+            _SHARED["queue"].put((name, turn, None, waiting_text(stage, done, total)))
 
     return listening_to_progress(hear)
 
@@ -167,8 +166,7 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON; None for what is absent or infinite."""
-        none: dict[str, Any] = {"rows": [], "together": [], "notes": []}
-        record = none if self.table is None else tables.record_of(self.table)
+        record = {"rows": [], "together": [], "notes": []} if self.table is None else tables.record_of(self.table)
         return record | {
             "folder": str(self.folder), "report": None if self.page is None else str(self.page),
             "notes": [*record["notes"], *self.notes], "runs": self.total, "failed": self.failed, "left": self.left,
@@ -182,7 +180,7 @@ def compare(
     folder: str | Path | None = None,
     processes: int | None = None,
     update: Update | None = None,
-    data: Callable[[Recipe], FederatedData] = data_for,
+    data: Loader = data_for,
 ) -> Comparison:
     """Run every setting with every seed and compare them; what is done in ``folder`` already is kept.
 
@@ -213,8 +211,8 @@ def _at_a_time(settings: list[Setting], cores: int) -> int:
     from fedflat.engine.device import PROCESSES
 
     engines = [setting.recipe.engine for setting in settings]
-    free = all(each.device == "cpu" or (each.device == "auto" and each.backend in PROCESSES) for each in engines)
-    return cores if free or not torch.cuda.is_available() else 1
+    cpu = all(engine.device == "cpu" or (engine.device == "auto" and engine.backend in PROCESSES) for engine in engines)
+    return cores if cpu or not torch.cuda.is_available() else 1
 
 
 class _WorkerCrew:
@@ -224,9 +222,7 @@ class _WorkerCrew:
     the last round, or the error. gone: how the last worker process that died did so.
     """
 
-    def __init__(
-        self, place: Path, settings: list[Setting], tell: Update, data: Callable[[Recipe], FederatedData]
-    ) -> None:
+    def __init__(self, place: Path, settings: list[Setting], tell: Update, data: Loader) -> None:
         self.place, self.settings, self.tell, self.data = place, settings, tell, data
         self.every = tasks(place, settings)
         self.todo = [task for task in self.every if not finished(task)]
@@ -254,8 +250,8 @@ class _WorkerCrew:
         """Work in one pool of processes; when one of them dies, what has not ended has failed."""
         queue, abort = context.Queue(), context.Event()
         errors = stopping.own_stderr()
-        given = (os.getpid(), errors, queue, stop, abort, threads, self.data)
-        pool = ProcessPoolExecutor(processes, context, begin_worker, given)
+        initargs = (os.getpid(), errors, queue, stop, abort, threads, self.data)
+        pool = ProcessPoolExecutor(processes, context, begin_worker, initargs)
         # Only the processes know how they ended.
         gone = functools.partial(_gone, pool._processes, errors)
         try:
@@ -374,6 +370,6 @@ def _write_tables(folder: Path, groups: list[Group], table: tables.Comparison) -
 
 def _epsilon_note(group: Group) -> list[str]:
     """Return a sentence where the seeds of a setting do not share one ε (the table shows the largest)."""
-    found = {metrics.proven_epsilon(run) for run in group.runs}
-    texts = [*map(metrics.epsilon_text, sorted(found, key=lambda each: math.inf if each is None else each))]
-    return [f"{group.label}: ε differs between seeds, {texts[0]} to {texts[-1]}."] if len(found) > 1 else []
+    epsilons = {metrics.proven_epsilon(run) for run in group.runs}
+    texts = [*map(metrics.epsilon_text, sorted(epsilons, key=lambda value: math.inf if value is None else value))]
+    return [f"{group.label}: ε differs between seeds, {texts[0]} to {texts[-1]}."] if len(epsilons) > 1 else []

@@ -52,37 +52,37 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
 
     programs: makes further files, after all checks and before anything is written.
     """
-    found = read_run(source)
+    run = read_run(source)
     _check_ended("export", source, "the folder of a run that released something")
     if locked(source):
         raise wrong("export", f"{source}, and {LOCKED}, where its records' seals lie", "the account that owns the run")
     refuse_damage(source)
-    if uncounted(found, read(source / LEDGER)):
+    if uncounted(run, read(source / LEDGER)):
         raise wrong("export", f"{source}, whose ledger has rounds that {STATEMENT} does not count", "a run at its end")
-    refuse_seeded("export", found.privacy)
+    refuse_seeded("export", run.privacy)
     newest = checkpoint.newest(source / "checkpoints", hidden=False)
     if newest is None:
         raise wrong("export", f"{source} without a sound checkpoint", "a run with released weights")
-    public, left = _public(found)
+    public, left = _public(run)
     _check_new("export", target)
-    made = programs()  # before the folder: a model that torch.export cannot follow leaves nothing behind
+    extra = programs()  # before the folder: a model that torch.export cannot follow leaves nothing behind
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise wrong("export", f"{target}, which cannot be created ({error.strerror})", "a new folder") from error
     try:
         _write(target, source, public, *newest)
-        for name, content in made.items():
+        for name, content in extra.items():
             (target / name).write_bytes(content)
-        kept = {path.name for path in target.iterdir()}
-        digests = {name: hashlib.sha256((target / name).read_bytes()).hexdigest() for name in sorted(kept)}
+        names = {path.name for path in target.iterdir()}
+        digests = {name: hashlib.sha256((target / name).read_bytes()).hexdigest() for name in sorted(names)}
         sums = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
         (target / SEALED).write_text(sums, encoding="utf-8")
     except BaseException:  # a disk that is full: half an export would stand in the way of the next try
         shutil.rmtree(target, ignore_errors=True)
         raise
-    left |= _unwritten(source, kept)
-    return Exported(target, (*sorted(kept), SEALED), left, proven_epsilon(found) is not None)
+    left |= _unwritten(source, names)
+    return Exported(target, (*sorted(names), SEALED), left, proven_epsilon(run) is not None)
 
 
 def _check_ended(where: str, source: Path, allowed: str) -> None:
@@ -100,8 +100,7 @@ def _check_new(where: str, target: Path) -> None:
 def _public(run: Run) -> tuple[Run, dict[str, str]]:
     """Return the run without what its guarantee does not cover, and what was taken out."""
     left = {f"{METRICS}: {key}": "how long a round takes follows from who took part" for key in TIMES}
-    recipe = dict(run.recipe)
-    recipe.pop("seed", None)
+    recipe = {key: value for key, value in run.recipe.items() if key != "seed"}
     left[f"{RECIPE}: seed"] = "whoever knows it can draw everything again that is not secret"
     metrics = [{key: value for key, value in line.items() if key not in TIMES} for line in run.metrics]
     named = str(recipe.get("name") or run.algorithm)  # the folder's name may tell the seed
@@ -114,9 +113,9 @@ def _write(target: Path, source: Path, run: Run, state: RoundState, _: object, f
     from fedflat.report.html import render
 
     made_for = facts.get("made_for") or {}
-    about = {**SAYS, "round": str(state.round), "made_for": json.dumps(made_for)}
+    metadata = {**SAYS, "round": str(state.round), "made_for": json.dumps(made_for)}
     # save_file leaves it to its owner alone
-    (target / MODEL).write_bytes(save(checkpoint.released(state, facts), metadata=about))
+    (target / MODEL).write_bytes(save(checkpoint.released(state, facts), metadata=metadata))
     for name in (LEDGER, STATEMENT, *(name for name in (FILE, TIPS, SIGNATURE) if (source / name).is_file())):
         shutil.copyfile(source / name, target / name)
     if preparation := made_for.get("preparation"):
@@ -127,14 +126,14 @@ def _write(target: Path, source: Path, run: Run, state: RoundState, _: object, f
     (target / REPORT).write_text(render([dataclasses.replace(run, path=target)]), encoding="utf-8")
 
 
-def _unwritten(source: Path, kept: set[str]) -> dict[str, str]:
+def _unwritten(source: Path, exported: set[str]) -> dict[str, str]:
     """Return every file of the run that has no counterpart in the export."""
     reasons = {
         "private": "not covered by the guarantee", "checkpoints": "its weights are in model.safetensors",
         "ledger.lock": "needed only while the run goes on", "metrics.seals": "of the run's own lines",
     }  # fmt: skip
     names = {path.relative_to(source).parts[0] for path in source.rglob("*") if path.is_file()}
-    return {name: reasons.get(name, "not covered by the guarantee, or not needed") for name in sorted(names - kept)}
+    return {name: reasons.get(name, "not covered by the guarantee, or not needed") for name in sorted(names - exported)}
 
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"
@@ -148,7 +147,7 @@ def programs(result: Any, *, program: bool, onnx: bool) -> dict[str, bytes]:
         InputError: the module was given in Python and is not at hand, or onnx is not installed. RunError: the model
             cannot be followed by ``torch.export``, or has no ONNX form.
     """
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     for name in ("onnx", "onnxscript") if onnx else ():  # which torch's exporter needs
         if importlib.util.find_spec(name) is None:
             raise missing("--onnx", name, "onnx")
@@ -158,18 +157,18 @@ def programs(result: Any, *, program: bool, onnx: bool) -> dict[str, bytes]:
         buffer = io.BytesIO()
         with _quiet():
             torch.export.save(traced, buffer)
-        found[PROGRAM] = buffer.getvalue()
+        files[PROGRAM] = buffer.getvalue()
     if onnx:
-        found[ONNX] = _onnx(traced)
-    return found
+        files[ONNX] = _onnx(traced)
+    return files
 
 
 def _onnx(program: torch.export.ExportedProgram) -> bytes:
     try:
         with _quiet():
             names: dict[str, Any] = {"input_names": ["inputs"], "output_names": ["outputs"]}
-            found: Any = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **names)
-            return bytes(found.model_proto.SerializeToString())
+            converted: Any = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **names)
+            return bytes(converted.model_proto.SerializeToString())
     except Exception as error:
         raise RunError(f"--onnx: this model has no ONNX form ({first_line(error)}).") from error
 
@@ -181,23 +180,23 @@ def _traced(result: Any, option: str) -> torch.export.ExportedProgram:
     try:
         module = result.model
     except InputError:
-        given = f"{result.folder}, whose model was given in Python"
+        origin = f"{result.folder}, whose model was given in Python"
         hint = f"In Python: fedflat.load(RUN, model=MODULE).export(FOLDER, {option.strip('-')}=True)."
-        raise wrong(option, given, "a model that the recipe names", hint=hint) from None
+        raise wrong(option, origin, "a model that the recipe names", hint=hint) from None
     example = torch.zeros(2, *facts["input_shape"], dtype=getattr(torch, facts["dtype"]))
     try:
-        found = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+        traced = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
     except Exception as error:  # it fails in as many ways as there are models
         raise RunError(f"{option}: torch.export cannot follow this model ({first_line(error)}).") from error
-    for part in found.graph_module.modules():
+    for part in traced.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)  # names files and folders of this machine
-    return found
+    return traced
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch's exporter tells of every step; what fails is an exception."""
+    """Silence torch's exporter, which logs every step; a failure is an exception."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -51,24 +51,24 @@ def inspect_run(folder: str | Path, key: Path | None = None, witness: Path | Non
     if (path / CHARGE).is_file() and not runs:
         return [*check_selection(path, key, witness)]
     if not runs:
-        found = "a folder without recipe.yaml, ledger.jsonl and privacy.json" if path.is_dir() else "no folder"
-        raise wrong("verify", f"{path}, {found}", "the folder of a run, or an exported one")
+        state = "a folder without recipe.yaml, ledger.jsonl and privacy.json" if path.is_dir() else "no folder"
+        raise wrong("verify", f"{path}, {state}", "the folder of a run, or an exported one")
     attested = (path / "check.py").is_file() and not (path / RECIPE).is_file()
     require(not attested, "verify", f"{path}, an attested folder", "a run or an export", hint="Its check.py checks it.")
     files.check_kinds(path)
     run = Records(path)
     run.refuse_older()
-    return [*(check for each in CHECKS for check in each(run)), *check_signed(run, public, witness)]
+    return [*(check for checks in CHECKS for check in checks(run)), *check_signed(run, public, witness)]
 
 
 def check_selection(path: Path, key: Path | None, witness: Path | None) -> Iterator[Check]:
     """Check a folder of fedflat tune: what was charged, what was public, what the winner states."""
     try:
-        found = faults(path)
+        problems = faults(path)
     except InputError as error:
-        found = [str(error)]
-    about = "one charge of the selection that selection.yaml describes, not below the winner's ε"
-    yield from _outcome(CHARGE, found, about)
+        problems = [str(error)]
+    claim = "one charge of the selection that selection.yaml describes, not below the winner's ε"
+    yield from _outcome(CHARGE, problems, claim)
     hidden = "how many there were is secret, the losers are deleted, and what was tried stands in no signed record"
     yield Check("the trials", "unchecked", hidden)
     if not (path / WINNER).is_dir():
@@ -87,9 +87,9 @@ def refuse_damage(folder: Path) -> None:
     read(folder / LEDGER)
     run = Records(folder)
     run.refuse_older()
-    for each in (check_opening, check_recipe, check_body, check_rounds, check_sums, check_metadata, check_checkpoints,
+    for checks in (check_opening, check_recipe, check_body, check_rounds, check_sums, check_metadata, check_checkpoints,
                  check_tips, check_statement, check_fields, check_signed):  # fmt: skip
-        for check in each(run):
+        for check in checks(run):
             if check.verdict == "wrong" and ".damaged" not in check.record and check.record not in (REPORT, *CARDS):
                 hint = f"See fedflat verify {folder}."
                 raise wrong(str(folder / check.record), check.about, "the record as it was written", hint=hint)
@@ -97,8 +97,8 @@ def refuse_damage(folder: Path) -> None:
 
 def check_opening(run: Records) -> Iterator[Check]:
     """Check that private/run.json is whole, and that the ledger's lines are its run's."""
-    verdict, about = _opening_verdict(run)
-    yield Check(OPENING, verdict, about)
+    verdict, sentence = _opening_verdict(run)
+    yield Check(OPENING, verdict, sentence)
     if verdict == "ok":
         only = "only keyed digests are kept; --resume compares them with the data at hand"
         yield Check("data, model", "unchecked", only)
@@ -115,8 +115,8 @@ def _opening_verdict(run: Records) -> tuple[Verdict, str]:
         opening, first = Opening.read(run.folder), run.first
     except InputError as error:
         return "wrong", str(error)
-    said = {"format": opening.format, "id": opening.run, "terms": dict(opening.terms), **opening.digests}
-    if first is not None and {key: first.get(key) for key in said} != said:
+    expected = {"format": opening.format, "id": opening.run, "terms": dict(opening.terms), **opening.digests}
+    if first is not None and {key: first.get(key) for key in expected} != expected:
         return "wrong", "the ledger's lines are another run's, or say other terms"
     if first is not None and opening.attempt < first.get("attempt", 1):
         return "wrong", f"of attempt {opening.attempt}, older than the ledger's {first['attempt']}"
@@ -129,7 +129,7 @@ def _unfinished(run: Records) -> str:
         return ""
     if run.going:
         return "the run goes on; it is written when it ends"
-    planned, done = run.given("rounds"), max([run.stated_rounds, *(1 + entry["round"] for entry in run.entries)])
+    planned, done = run.setting("rounds"), max([run.stated_rounds, *(1 + entry["round"] for entry in run.entries)])
     if not isinstance(planned, int) or done >= planned:
         return ""
     return f"the run was interrupted (round {done} of {planned}); it is written when it ends"
@@ -146,19 +146,19 @@ def check_recipe(run: Records) -> Iterator[Check]:
         yield _same(RECIPE, run.opening.is_recipe((run.folder / RECIPE).read_bytes()), "as it was written")
 
 
-def _same(record: str, good: bool, about: str) -> Check:
-    return Check(record, "ok" if good else "wrong", about if good else f"not {about}")
+def _same(record: str, good: bool, claim: str) -> Check:
+    return Check(record, "ok" if good else "wrong", claim if good else f"not {claim}")
 
 
 def check_body(run: Records) -> Iterator[Check]:
     """Check the frozen body beside the weights against the digest that recipe.yaml names."""
     path = run.folder / FILE
-    wanted = run.given("model", "sha256") if run.given("model", "name") in KEPT else None
+    wanted = run.setting("model", "sha256") if run.setting("model", "name") in KEPT else None
     if wanted and not path.is_file():
         yield Check(FILE, "wrong", "missing")
     elif wanted or path.exists():
-        found = read_tensors(path) if path.is_file() else None
-        yield _same(FILE, found is not None and digest_of(found) == wanted, "as recipe.yaml names it")
+        tensors = read_tensors(path) if path.is_file() else None
+        yield _same(FILE, tensors is not None and digest_of(tensors) == wanted, "as recipe.yaml names it")
 
 
 def check_privacy(run: Records) -> Iterator[Check]:
@@ -181,19 +181,19 @@ def check_privacy(run: Records) -> Iterator[Check]:
             yield Check(LEDGER, "wrong", f"no line for round {min(missing)}, which was released")
         return
     try:
-        found = recomputed.second_account(run)
+        account = recomputed.second_account(run)
     except InputError as error:
         yield Check(STATEMENT, "wrong", str(error))
         return
-    notes = [*found.notes, *(check.about for check in check_statement(run))]
-    yield Check(STATEMENT, "wrong" if notes else "ok", "; ".join([figures(found), *notes]))
+    notes = [*account.notes, *(check.about for check in check_statement(run))]
+    yield Check(STATEMENT, "wrong" if notes else "ok", "; ".join([figures(account), *notes]))
 
 
-def figures(found: Verification) -> str:
+def figures(account: Verification) -> str:
     """Return the stated and the recomputed ε in words."""
-    if math.isinf(found.epsilon_recorded):
+    if math.isinf(account.epsilon_recorded):
         return "no finite ε is stated, so there is none to check"
-    return f"ε stated {found.epsilon_recorded:.6g}, recomputed {found.epsilon_recomputed:.6g} ({found.method})"
+    return f"ε stated {account.epsilon_recorded:.6g}, recomputed {account.epsilon_recomputed:.6g} ({account.method})"
 
 
 def check_statement(run: Records) -> Iterator[Check]:
@@ -210,24 +210,24 @@ def check_fields(run: Records) -> Iterator[Check]:
     complete = body.get("rounds") == run.finished_rounds
     if not (run.folder / STATEMENT).is_file() or run.going or (_unfinished(run) and not complete):
         return
-    shown = bool(run.metrics and run.entries)
+    comparable = bool(run.metrics and run.entries)
     try:
         different, unchecked = recomputed.remade(run)
-        faults_shown = list(recomputed.metrics_faults(run)) if shown else []
+        faults_shown = list(recomputed.metrics_faults(run)) if comparable else []
         contrary = list(recomputed.ledger_faults(run)) if run.entries else []
     except UNREADABLE as error:
-        about = f"cannot be made again from {RECIPE} and {LEDGER} ({' '.join(str(error).split())})"
-        yield Check(FIELDS, "wrong", about)
+        sentence = f"cannot be made again from {RECIPE} and {LEDGER} ({' '.join(str(error).split())})"
+        yield Check(FIELDS, "wrong", sentence)
         return
-    yield from (Check(LEDGER, "wrong", each) for each in contrary[:5])
-    yield from (Check(FIELDS, "unchecked", each) for each in unchecked)
+    yield from (Check(LEDGER, "wrong", fault) for fault in contrary[:5])
+    yield from (Check(FIELDS, "unchecked", reason) for reason in unchecked)
     yield from _outcome(FIELDS, different, "as recipe, ledger, metrics and this code give it")
-    if shown:
+    if comparable:
         yield from _outcome(SHOWN, faults_shown, "as recipe, ledger and this code give them")
     weights, stated = recomputed.released_digest(run.folder, int(body["rounds"])), body.get("weights")
     if weights is not None:
-        about = "those of the statement" if stated == weights else "of another run or round"
-        yield Check("the weights", "ok" if stated == weights else "wrong", about)
+        sentence = "those of the statement" if stated == weights else "of another run or round"
+        yield Check("the weights", "ok" if stated == weights else "wrong", sentence)
 
 
 FIELDS, SHOWN = f"{STATEMENT}, every field", f"{METRICS}, ε and clip"
@@ -250,9 +250,8 @@ WRITING = "the run goes on, and lines are being written"
 
 
 def _check_seals(run: Records, folder: RunFolder, name: str) -> Check:
-    text, seals = (run.folder / name).read_bytes(), b""
-    if (run.folder / seals_of(name)).exists():
-        seals = (run.folder / seals_of(name)).read_bytes()
+    text, path = (run.folder / name).read_bytes(), run.folder / seals_of(name)
+    seals = path.read_bytes() if path.exists() else b""
     lines, sealed = text.count(b"\n"), folder.sealed_rounds(name)
     gaps = sorted(set(range(max(run.stated_rounds, max(sealed, default=-1) + 1))) - sealed)
     torn = any(content and not content.endswith(b"\n") for content in (text, seals))
@@ -263,11 +262,11 @@ def _check_seals(run: Records, folder: RunFolder, name: str) -> Check:
     return Check(name, "ok", f"{counted(lines, 'line')}, as written")
 
 
-def _outcome(record: str, faults: Sequence[object], about: str) -> Iterator[Check]:
-    """Yield the first faults of a record, or that there are none."""
+def _outcome(record: str, faults: Sequence[object], claim: str) -> Iterator[Check]:
+    """Yield the first faults of a record; without any, that the claim holds."""
     yield from (Check(record, "wrong", str(fault)) for fault in faults[:5])
     if not faults:
-        yield Check(record, "ok", about)
+        yield Check(record, "ok", claim)
 
 
 def check_checkpoints(run: Records) -> Iterator[Check]:
@@ -279,8 +278,8 @@ def check_checkpoints(run: Records) -> Iterator[Check]:
             fault, events = _foreign(run, facts), (facts.get("ledger") or {}).get("events", 0)
         except InputError as error:
             fault, events = str(error), 0
-        about = fault or f"this run's, made after {counted(events, 'event')}"
-        yield Check(f"checkpoints/{file.name}", "wrong" if fault else "ok", about)
+        sentence = fault or f"this run's, made after {counted(events, 'event')}"
+        yield Check(f"checkpoints/{file.name}", "wrong" if fault else "ok", sentence)
     rounds = [checkpoint.round_of(file) for file in there]
     newest, done = max(rounds, default=0), run.stated_rounds
     if (path / "private").is_dir() and newest < done:
@@ -309,17 +308,17 @@ def check_tips(run: Records) -> Iterator[Check]:
     path = run.folder / TIPS
     # A round that was killed before its checkpoint runs again.
     last = run.stated_rounds if _unfinished(run) else run.finished_rounds
-    found = [f"no line for round {number}" for number in range(1, last + 1) if number not in run.tips]
-    found += [IRREGULAR] if path.exists() and files.whole_lines(path) is None else []
+    problems = [f"no line for round {number}" for number in range(1, last + 1) if number not in run.tips]
+    problems += [IRREGULAR] if path.exists() and files.whole_lines(path) is None else []
     for number, line in run.tips.items():
         tip, due = run.tip_at(line.get("events")), range(min(number, len(run.entries)))
         paid = {entry["round"] for entry in run.entries[: line["events"]]} if tip else set()
         if line.get("tip") != tip or not paid.issuperset(due):
-            found.append(f"round {number} was finished with other events in the ledger")
+            problems.append(f"round {number} was finished with other events in the ledger")
         if not 0 < number <= run.finished_rounds or line.keys() - TIP:
-            found.append(f"round {number}: a line that no round of this run has")
-    whole = f"{counted(len(run.tips), 'round')}, each with the ledger's tip"
-    yield from [Check(TIPS, "unchecked", WRITING)] if found and run.going else _outcome(TIPS, found, whole)
+            problems.append(f"round {number}: a line that no round of this run has")
+    claim = f"{counted(len(run.tips), 'round')}, each with the ledger's tip"
+    yield from [Check(TIPS, "unchecked", WRITING)] if problems and run.going else _outcome(TIPS, problems, claim)
 
 
 def check_mark(run: Records) -> Iterator[Check]:
@@ -328,7 +327,7 @@ def check_mark(run: Records) -> Iterator[Check]:
     if run.opening is None or not (run.folder / LEDGER).exists():
         return
     if not keys.Mark(run.opening.run).path.exists():
-        if run.given("privacy", "randomness") == "secret":
+        if run.setting("privacy", "randomness") == "secret":
             yield Check(name, "unchecked", "not on this machine: whether every key was used once cannot be seen here")
         return
     try:
@@ -348,9 +347,9 @@ def check_sums(run: Records) -> Iterator[Check]:
         yield Check(SEALED, "wrong", f"no line for {name}")
     for name in sorted(set(run.files) - {SEALED, *(pair[-1] for pair in wanted)}):
         yield Check(name, "wrong", f"not in {SEALED}: nobody exported it")
-    for known, name in wanted:
+    for digest, name in wanted:
         # A name that is none of the folder's files may lead out of it.
-        yield _same(name or SEALED, name in run.files and _sha256(path / name) == known != "", "as it was exported")
+        yield _same(name or SEALED, name in run.files and _sha256(path / name) == digest != "", "as it was exported")
     if run.recipe is not None and (path / RECIPE).read_bytes() != recomputed.exported_recipe(run.recipe):
         yield Check(RECIPE, "wrong", "has a comment, or another form than an export writes")
     if files.whole_lines(path / METRICS) is None:
@@ -369,10 +368,10 @@ def check_metadata(run: Records) -> Iterator[Check]:
     if not (run.folder / MODEL).is_file():
         return
     try:
-        found = list(recomputed.metadata_faults(run))
+        problems = list(recomputed.metadata_faults(run))
     except UNREADABLE as error:
-        found = [f"not what an export writes ({' '.join(str(error).split())})"]
-    yield from _outcome(f"{MODEL}, metadata", found, f"as {STATEMENT}, {PREPARATION} and {RECIPE} have it")
+        problems = [f"not what an export writes ({' '.join(str(error).split())})"]
+    yield from _outcome(f"{MODEL}, metadata", problems, f"as {STATEMENT}, {PREPARATION} and {RECIPE} have it")
 
 
 def check_signed(run: Records, public: Ed25519PublicKey | None = None, witness: Path | None = None) -> Iterator[Check]:
@@ -381,8 +380,8 @@ def check_signed(run: Records, public: Ed25519PublicKey | None = None, witness: 
     public: the operator's key. Without one this account's is tried, if it has one and signed the run; else only what is
     signed is compared, not by whom.
     """
-    if public is None and (own := signing.own_key(run.folder)) is not None:
-        public = signing.read_public(own)
+    if public is None and (account_key := signing.own_key(run.folder)) is not None:
+        public = signing.read_public(account_key)
     yield from _signature(run, public)
     signed = [line for line in run.tips.values() if "signed" in line]
     bad = [line["round"] for line in signed if not _tip_fits(run, line, public)]
@@ -390,8 +389,8 @@ def check_signed(run: Records, public: Ed25519PublicKey | None = None, witness: 
         yield Check(TIPS, "wrong", f"round {bad[0]}: not what the operator signed")
     elif run.tips and public is not None:
         some = bool(signed) or (run.folder / SIGNATURE).is_file()
-        whole: Verdict = "ok" if len(signed) == len(run.tips) else "unchecked" if some else "wrong"
-        yield Check(TIPS, whole, f"{len(signed)} of {len(run.tips)} rounds signed by this key")
+        verdict: Verdict = "ok" if len(signed) == len(run.tips) else "unchecked" if some else "wrong"
+        yield Check(TIPS, verdict, f"{len(signed)} of {len(run.tips)} rounds signed by this key")
     if witness is not None:
         yield Check(f"witness {witness.name}", *_witnessed(run, public, witness))
 
@@ -407,16 +406,16 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
         text = "there is none, and a key was given" if missing else TEXTS["unsigned"]
         yield Check("signature", "wrong" if missing else "unchecked", text)
         if run.exported:
-            about = "test figures are not covered: no signature names them, and a checksum can be redone"
-            yield Check(METRICS, "unchecked", about)
+            sentence = "test figures are not covered: no signature names them, and a checksum can be redone"
+            yield Check(METRICS, "unchecked", sentence)
         return
     try:
         envelope = signing.read(path / SIGNATURE)
-        found = _payload(envelope, public)
+        payload = _payload(envelope, public)
     except InputError as error:
         yield Check(SIGNATURE, "wrong", str(error))
         return
-    said, subjects = found.get("predicate") or {}, found["subjects"]
+    predicate, subjects = payload.get("predicate") or {}, payload["subjects"]
     ours = {
         f"another {LEDGER}": (LEDGER, _sha256(path / LEDGER)),
         f"another {STATEMENT}": (STATEMENT, _sha256(path / STATEMENT)),
@@ -425,14 +424,14 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
         "other inputs or classes": (MADE_FOR, recomputed.made_for_digest(run)),
     }
     others = [f"it is about {name}" for name, (key, digest) in ours.items() if digest not in (None, subjects.get(key))]
-    if said.get("run") != run.id or (run.entries and said.get("tip") != run.ledger.tip):
+    if predicate.get("run") != run.id or (run.entries and predicate.get("tip") != run.ledger.tip):
         others.append("it is about another run or another ledger")
     if others:
         yield Check(SIGNATURE, "wrong", "; ".join(others))
     elif public is None:
-        named = ", ".join(str(each.get("keyid"))[:16] for each in envelope["signatures"])
-        about = f"about these records, by the key {named}; --key operator.pub checks it"
-        yield Check(SIGNATURE, "unchecked", about)
+        named = ", ".join(str(signature.get("keyid"))[:16] for signature in envelope["signatures"])
+        sentence = f"about these records, by the key {named}; --key operator.pub checks it"
+        yield Check(SIGNATURE, "unchecked", sentence)
     else:
         covered = f"run, ledger, statement, weights, metrics, {MADE_FOR}"
         yield Check(SIGNATURE, "ok", f"{covered} signed by the key {signing.keyid(public)[:16]}")
@@ -440,18 +439,18 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
 
 def _tip_fits(run: Records, line: Mapping[str, Any], public: Ed25519PublicKey | None) -> bool:
     try:
-        found = _payload(line["signed"], public)
+        payload = _payload(line["signed"], public)
         expected = signing.tip_statement(run.id, line["round"], line["events"], line["tip"], line["checkpoint"])
     except (InputError, KeyError):
         return False
-    return bool(found["predicate"] == expected["predicate"] and found["subject"] == expected["subject"])
+    return bool(payload["predicate"] == expected["predicate"] and payload["subject"] == expected["subject"])
 
 
 def _witnessed(run: Records, public: Ed25519PublicKey | None, witness: Path) -> tuple[Verdict, str]:
     """Compare what a client kept of the run with the ledger."""
     try:
-        said = _payload(signing.read(witness), public)["predicate"]
-        events, name = int(said["events"]), str(said["run"])
+        tip = _payload(signing.read(witness), public)["predicate"]
+        events, name = int(tip["events"]), str(tip["run"])
     except InputError as error:
         return "wrong", str(error)
     except (KeyError, TypeError, ValueError):
@@ -460,7 +459,7 @@ def _witnessed(run: Records, public: Ed25519PublicKey | None, witness: Path) -> 
         return "wrong", "of another run"
     if events > len(run.entries):
         return "wrong", f"the client saw {events} events, and the ledger has {len(run.entries)}"
-    if events and run.tip_at(events) != said.get("tip"):
+    if events and run.tip_at(events) != tip.get("tip"):
         return "wrong", "the client saw other events than the ledger has"
     by = "" if public is not None else ", by a key that was not given"
     return "ok", f"the {events} events that the client saw are in the ledger{by}"

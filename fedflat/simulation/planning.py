@@ -29,7 +29,7 @@ from fedflat.core.cohorts import Fixed, MinSeparation, Poisson
 from fedflat.core.params import layout_of
 from fedflat.core.process import using_threads
 from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate, MeanView
+from fedflat.core.types import Aggregate
 from fedflat.data.clients import FederatedData, made_rows
 from fedflat.engine.job import Job
 from fedflat.engine.round import RoundParts, broadcast_of, mean_view
@@ -74,13 +74,13 @@ def best(plan: Plan, coordinates: int, noise: Noise) -> Best | None:
     return Best(one, one * math.sqrt(plan.rounds))
 
 
-def drowning(found: Best | None) -> str:
+def drowning(ratio: Best | None) -> str:
     """Return what to say of a run before it starts, empty where its noise leaves something to learn from."""
-    if found is None or found.run >= DROWNED:
+    if ratio is None or ratio.run >= DROWNED:
         return ""
     return (
-        f"The noise drowns the signal, and only an easy task is learnt: at best it is {1 / found.round:.3g} times as "
-        f"long as a round's mean update, and {1 / found.run:.3g} times as long as all rounds together."
+        f"The noise drowns the signal, and only an easy task is learnt: at best it is {1 / ratio.round:.3g} times as "
+        f"long as a round's mean update, and {1 / ratio.run:.3g} times as long as all rounds together."
     )
 
 
@@ -97,9 +97,8 @@ def _full(plan: Plan, coordinates: int) -> Changed | None:
     if sampler.q >= 1:
         return None
     everybody = float(sampler.clients)
-    whole = replace(sampler, size=everybody) if isinstance(sampler, Fixed) else Poisson(sampler.clients, everybody)
-    cost = f"{1 / sampler.q:.3g} times the training and the traffic of a round"
-    return Changed(_with(plan, whole), coordinates, cost)
+    full = replace(sampler, size=everybody) if isinstance(sampler, Fixed) else Poisson(sampler.clients, everybody)
+    return Changed(_with(plan, full), coordinates, f"{1 / sampler.q:.3g} times the training and the traffic of a round")
 
 
 def _larger_cohort(plan: Plan, coordinates: int) -> Changed | None:
@@ -114,8 +113,8 @@ def _twice_all(plan: Plan, coordinates: int) -> Changed:
 
 
 def _fewer_parameters(plan: Plan, coordinates: int) -> Changed | None:
-    found = Changed(plan, coordinates // 10, "fewer features, or a linear head on public ones")
-    return found if coordinates >= 100 else None
+    changed = Changed(plan, coordinates // 10, "fewer features, or a linear head on public ones")
+    return changed if coordinates >= 100 else None
 
 
 def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
@@ -131,8 +130,8 @@ def _bands(plan: Plan, coordinates: int) -> Changed | None:
         return None
     law = MinSeparation(sampler.clients, size, apart)
     kind = "banded" if plan.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
-    made = replace(plan, sampler=law, mechanism=scheduled_plan(law, plan.rounds, kind))
-    return Changed(made, coordinates, f"no secret sampling; a client comes every {apart} rounds at most")
+    banded = replace(plan, sampler=law, mechanism=scheduled_plan(law, plan.rounds, kind))
+    return Changed(banded, coordinates, f"no secret sampling; a client comes every {apart} rounds at most")
 
 
 Maker = Callable[[Plan, int], Changed | None]
@@ -151,8 +150,8 @@ def on_public_body(classes: int) -> tuple[str, Maker]:
     """Return the change to a frozen public image network, for a recipe that trains another model on images."""
 
     def make(plan: Plan, coordinates: int) -> Changed | None:
-        own, cost = (FEATURES + 1) * classes, "model: {name: image-encoder, body: efficientnet-lite0}, fedflat[vision]"
-        return Changed(plan, own, cost) if own < coordinates else None
+        head, cost = (FEATURES + 1) * classes, "model: {name: image-encoder, body: efficientnet-lite0}, fedflat[vision]"
+        return Changed(plan, head, cost) if head < coordinates else None
 
     return "a linear head on a public network", make
 
@@ -173,20 +172,20 @@ def alternatives(
     target = plan.epsilon()
     if not plan.private or plan.mechanism or plan.noise_cohort or not 0 < target < math.inf:
         return []
-    found = []
-    for what, make in makers:
+    rows = []
+    for name, make in makers:
         sigma, ratio = None, None
         try:
             if not (changed := make(plan, coordinates)):
                 continue
             # Fewer parameters need no other noise.
-            made = plan if changed.plan is plan else changed.plan.calibrated(target)
-            sigma, ratio, note = made.noise_multiplier, best(made, changed.coordinates, noise), changed.cost
+            calibrated = plan if changed.plan is plan else changed.plan.calibrated(target)
+            sigma, ratio, note = calibrated.noise_multiplier, best(calibrated, changed.coordinates, noise), changed.cost
         except InputError as error:
             note = f"not possible: {error}"
         ratios = ratio._asdict() if ratio else {}
-        found.append({"what": what, "noise_multiplier": sigma, "note": note, "signal_to_noise_at_best": ratios})
-    return found
+        rows.append({"what": name, "noise_multiplier": sigma, "note": note, "signal_to_noise_at_best": ratios})
+    return rows
 
 
 def _times(sampler: Any, clients: int = 1, cohort: int = 1) -> Any:
@@ -230,11 +229,11 @@ def forecast(recipe: Recipe, trial: bool = True) -> tuple[dict[str, Any], Plan]:
     votes = algorithm_of(recipe).kind == "votes"
     engine = recipe.engine if trial or votes else recipe.engine.model_copy(update={"backend": "sequential"})
     job = prepare(recipe.model_copy(update={"engine": engine, "local": short}), data=data)
-    seconds, about = _timed(job, steps, few) if trial else (None, "not measured (--no-trial)")
+    seconds, basis = _timed(job, steps, few) if trial else (None, "not measured (--no-trial)")
     plan, (outlook, says) = job.parts.plan, _outlook(recipe, job, data)
-    whole = None if seconds is None else seconds * plan.rounds_within_budget()
+    total = None if seconds is None else seconds * plan.rounds_within_budget()
     costs = {
-        "seconds_a_round": seconds, "trial": about, "seconds": whole, "memory_bytes": _memory(job, held, trial),
+        "seconds_a_round": seconds, "trial": basis, "seconds": total, "memory_bytes": _memory(job, held, trial),
         "traffic_bytes": _traffic(job.parts), "read": read, "says": says,
     }  # fmt: skip
     return outlook | costs, plan
@@ -244,8 +243,8 @@ def _outlook(recipe: Recipe, job: Job, data: FederatedData) -> tuple[dict[str, A
     """Return what a recipe's public numbers tell, and sentences to look at first."""
     parts, plan = job.parts, job.parts.plan
     coordinates, noise, why = noised(job), _noise_of(recipe, job), _why_not(plan)
-    found = best(plan, coordinates, noise)
-    drowned = drowning(found)
+    ratio = best(plan, coordinates, noise)
+    drowned = drowning(ratio)
     scratch = drowned and len(data.input_shape) == 3 and not getattr(job.problem.pristine, "frozen", False)
     makers = (*([on_public_body(data.classes)] if scratch else []), *ALTERNATIVES)
     turns = [] if plan.protocol == "published" or not plan.private else _by_round(plan)
@@ -258,8 +257,8 @@ def _outlook(recipe: Recipe, job: Job, data: FederatedData) -> tuple[dict[str, A
         "dimension": parts.layout.dimension, "noise_multiplier": plan.noise_multiplier, "trust": plan.trust,
         "epsilon": epsilon, "delta": plan.delta, "epsilon_by_round": turns,
         "true_positives": None if epsilon is None or seeded else true_positives(epsilon, plan.delta),
-        "false_positives": FALSE_POSITIVES, "noise_over_clip": found and 1 / found.round,
-        "signal_to_noise_at_best": found and found._asdict(),
+        "false_positives": FALSE_POSITIVES, "noise_over_clip": ratio and 1 / ratio.round,
+        "signal_to_noise_at_best": ratio and ratio._asdict(),
         "alternatives": alternatives(plan, coordinates, noise, makers),
     }  # fmt: skip
     return facts, tuple(filter(None, [*why, drowned, *plan.warnings, CLIP if drowned else ""]))
@@ -267,8 +266,8 @@ def _outlook(recipe: Recipe, job: Job, data: FederatedData) -> tuple[dict[str, A
 
 def drowned(recipe: Recipe, job: Job) -> list[str]:
     """Return what to say of a job's noise before it starts, at most one sentence."""
-    said = drowning(best(job.parts.plan, noised(job), _noise_of(recipe, job)))
-    return [f"{said} fedflat plan says what would help."] if said else []
+    sentence = drowning(best(job.parts.plan, noised(job), _noise_of(recipe, job)))
+    return [f"{sentence} fedflat plan says what would help."] if sentence else []
 
 
 def _quick(recipe: Recipe, data: FederatedData, steps: int) -> bool:
@@ -325,8 +324,7 @@ def _noise_of(recipe: Recipe, job: Job) -> Any:
             alike = noise_in_model(plan.mechanism.factor)[0] / math.sqrt((plan.rounds + 1) / 2)
             return plan.std(bound) / plan.divisor / bound * alike
         parts = replace(job.parts, plan=plan, mechanism=noising.mechanism_of(recipe, plan))
-        view: MeanView = mean_view(parts, bound, plan.divisor, 0)
-        return view.std / bound
+        return mean_view(parts, bound, plan.divisor, 0).std / bound
 
     return noise
 
@@ -353,16 +351,16 @@ def _timed(job: Job, steps: int, few: int) -> tuple[float | None, str]:
         return None, "not measured: a round of votes trains each client once"
     count = max(1, min(math.ceil(parts.plan.sampler.size), parts.plan.sampler.clients if few == steps else TRIED))
     with using_threads(1):
-        each = seconds_per_client(job, count)
+        seconds = seconds_per_client(job, count)
         drawn = _noise_seconds(job)
-    if not math.isfinite(each):
+    if not math.isfinite(seconds):
         return None, "not measured: the trial failed"
-    own = sum(phase.steps or 0 for phase in parts.algorithm.phases)
+    fixed = sum(phase.steps or 0 for phase in parts.algorithm.phases)
     free = sum(phase.steps is None for phase in parts.algorithm.phases)
-    whole = each * (own + free * steps) / max(1, own + free * few)
-    about = f"{count} clients, {few} of {steps} local steps on made-up examples, {job.backend.name}; no evaluation"
-    about += ", nor the body's features before round 0" if getattr(job.problem.pristine, "frozen", False) else ""
-    return whole * parts.plan.sampler.size + drawn, about
+    per_client = seconds * (fixed + free * steps) / max(1, fixed + free * few)
+    basis = f"{count} clients, {few} of {steps} local steps on made-up examples, {job.backend.name}; no evaluation"
+    basis += ", nor the body's features before round 0" if getattr(job.problem.pristine, "frozen", False) else ""
+    return per_client * parts.plan.sampler.size + drawn, basis
 
 
 def seconds_per_client(job: Job, clients: int) -> float:
@@ -382,10 +380,9 @@ def _noise_seconds(job: Job) -> float:
     parts = job.parts
     if parts.mechanism.exact or not parts.plan.private:
         return 0.0
-    nothing = torch.zeros(parts.message_length, dtype=torch.float64)
     empty = torch.zeros(0, dtype=torch.float64)
     state = parts.first_state(job.initial_weights[: parts.layout.dimension], job.threshold)
-    aggregate = Aggregate(nothing, 1, 0.0, empty, empty, {})
+    aggregate = Aggregate(torch.zeros(parts.message_length, dtype=torch.float64), 1, 0.0, empty, empty, {})
     broadcast = broadcast_of(replace(parts, algorithm=replace(parts.algorithm, mask=None)), state, job.seed)
     began = time.perf_counter()
     parts.mechanism.noise(b"\0" * 32, 0, broadcast, aggregate, parts.clip.bound(job.threshold))
@@ -397,7 +394,7 @@ def _memory(job: Job, data: int, trial: bool) -> dict[str, int]:
     parts = job.parts
     state = parts.first_state(job.initial_weights, job.threshold)
     slots = sum(slot.numel() * slot.element_size() for slot in state.slots.values())
-    found = {
+    sizes = {
         "data": data, "model": 4 * parts.layout.size, "server's sum": 8 * parts.message_length, "server's state": slots,
         "one client's weights, gradient and momentum": 3 * 4 * parts.layout.size,
     }  # fmt: skip
@@ -406,13 +403,12 @@ def _memory(job: Job, data: int, trial: bool) -> dict[str, int]:
         import resource
 
         unit = 1 if sys.platform == "darwin" else 1024
-        found["this process at most, so far"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return found
+        sizes["this process at most, so far"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return sizes
 
 
 def _traffic(parts: RoundParts) -> dict[str, int]:
     """Return bytes of the vectors that a deployment sends, without headers: a round is the expected cohort's."""
-    bits = int(getattr(parts.plan.mechanism, "bits", 32))
     down = 4 * parts.layout.dimension * (1 + len(parts.broadcast))
-    up = parts.message_length * bits // 8
+    up = parts.message_length * int(getattr(parts.plan.mechanism, "bits", 32)) // 8
     return {"to a client": down, "from a client": up, "a round": round(parts.plan.sampler.size * (down + up))}

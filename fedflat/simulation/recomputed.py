@@ -57,6 +57,13 @@ class Check(NamedTuple):
     about: str
 
 
+def _read_json(path: Path) -> Any:
+    """Return what a JSON file holds; None where it is missing or damaged, or has a key twice."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return json.loads(path.read_bytes(), object_pairs_hook=single_keys)
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Records:
     """What a run's folder says of the run, each record read once; a damaged one counts as one that is not there."""
@@ -134,10 +141,8 @@ class Records:
     @cached_property
     def statement(self) -> dict[str, Any] | None:
         """privacy.json."""
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            found = json.loads((self.folder / STATEMENT).read_bytes(), object_pairs_hook=single_keys)
-            return found if isinstance(found, dict) else None
-        return None
+        body = _read_json(self.folder / STATEMENT)
+        return body if isinstance(body, dict) else None
 
     @cached_property
     def recipe(self) -> Any:
@@ -146,12 +151,12 @@ class Records:
             return yaml.safe_load((self.folder / RECIPE).read_bytes())
         return None
 
-    def given(self, *keys: str) -> Any:
+    def setting(self, *keys: str) -> Any:
         """Return a value of the recipe by its keys; None where there is none."""
-        found = self.recipe
+        value = self.recipe
         for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
-        return found
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
@@ -167,8 +172,8 @@ class Records:
     @cached_property
     def files(self) -> list[str]:
         """The paths in the folder of all that is no folder; a link to one is none."""
-        found = [file for file in sorted(self.folder.rglob("*")) if file.is_symlink() or not file.is_dir()]
-        return [str(file.relative_to(self.folder)) for file in found]
+        paths = [file for file in sorted(self.folder.rglob("*")) if file.is_symlink() or not file.is_dir()]
+        return [str(file.relative_to(self.folder)) for file in paths]
 
     @cached_property
     def id(self) -> str:
@@ -190,8 +195,7 @@ class Records:
     @cached_property
     def finished_rounds(self) -> int:
         """How many rounds metrics and checkpoints say were finished."""
-        rounds: list[int] = [row["round"] + 1 for row in self.metrics]
-        return max([0, *rounds, *self._saved_rounds()])
+        return max([0, *(int(row["round"]) + 1 for row in self.metrics), *self._saved_rounds()])
 
     @cached_property
     def stated_rounds(self) -> int:
@@ -239,16 +243,16 @@ class Difference(NamedTuple):
 
     field: str
     stated: Any
-    found: Any
+    expected: Any
 
     def __str__(self) -> str:
-        return f"{self.field} says {_short(self.stated)}, and the run gives {_short(self.found)}"
+        return f"{self.field} says {_short(self.stated)}, and the run gives {_short(self.expected)}"
 
     @property
     def worded(self) -> bool:
         """Whether only words differ, in a field that versions word differently."""
         # A number is never a matter of wording, whatever field it stands in.
-        numbers = any(isinstance(value, (int, float)) for value in (self.stated, self.found))
+        numbers = any(isinstance(value, (int, float)) for value in (self.stated, self.expected))
         return self.field.partition(".")[0].partition("[")[0] in WORDS and not numbers
 
 
@@ -271,29 +275,29 @@ def _short(value: Any) -> str:
 
 
 def differences(
-    stated: Any, found: Any, place: str = "", close: float = CLOSE, missing: Any = "nothing"
+    stated: Any, expected: Any, place: str = "", close: float = CLOSE, missing: Any = "nothing"
 ) -> Iterator[Difference]:
-    """Yield every place where a stated figure or sentence is not the one that was found.
+    """Yield every place where a stated figure or sentence is not the expected one.
 
     close: by how much of itself a number may differ (0: not at all). missing: what a key that is not there counts as.
     """
-    if isinstance(stated, Mapping) and isinstance(found, Mapping):
-        for key in [key for key in dict.fromkeys((*stated, *found)) if place or key not in APART]:
+    if isinstance(stated, Mapping) and isinstance(expected, Mapping):
+        for key in [key for key in dict.fromkeys((*stated, *expected)) if place or key not in APART]:
             where = f"{place}.{key}" if place else str(key)
-            yield from differences(stated.get(key, missing), found.get(key, missing), where, close, missing)
-    elif isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
-        for number, (one, other) in enumerate(zip(stated, found)):
+            yield from differences(stated.get(key, missing), expected.get(key, missing), where, close, missing)
+    elif isinstance(stated, list) and isinstance(expected, list) and len(stated) == len(expected):
+        for number, (one, other) in enumerate(zip(stated, expected)):
             yield from differences(one, other, f"{place}[{number}]", close, missing)
-    elif not _same(stated, found, close):
-        yield Difference(place, stated, found)
+    elif not _same(stated, expected, close):
+        yield Difference(place, stated, expected)
 
 
-def _same(stated: Any, found: Any, close: float) -> bool:
+def _same(stated: Any, expected: Any, close: float) -> bool:
     if not close:
-        return bool(stated == found)
-    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (stated, found)):
-        return math.isclose(stated, found, rel_tol=close, abs_tol=1e-12)
-    return type(stated) is type(found) and bool(stated == found)
+        return bool(stated == expected)
+    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (stated, expected)):
+        return math.isclose(stated, expected, rel_tol=close, abs_tol=1e-12)
+    return type(stated) is type(expected) and bool(stated == expected)
 
 
 def remade(run: Records) -> tuple[list[Difference], list[str]]:
@@ -305,20 +309,20 @@ def remade(run: Records) -> tuple[list[Difference], list[str]]:
         InputError: the recipe is none from which a statement follows.
     """
     stated, recipe, terms = run.statement or {}, run.parsed, run.all_terms
-    known: dict[str, Any] = {"rounds": run.finished_rounds, "entries": run.entries, "public_data": tested(run.metrics)}
+    facts: dict[str, Any] = {"rounds": run.finished_rounds, "entries": run.entries, "public_data": tested(run.metrics)}
     try:
-        found = restated(recipe, run.recipe, terms, **known)
+        expected = restated(recipe, run.recipe, terms, **facts)
     except RunError as error:
         return [], [str(error)]
     unchecked = []
-    found["warnings"] += [SEEN] if SEEN in stated["warnings"] else []
-    different = list(differences(stated, found))
-    words = [each for each in different if not run.ours and each.worded]
+    expected["warnings"] += [SEEN] if SEEN in stated["warnings"] else []
+    different = list(differences(stated, expected))
+    words = [difference for difference in different if not run.ours and difference.worded]
     if words:
-        made = f"fedflat {terms.fedflat}" if terms.fedflat else "another version"
-        named = ", ".join(dict.fromkeys(each.field.partition("[")[0] for each in words))
-        unchecked.append(f"the wording of {named}: {made} wrote it, and this is {HERE}; that version compares it")
-    return [each for each in different if each not in words], unchecked
+        writer = f"fedflat {terms.fedflat}" if terms.fedflat else "another version"
+        named = ", ".join(dict.fromkeys(difference.field.partition("[")[0] for difference in words))
+        unchecked.append(f"the wording of {named}: {writer} wrote it, and this is {HERE}; that version compares it")
+    return [difference for difference in different if difference not in words], unchecked
 
 
 def second_account(run: Records) -> Verification:
@@ -333,19 +337,19 @@ def second_account(run: Records) -> Verification:
         raise wrong(str(path), "an unreadable record", "a run's privacy statement")
     if rows is None:
         raise wrong(str(metrics), "a damaged line", "one JSON record per line, each with its round")
-    stated, shown = body.get("proven_epsilon"), [row.get("epsilon") for row in rows]
+    stated, epsilons = body.get("proven_epsilon"), [row.get("epsilon") for row in rows]
     named = [(f"{path}: proven_epsilon", stated), (f"{path}: delta", body.get("delta"))]
-    for where, value in (*named, *((f"{metrics}: epsilon", each) for each in shown)):
+    for where, value in (*named, *((f"{metrics}: epsilon", epsilon) for epsilon in epsilons)):
         number = isinstance(value, float | int) and type(value) is not bool and abs(value) < 1e300
         require(value is None or number, where, value, "a number, or null")
     if run.ledger_fault and (stated is not None or (run.folder / LEDGER).exists()):
         return Verification(math.inf if stated is None else stated, math.inf, "none", 0, False, (run.ledger_fault,))
-    found = verify(run.entries, stated, delta=body.get("delta"), released=[row["round"] for row in rows])
+    account = verify(run.entries, stated, delta=body.get("delta"), released=[row["round"] for row in rows])
     # The statement may count more than the metrics (rounds charged again), never less.
-    if stated is None or not shown or shown[-1] is None or stated >= shown[-1] * (1 - ROUNDING):
-        return found
-    less = f"stated ε = {stated:.6g}, but {METRICS} ends at {shown[-1]:.6g}"
-    return dataclasses.replace(found, ok=False, notes=(*found.notes, less))
+    if stated is None or not epsilons or epsilons[-1] is None or stated >= epsilons[-1] * (1 - ROUNDING):
+        return account
+    less = f"stated ε = {stated:.6g}, but {METRICS} ends at {epsilons[-1]:.6g}"
+    return dataclasses.replace(account, ok=False, notes=(*account.notes, less))
 
 
 SLOWLY = 8
@@ -372,7 +376,7 @@ def metrics_faults(run: Records) -> Iterator[str]:
         odd |= {name for name, value in row.items() if '"' in json.dumps(value)}
         if run.ours and odd:
             yield f"round {number}: {', '.join(sorted(odd))}, which no line of this run has"
-        before, now, more = _standing(plan, run, number)
+        before, now, more = _plan_then(plan, run, number)
         expected: dict[str, Any] = {"epsilon": None}
         if place % every == 0 or more or not before:
             expected["epsilon"] = _finite(now.epsilon(number + 1 + more)) if plan.private else None
@@ -398,28 +402,28 @@ def ledger_faults(run: Records) -> Iterator[str]:
         InputError: the recipe is none from which a plan follows.
     """
     plan, entries, before = run.plan, run.entries, 0.0
-    own, rounds = plan.mechanism, {entry["round"] for entry in entries}
-    if not plan.private or (isinstance(own, ScheduledPlan) and entries[0].get("factor") != own.factor.digest):
+    noise, rounds = plan.mechanism, {entry["round"] for entry in entries}
+    if not plan.private or (isinstance(noise, ScheduledPlan) and entries[0].get("factor") != noise.factor.digest):
         return  # another machine's factorisation: ``remade`` says so
     yield from (f"no line for round {number}" for number in sorted(set(range(max(rounds))) - rounds))
     for place, entry in enumerate(entries):
         clip = math.inf if entry.get("clip") is None else float(entry["clip"])
         planned = plan.record(0, clip)  # all rounds are alike but for the clip
-        shown = {name: planned.get(name) for name in LINE}
-        said, first = float(math.inf if entry.get("epsilon") is None else entry["epsilon"]), "reason" not in entry
+        expected = {name: planned.get(name) for name in LINE}
+        epsilon, first = float(math.inf if entry.get("epsilon") is None else entry["epsilon"]), "reason" not in entry
         if (len(entries) - 1 - place) % _every(plan, entries) == 0 and (first or plan.standing(entries) is plan):
-            shown["epsilon"] = _finite(plan.standing(entries[: place + 1]).epsilon(entry["round"] + 1))
-        yield from _contrary(f"line {entry['line']}", entry, shown)
-        if first and said < before * (1 - CLOSE):
-            yield f"line {entry['line']}: epsilon falls from {before:.6g} to {said:.6g}"
-        before = said if first else before
+            expected["epsilon"] = _finite(plan.standing(entries[: place + 1]).epsilon(entry["round"] + 1))
+        yield from _contrary(f"line {entry['line']}", entry, expected)
+        if first and epsilon < before * (1 - CLOSE):
+            yield f"line {entry['line']}: epsilon falls from {before:.6g} to {epsilon:.6g}"
+        before = epsilon if first else before
         if run.ours and (strange := entry.keys() - planned.keys() - BESIDE):
             yield f"line {entry['line']}: {', '.join(sorted(strange))}, which no line of this run has"
 
 
 def _contrary(where: str, record: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
-    shown = {name: record.get(name) for name in expected}
-    yield from (f"{where}: {each}" for each in differences(shown, expected))
+    stated = {name: record.get(name) for name in expected}
+    yield from (f"{where}: {difference}" for difference in differences(stated, expected))
 
 
 def _finite(value: float) -> float | None:
@@ -447,7 +451,7 @@ def _entries_then(run: Records, round: int) -> list[Entry]:
     return run.entries[: places[-1] + 1] if places else []
 
 
-def _standing(plan: Plan, run: Records, round: int) -> tuple[list[Entry], Plan, int]:
+def _plan_then(plan: Plan, run: Records, round: int) -> tuple[list[Entry], Plan, int]:
     """Return the ledger's lines up to a round's event, the plan as it stood then, and what counted beyond it.
 
     Rounds that another key drew before it, and that are yet to be drawn again, are counted twice already.
@@ -463,9 +467,9 @@ def _terms_stated(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return the terms of a run that charges nothing, as far as its own statement tells them."""
     facts = dict(stated["facts"])
     names = ("personal", "finetuned", "client_state", "prior", "held_out")
-    known = {name: facts[name] for name in names if name in facts}
-    known |= {"algorithm": stated["algorithm"], "private": facts.get("clip") is not None}
-    return known | {"identified": not facts.get("unidentified"), "deployment": bool(facts.get("deployment"))}
+    terms = {name: facts[name] for name in names if name in facts}
+    terms |= {"algorithm": stated["algorithm"], "private": facts.get("clip") is not None}
+    return terms | {"identified": not facts.get("unidentified"), "deployment": bool(facts.get("deployment"))}
 
 
 # -------------------------------------------------------------------------------------------------------- weights
@@ -504,17 +508,14 @@ def made_for_digest(run: Records) -> str | None:
 
 def metadata_faults(run: Records) -> Iterator[str]:
     """Yield where an exported model says something else of itself than statement, preparation.json and recipe."""
-    said, rounds = made_for(run.folder), (run.statement or {}).get("rounds")
-    about = {name: text for name, text in read_about(run.folder / MODEL).items() if name != "made_for"}
-    yield from map(str, differences(about, {**SAYS, "round": str(rounds)}, "metadata"))
-    if not isinstance(said, dict) or not {"input_shape", "dtype"} <= said.keys():
+    stated, rounds = made_for(run.folder), (run.statement or {}).get("rounds")
+    metadata = {name: text for name, text in read_about(run.folder / MODEL).items() if name != "made_for"}
+    yield from map(str, differences(metadata, {**SAYS, "round": str(rounds)}, "metadata"))
+    if not isinstance(stated, dict) or not {"input_shape", "dtype"} <= stated.keys():
         yield "made_for does not say which inputs the model takes"
         return
-    prepared, beside = said.get("preparation"), None
-    if (run.folder / PREPARATION).is_file():
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            beside = json.loads((run.folder / PREPARATION).read_bytes(), object_pairs_hook=single_keys)
-    if beside != prepared:
+    prepared = stated.get("preparation")
+    if _read_json(run.folder / PREPARATION) != prepared:
         yield f"made_for and {PREPARATION} say different steps"
     if isinstance(prepared, dict):
         yield from map(str, _other_constants(run, prepared))
@@ -522,7 +523,7 @@ def metadata_faults(run: Records) -> Iterator[str]:
 
 def _other_constants(run: Records, prepared: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield where the steps from a row to an input have other constants than the recipe, if it names any."""
-    encoding, data = prepared.get("encoding") or {}, run.given("data") or {}
+    encoding, data = prepared.get("encoding") or {}, run.setting("data") or {}
     target = encoding.get("target") or [data.get("target") or data.get("label")]
     named = dict(encoding.get("categories") or {})
     if data.get("dataset") != GIVEN:  # else the constants were given in Python too, and the recipe names none
@@ -551,22 +552,22 @@ def check_page(run: Records) -> tuple[Verdict, str]:
     from fedflat.report.metrics import read_run
 
     path, text = run.folder, (run.folder / REPORT).read_text("utf-8", "replace")
-    titles = [html.unescape(each) for each in re.findall(r"<(?:h1|title)>([^<]*)<", text)]
-    found = public(read_run(path))
-    names = dict.fromkeys([found.name, str(found.recipe.get("name") or found.algorithm)])
+    titles = [html.unescape(title) for title in re.findall(r"<(?:h1|title)>([^<]*)<", text)]
+    published = public(read_run(path))
+    names = dict.fromkeys([published.name, str(published.recipe.get("name") or published.algorithm)])
     if not run.exported and titles and re.fullmatch(NAME, titles[-1]):  # the folder was renamed since
         names[titles[-1]] = None
     ours = _figures(headline(run.statement)) if run.statement else set()
     if strange := {figure for title in titles for figure in _figures(title)} - ours:
         return "wrong", f"its title names ε = {', '.join(sorted(strange))}, which the statement does not"
-    known: set[str] = set()
+    allowed: set[str] = set()
     for name in names:
-        again = render([dataclasses.replace(found, name=name)])
+        again = render([dataclasses.replace(published, name=name)])
         if _of_any_folder(again) == _of_any_folder(text):
             return "ok", "shows what the records say"
-        known |= _figures(again)
+        allowed |= _figures(again)
     # Another version words its page in its own way, and has the same figures.
-    if run.ours or not ours <= _figures(text) <= known:
+    if run.ours or not ours <= _figures(text) <= allowed:
         return "wrong", OTHER
     return "unchecked", "of another version: only its ε was compared"
 
@@ -592,8 +593,8 @@ def check_card(run: Records, name: str) -> tuple[Verdict, str]:
     from fedflat.report import card as making
     from fedflat.report.metrics import read_run
 
-    made, text = making.card(read_run(run.folder)), (run.folder / name).read_text("utf-8", "replace")
-    again = making.html(made) if name.endswith(".html") else making.markdown(made)
+    card, text = making.card(read_run(run.folder)), (run.folder / name).read_text("utf-8", "replace")
+    again = making.html(card) if name.endswith(".html") else making.markdown(card)
     if again == text:
         return "ok", "shows what the records say"
     if making.settled(text) != making.settled(again):

@@ -59,7 +59,7 @@ class Result:
     stopped: str
     heads: dict[int, torch.Tensor]
     stages: dict[str, float]
-    made: Callable[[], nn.Module] = field(compare=False)
+    make_module: Callable[[], nn.Module] = field(compare=False)
     notes: tuple[str, ...] = ()
     made_for: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -69,13 +69,13 @@ class Result:
 
         Raises InputError where it was given in Python and ``fedflat.load`` was not given it.
         """
-        return marked_released(self.made())
+        return marked_released(self.make_module())
 
     @cached_property
     def preparation(self) -> Preparation | None:
         """The public steps from a row to the model's input; None where the run was given tensors."""
-        found = self.made_for.get("preparation")
-        return None if found is None else Preparation.read(found)
+        record = self.made_for.get("preparation")
+        return None if record is None else Preparation.read(record)
 
     def predict(self, rows: Any, batch_size: int = 500) -> Any:
         """Return the model's answer for each row, as an array.
@@ -137,10 +137,10 @@ class Result:
         """Draw accuracy or loss on public test data, and ε, over the rounds: a matplotlib figure."""
         from matplotlib.figure import Figure
 
-        known = [key for key in ("test_accuracy", "test_loss") if any(r.get(key) is not None for r in self.history)]
-        shown = [*known[:1], *own_metrics(self.history), "epsilon"]
-        figure = Figure(figsize=(4.5 * len(shown), 3.2), layout="constrained")
-        for axes, key in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
+        scores = [key for key in ("test_accuracy", "test_loss") if any(r.get(key) is not None for r in self.history)]
+        panels = [*scores[:1], *own_metrics(self.history), "epsilon"]
+        figure = Figure(figsize=(4.5 * len(panels), 3.2), layout="constrained")
+        for axes, key in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
             points = [(r["round"] + 1, r[key]) for r in self.history if r.get(key) is not None]
             axes.plot(*(zip(*points) if points else ((), ())), marker="." if len(points) < 30 else "")
             axes.set_xlabel("round")
@@ -195,15 +195,15 @@ def load(path: str | Path, model: nn.Module | str | None = None) -> Result:
         history=history, private_history=[] if locked(folder) else read_lines(folder / PRIVATE), recipe=recipe,
         privacy=json.loads((folder / STATEMENT).read_bytes()), folder=folder, heads=heads, stages={}, made_for=facts,
         stopped="" if len(history) >= recipe.rounds else f"stopped after {counted(len(history), 'round')}",
-        made=functools.partial(_module, recipe, weights, facts, model, folder),
+        make_module=functools.partial(_module, recipe, weights, facts, model, folder),
     )  # fmt: skip
 
 
 def _released(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[int, Tensor]]:
     """Return the last weights by parameter name, what the module was made for, and the personal heads there are."""
     if (folder / MODEL).is_file():
-        weights, about = contents_of(folder / MODEL)
-        return weights, json.loads(about.get("made_for", "{}")), {}
+        weights, metadata = contents_of(folder / MODEL)
+        return weights, json.loads(metadata.get("made_for", "{}")), {}
     newest = checkpoint.newest(folder / "checkpoints", hidden=not locked(folder))
     if newest is None:
         raise wrong("load", f"{folder} without a sound checkpoint", "a run with released weights")
@@ -212,36 +212,36 @@ def _released(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[
 
 
 def _module(
-    recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], given: nn.Module | str | None, folder: Path
+    recipe: Recipe, weights: Mapping[str, Tensor], facts: Mapping[str, Any], model: nn.Module | str | None, folder: Path
 ) -> nn.Module:
     """Return the recipe's module, or the given one, with the weights."""
-    if isinstance(given, str):
-        names = (known.get("preparation") or {}).get("names")  # of a given module only its weights may say how many
-        given = build(given, tuple(known["input_shape"]), len(names or [*weights.values()][-1]), 0)
-    module = copy.deepcopy(given) if given is not None else _built(recipe, weights, known, folder)
+    if isinstance(model, str):
+        names = (facts.get("preparation") or {}).get("names")  # of a given module only its weights may say how many
+        model = build(model, tuple(facts["input_shape"]), len(names or [*weights.values()][-1]), 0)
+    module = copy.deepcopy(model) if model is not None else _built(recipe, weights, facts, folder)
     put(module, weights, "load: model", "the run")
     return module.eval()
 
 
-def _built(recipe: Recipe, weights: Mapping[str, Tensor], known: Mapping[str, Any], folder: Path) -> nn.Module:
+def _built(recipe: Recipe, weights: Mapping[str, Tensor], facts: Mapping[str, Any], folder: Path) -> nn.Module:
     """Return the recipe's module. Where an exported folder has no seed, all that it would decide is in the folder."""
     again = "fedflat.load(path, model=MODULE)"
     allowed = f"{again}, or --model my_file.py:make"
     require(recipe.model.name != GIVEN, "load: model", "none, and the run's was given in Python", allowed)
-    complete = {"input_shape", "classes"} <= known.keys()
+    complete = {"input_shape", "classes"} <= facts.keys()
     require(complete, "load: model", "weights that do not say what they were made for", again)
-    vocabulary, padding = (int(known.get(name, 0)) for name in ("vocabulary", "padding"))
-    options = options_for(recipe, vocabulary, padding, known.get("preparation"))
+    vocabulary, padding = (int(facts.get(name, 0)) for name in ("vocabulary", "padding"))
+    options = options_for(recipe, vocabulary, padding, facts.get("preparation"))
     if recipe.model.name in KEPT and (folder / FILE).is_file():
         options["path"] = str(folder / FILE)
-    make = functools.partial(build, recipe.model.name, tuple(known["input_shape"]), int(known["classes"]), **options)
+    make = functools.partial(build, recipe.model.name, tuple(facts["input_shape"]), int(facts["classes"]), **options)
     module = make(seed=recipe.seed)
     if "seed:" not in (folder / RECIPE).read_text(encoding="utf-8"):
         other = make(seed=recipe.seed + 1).state_dict()
         for name, value in module.state_dict().items():
             if name not in weights and not torch.equal(value, other[name]):
-                found = f"an exported folder without {name}, which was drawn by the run's seed"
-                raise wrong("load: model", found, f"{again}, or the run's own folder")
+                state = f"an exported folder without {name}, which was drawn by the run's seed"
+                raise wrong("load: model", state, f"{again}, or the run's own folder")
     return module
 
 
@@ -264,5 +264,5 @@ def export(run: str | Path | Result, out: str | Path, *, program: bool = False, 
         raise wrong("export", "a run without files", "fedflat.run(…, out=FOLDER)")
     if not (program or onnx):
         return write_export(folder, Path(out))
-    given = run if isinstance(run, Result) else None
-    return write_export(folder, Path(out), lambda: programs(given or load(folder), program=program, onnx=onnx))
+    result = run if isinstance(run, Result) else None
+    return write_export(folder, Path(out), lambda: programs(result or load(folder), program=program, onnx=onnx))

@@ -75,11 +75,11 @@ def run(
     _check_call(out, resume, progress, on_round=on_round, on_start=on_start, should_stop=should_stop)
     asked = _asked(recipe, algorithm, task, out if resume else None)
     if not isinstance(recipe, Recipe) and recipe not in names():  # keys that the caller wrote, for this run
-        given = {"model": model is not None, "clients": clients is not None, "loss": loss is not None}
-        refuse_beside(asked, given, recipe.get("data") or () if isinstance(recipe, Mapping) else ())
+        arguments = {"model": model is not None, "clients": clients is not None, "loss": loss is not None}
+        refuse_beside(asked, arguments, recipe.get("data") or () if isinstance(recipe, Mapping) else ())
     parsed = as_given(asked, model, clients, data, algorithm, loss)
     speaks = sys.stderr.isatty() if progress is None else progress
-    with Progress(parsed, quiet=not speaks, stderr=True) as shown:
+    with Progress(parsed, quiet=not speaks, stderr=True) as display:
         job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data, loss=loss, metrics=metrics)
         job.stored = not is_seeded(parsed) and job.identity.method is not None
         if out is not None:
@@ -87,12 +87,12 @@ def run(
                 check_outside(Path(key), Path(out))
             job.operator = Operator.of_account() if key is None else Operator.load(Path(key))
             (_reopen if resume else _open)(Path(out), parsed, job)
-        shown.start(job)  # after the folder is claimed: a refused run must not look as if it had begun
+        display.start(job)  # after the folder is claimed: a refused run must not look as if it had begun
         if on_start is not None:
             on_start(job)
 
         def after(released: Record, state: RoundResult) -> object:
-            shown.round(released, {})  # private values are not read: no early end follows from them
+            display.round(released, {})  # private values are not read: no early end follows from them
             return None if on_round is None else on_round(released, state)
 
         with using_threads(1):
@@ -100,10 +100,10 @@ def run(
     return _result(parsed, job, outcome)
 
 
-def _check_call(out: str | Path | None, resume: bool, progress: bool | None, **calls: object) -> None:
+def _check_call(out: str | Path | None, resume: bool, progress: bool | None, **callbacks: object) -> None:
     """Raise InputError for what is wrong in a call of ``run``, before anything is loaded."""
-    for name, given in calls.items():
-        require(given is None or callable(given), name, given, "a function, or None")
+    for name, callback in callbacks.items():
+        require(callback is None or callable(callback), name, callback, "a function, or None")
     require(out != "", "out", "nothing", "a folder, or None")
     require(not (out is None and resume), "resume", "no folder", "out=FOLDER of the run to go on with")
     if out is not None and not resume:
@@ -120,8 +120,8 @@ def _asked(
         recipe = {"algorithm": getattr(algorithm, "name", "dp-fedavg"), **recipe}
     parsed = Recipe.of(recipe)
     if isinstance(algorithm, Algorithm) and isinstance(recipe, Mapping) and algorithm.name != parsed.algorithm.name:
-        found = f"algorithm.name: {parsed.algorithm.name} has no effect beside algorithm=, which is {algorithm.name}"
-        warnings.warn(found, stacklevel=3)
+        message = f"algorithm.name: {parsed.algorithm.name} has no effect beside algorithm=, which is {algorithm.name}"
+        warnings.warn(message, stacklevel=3)
     if task is not None:
         parsed = Recipe.of({**parsed.dump(), "task": task}, where="run")
     return parsed if resumed is None else _on_the_same_engine(parsed, Path(resumed))
@@ -138,7 +138,7 @@ def _result(recipe: Recipe, job: Job, outcome: Outcome) -> Result:
     return Result(
         history=outcome.history, private_history=outcome.private, privacy=facts, recipe=recipe, folder=folder,
         stopped=outcome.stopped, heads=dict(outcome.heads.kept), stages=dict(job.stages), notes=outcome.notes,
-        made=lambda: module, made_for=job.made_for,
+        make_module=lambda: module, made_for=job.made_for,
     )  # fmt: skip
 
 
@@ -164,11 +164,9 @@ def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
     started, asked = Recipe.load(path).engine, recipe.engine
     if asked.device == "auto" and asked.backend not in PROCESSES:
         asked = asked.model_copy(update={"device": started.device})
-    same = asked.device.partition(":")[0] == started.device.partition(":")[0]
-    if asked.backend != "auto" or not same:
+    if asked.backend != "auto" or asked.device.partition(":")[0] != started.device.partition(":")[0]:
         return recipe.model_copy(update={"engine": asked})
-    changed = asked.model_dump(exclude_defaults=True)
-    return recipe.model_copy(update={"engine": started.model_copy(update=changed)})
+    return recipe.model_copy(update={"engine": started.model_copy(update=asked.model_dump(exclude_defaults=True))})
 
 
 def _open(path: Path, recipe: Recipe, job: Job) -> None:
@@ -198,8 +196,8 @@ def _reopen(path: Path, recipe: Recipe, job: Job) -> None:
     keys.check_outside(path)
     job.opening = Opening.read(path)
     differing = job.opening.differing(job.identity)
-    found = f"{path}, but another {' and another '.join(differing)} than it was started with"
-    require(not differing, "--resume", found, "the run as it was started")
+    mismatch = f"{path}, but another {' and another '.join(differing)} than it was started with"
+    require(not differing, "--resume", mismatch, "the run as it was started")
     if not job.opening.is_recipe((path / RECIPE).read_bytes()):
         job.say("recipe.yaml is not as it was written; nothing in it that changes what is released differs")
     job.folder = RunFolder(path, run=job.opening.run)

@@ -71,9 +71,7 @@ def split_top(text: str) -> list[str]:
 
 def axis(override: str) -> list[str]:
     """Return the overrides that ``key=a,b`` stands for; one for a plain value, a quoted text or a list in brackets."""
-    key, equals, value = override.partition("=")
-    if not equals:
-        return [override]
+    key, _, value = override.partition("=")
     values = split_top(value)
     if len(values) == 1:
         return [override]
@@ -171,10 +169,10 @@ def read_noted(path: Path) -> dict[str, Any]:
         InputError: it cannot be read.
     """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise wrong(str(path), "a file that cannot be read", "the file as it was written") from error
-    return dict(found) if isinstance(found, dict) else {}
+    return dict(values) if isinstance(values, dict) else {}
 
 
 def claim(folder: Path, settings: Sequence[Setting]) -> None:
@@ -190,8 +188,8 @@ def note(path: Path, values: Mapping[str, Any]) -> None:
         if not path.is_file():
             durable.replace(path, dumped(values), mode=0o644)
     except OSError as error:
-        found = f"{path.parent}, which cannot be written ({error.strerror})"
-        raise wrong("--out", found, "a folder to write") from error
+        state = f"{path.parent}, which cannot be written ({error.strerror})"
+        raise wrong("--out", state, "a folder to write") from error
 
 
 def tasks(folder: Path, settings: Sequence[Setting]) -> list[Task]:
@@ -233,10 +231,10 @@ class Axis:
             return str(int(generator.integers(int(self.low), int(self.high) + 1)))
         share = float(generator.random())
         if self.kind == "log":
-            found = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
+            value = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
         else:
-            found = self.low + share * (self.high - self.low)
-        return f"{float(f'{min(max(found, self.low), self.high):.3g}'):g}"
+            value = self.low + share * (self.high - self.low)
+        return f"{float(f'{min(max(value, self.low), self.high):.3g}'):g}"
 
     def ends(self) -> tuple[str, ...]:
         """Return every listed value, or the ends of the range: what is tried before anything is drawn."""
@@ -256,11 +254,11 @@ def axes(varied: Sequence[str], *, private: bool) -> tuple[Axis, ...]:
     """
     if not varied:
         raise wrong("--vary", "nothing", f"{HOW}, once for each key", hint="For example --vary local.lr=log:0.01:1.")
-    found = tuple(_axis(text, SINGLE if private else (*SINGLE, *PRICED)) for text in varied)
-    for one, other in itertools.combinations(found, 2):
+    parsed = tuple(_axis(text, SINGLE if private else (*SINGLE, *PRICED)) for text in varied)
+    for one, other in itertools.combinations(parsed, 2):
         if one.key == other.key or one.key.startswith(other.key + ".") or other.key.startswith(one.key + "."):
             raise wrong("--vary", f"{one.key} and {other.key}", "each key once")
-    return found
+    return parsed
 
 
 def _axis(text: str, single: Sequence[str]) -> Axis:
@@ -321,15 +319,15 @@ def checked(recipe: Recipe, every: Sequence[Axis]) -> list[Recipe]:
     Raises:
         InputError: one that no recipe can have.
     """
-    found = []
+    recipes = []
     for axis in every:
         for value in axis.ends():
             try:
-                found.append(applied(recipe, {axis.key: value}))
-                algorithm_of(found[-1])
+                recipes.append(applied(recipe, {axis.key: value}))
+                algorithm_of(recipes[-1])
             except InputError as error:
                 raise InputError(f"--vary {axis.key}={value}: {str(error).removeprefix('recipe: ')}") from None
-    return found
+    return recipes
 
 
 PUBLIC, CHARGE, WINNER = "selection.yaml", "charge.jsonl", "winner"
@@ -359,17 +357,17 @@ def faults(folder: Path) -> list[str]:
     entries = read(folder / CHARGE)
     if len(entries) != 1:
         return [f"{CHARGE}: {len(entries)} lines where one charge belongs"]
-    line, found = entries[0], []
+    line, problems = entries[0], []
     public = read_noted(folder / PUBLIC)
     if line.get("public") != public_digest(public):
-        found.append(f"{PUBLIC} is not what was charged")
-    told = KIND | {name: public[name] for name in (*CHARGED, "rounds") if name in public}
+        problems.append(f"{PUBLIC} is not what was charged")
+    expected = KIND | {name: public[name] for name in (*CHARGED, "rounds") if name in public}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         stated = json.loads((folder / WINNER / "privacy.json").read_bytes())["proven_epsilon"]
         first = read(folder / WINNER / "ledger.jsonl")[0]
         if stated is None or stated > line["epsilon"]:
-            found.append(f"the winner states ε = {stated}, but {line['epsilon']:.6g} was charged")
-        told = {name: first.get(name) for name in CHARGED} | told
+            problems.append(f"the winner states ε = {stated}, but {line['epsilon']:.6g} was charged")
+        expected = {name: first.get(name) for name in CHARGED} | expected
         if not line["selection"].items() <= public["trials"].items():
-            found.append(f"{PUBLIC} has other trials than were charged")
-    return [*found, *(f"{CHARGE} has another {name}" for name, value in told.items() if line.get(name) != value)]
+            problems.append(f"{PUBLIC} has other trials than were charged")
+    return [*problems, *(f"{CHARGE} has another {name}" for name, value in expected.items() if line.get(name) != value)]

@@ -98,29 +98,26 @@ def ask(recipe: Recipe, varied: Sequence[str], selection: Selection, clients: in
     require(recipe.privacy.selection is None, "privacy.selection", "one", "a recipe that is not a trial's")
     allowed = f"{', '.join(tuning.SAMPLINGS)}, whose Rényi divergence has a bound"
     require(sampling in tuning.SAMPLINGS, "cohort.sampling", sampling, allowed)
-    many = clients if clients is not None else recipe.data.clients
-    if many is None:
+    clients = recipe.data.clients if clients is None else clients
+    if clients is None:
         raise wrong("data.clients", "nothing", "a number of clients")
     share = recipe.data.validation_fraction or APART
-    one: dict[str, Any] = {"accountant": "rdp", "selection": {"mean": selection.mean}}
-    whole = space.applied(recipe, {}, data={"validation_fraction": share}, privacy=one)
-    others = space.checked(whole, every)
-    _try_plans(others, 1.0, many)
-    plan = _plan(whole, many)
+    privacy: dict[str, Any] = {"accountant": "rdp", "selection": {"mean": selection.mean}}
+    shared = space.applied(recipe, {}, data={"validation_fraction": share}, privacy=privacy)
+    others = space.checked(shared, every)
+    _try_plans(others, 1.0, clients)
+    plan = plan_of(shared, algorithm_of(shared), clients)
     sigma, proven = plan.noise_multiplier, math.isfinite(plan.epsilon())
     require(proven, "privacy.noise_multiplier", sigma, "noise: without it nothing is proven")
-    _try_plans(others, sigma, many)
-    return Asked(whole, every, selection, plan)
-
-
-def _plan(recipe: Recipe, clients: int) -> Plan:
-    return plan_of(recipe, algorithm_of(recipe), clients)
+    _try_plans(others, sigma, clients)
+    return Asked(shared, every, selection, plan)
 
 
 def _try_plans(recipes: Sequence[Recipe], sigma: float, clients: int) -> None:
     """Check every recipe's plan, with its noise given, so that none is calibrated."""
     for recipe in recipes:
-        _plan(space.applied(recipe, {}, privacy={"epsilon": None, "noise_multiplier": sigma}), clients)
+        fixed = space.applied(recipe, {}, privacy={"epsilon": None, "noise_multiplier": sigma})
+        plan_of(fixed, algorithm_of(fixed), clients)
 
 
 def tune(asked: Asked, folder: str | Path, processes: int | None = None, update: Update | None = None) -> Selected:
@@ -163,10 +160,10 @@ def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
     path, public = place / DRAW, space.public_digest(asked.public())
     if path.is_file():
         with reading(path, "a damaged draw, or another selection's", "the file that was written at the start"):
-            found = json.loads(path.read_bytes())
-            if not (isinstance(found, dict) and found.get("of") == public and isinstance(found.get("trials"), list)):
+            record = json.loads(path.read_bytes())
+            if not (isinstance(record, dict) and record.get("of") == public and isinstance(record.get("trials"), list)):
                 raise ValueError("not of this recipe and these settings")
-            return found
+            return record
     if charged:
         hint = "Drawing again is another selection with a charge of its own: choose a new folder."
         raise wrong(str(path), "no such file", "the draw of the selection that was charged", hint=hint)
@@ -174,7 +171,7 @@ def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
     count = asked.selection.draw(stream(key, "number of trials"))
     drawn = (space.draw(asked.axes, stream(key, "settings", i)) for i in range(count))
     names = (digest(key, "name of a trial", i).hex()[:16] for i in range(count))
-    return _keep(place, {"of": public, "trials": [{"name": n, "settings": found} for n, found in zip(names, drawn)]})
+    return _keep(place, {"of": public, "trials": [{"name": name, "settings": s} for name, s in zip(names, drawn)]})
 
 
 def _keep(place: Path, drawn: dict[str, Any]) -> dict[str, Any]:
@@ -209,11 +206,11 @@ def _work(
     _keep(place, drawn)
 
 
-def _all_done(found: Comparison) -> None:
+def _all_done(trials: Comparison) -> None:
     """Raise RunError where trials are left."""
-    if not found.complete:
-        why = next(iter(found.failed.values()), "stopped as asked")
-        raise RunError(f"{len(found.failed)} trials failed, {found.left} are left ({why}); the same command goes on")
+    if not trials.complete:
+        why = next(iter(trials.failed.values()), "stopped as asked")
+        raise RunError(f"{len(trials.failed)} trials failed, {trials.left} are left ({why}); the same command goes on")
 
 
 def score(run: Path, recipe: Recipe, inputs: Tensor, targets: Tensor) -> float:
@@ -240,11 +237,10 @@ def _release(place: Path, drawn: Mapping[str, Any]) -> None:
             os.rename(run.parent, target)
         else:
             _forget(run.parent)
-    if target.is_dir():
-        write_report([target], target / "report.html")
-        (target / "ledger.lock").unlink(missing_ok=True)
-    else:
+    if not target.is_dir():
         raise RunError(f"{target}: the winning trial's folder is gone")
+    write_report([target], target / "report.html")
+    (target / "ledger.lock").unlink(missing_ok=True)
     shutil.rmtree(trials, ignore_errors=True)
 
 
@@ -317,7 +313,7 @@ def tune_on_proxy(
     rows = sorted(zip(tried, (_accuracy(run.folder) for run in runs)), key=lambda row: -row[1])
     text = dumped(space.applied(recipe, rows[0][0]).model_dump(mode="json", exclude_defaults=True))
     durable.replace(place / CHOSEN, text, mode=0o644)
-    table = pandas.DataFrame([{**settings, "accuracy": f"{found:.6g}"} for settings, found in rows])
+    table = pandas.DataFrame([{**settings, "accuracy": f"{accuracy:.6g}"} for settings, accuracy in rows])
     table.to_csv(place / TABLE, index=False, lineterminator="\n")
     return OnProxy(there.data.dataset, tuple(rows), place / CHOSEN)
 
