@@ -88,9 +88,9 @@ class FederatedData:
     @functools.cached_property
     def sizes(self) -> Indices:
         """Training examples of every client, ``(M,)``. Private: never a weight in a private mean."""
-        found = np.fromiter(map(len, self.parts), np.int64, len(self.parts))
-        found.flags.writeable = False
-        return found
+        counts = np.fromiter(map(len, self.parts), np.int64, len(self.parts))
+        counts.flags.writeable = False
+        return counts
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -154,8 +154,8 @@ def from_pairs(
     ends = np.cumsum([0, *(len(x) for x, _ in pairs)], dtype=np.int64)
     parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
     empty = tuple(part[:0] for part in parts)
-    found = FederatedData(inputs, targets, parts, empty, None, None, classes_of(targets), name, names=tuple(names))
-    return with_test(found, public)
+    data = FederatedData(inputs, targets, parts, empty, None, None, classes_of(targets), name, names=tuple(names))
+    return with_test(data, public)
 
 
 PUBLIC = "What is measured on test data is released without noise; test_clients leaves whole clients out."
@@ -168,9 +168,9 @@ def with_test(data: FederatedData, test: Any) -> FederatedData:
     require(not data.left_out, "test", "test data and clients left out for it", "one of test= and test_clients")
     x, y = _pair("test", test, data.targets.is_floating_point())
     _same_form([("the clients' data", data.inputs, data.targets), ("test", x, y)])
-    found = dataclasses.replace(data, test_inputs=x, test_targets=y, classes=max(data.classes, classes_of(y)))
-    refuse_private_test(found)
-    return found
+    tested = dataclasses.replace(data, test_inputs=x, test_targets=y, classes=max(data.classes, classes_of(y)))
+    refuse_private_test(tested)
+    return tested
 
 
 def leave_out(data: FederatedData, which: float | Sequence[str | int], where: str) -> FederatedData:
@@ -234,13 +234,13 @@ def refuse_private_test(data: FederatedData) -> None:
     order = np.lexsort((whose, marks))
     marks, whose = marks[order], whose[order]
     first = np.append(True, (marks[1:] != marks[:-1]) | (whose[1:] != whose[:-1]))[: len(marks)]
-    known, holders = np.unique(marks[first], return_counts=True)
+    distinct, holders = np.unique(marks[first], return_counts=True)
     asked = np.unique(_marks(x, y))
-    shared = int(np.isin(asked, known[holders == 1]).sum())
+    shared = int(np.isin(asked, distinct[holders == 1]).sum())
     chance = min(1.0, 2 * int((holders > 1).sum()) / max(1, int(holders.sum())))
     if shared > chance * len(asked) + 3 * (chance * (1 - chance) * len(asked)) ** 0.5:
-        found = f"{shared} of {len(asked)} different rows that one client has and no other"
-        raise wrong("test", found, "public rows, which are no client's", hint=PUBLIC)
+        overlap = f"{shared} of {len(asked)} different rows that one client has and no other"
+        raise wrong("test", overlap, "public rows, which are no client's", hint=PUBLIC)
 
 
 def refuse_users(clients: Iterable[Any], public: Iterable[Any], where: str) -> bool:
@@ -250,12 +250,12 @@ def refuse_users(clients: Iterable[Any], public: Iterable[Any], where: str) -> b
     Raises:
         InputError: somebody is in both.
     """
-    known = {_bare(name_of(name)) for name in clients}
+    bare_names = {_bare(name_of(name)) for name in clients}
     users = set(map(name_of, public))
-    both = sorted(name for name in users if _bare(name) in known)
+    both = sorted(name for name in users if _bare(name) in bare_names)
     if both:
-        found = f"rows of {counted(len(both), 'client')}, such as {both[0]}"
-        raise wrong(where, found, "public rows, which are no client's", hint=PUBLIC)
+        overlap = f"rows of {counted(len(both), 'client')}, such as {both[0]}"
+        raise wrong(where, overlap, "public rows, which are no client's", hint=PUBLIC)
     return "" not in users
 
 
@@ -272,29 +272,29 @@ def _marks(inputs: torch.Tensor, targets: torch.Tensor) -> Indices:
 
 def classes_of(*targets: torch.Tensor | None) -> int:
     """Return one more than the largest class number."""
-    whole = [t for t in targets if t is not None and t.numel() and not t.is_floating_point()]
-    return 1 + max((int(t.max()) for t in whole), default=0)
+    labels = [t for t in targets if t is not None and t.numel() and not t.is_floating_point()]
+    return 1 + max((int(t.max()) for t in labels), default=0)
 
 
 def made_rows(data: FederatedData, rows: int, draw: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Return made-up inputs and targets ``(rows, …)`` in the form of a federation's, of public numbers only."""
 
-    def made(like: torch.Tensor, below: int) -> torch.Tensor:
+    def rows_like(like: torch.Tensor, below: int) -> torch.Tensor:
         shape = (rows, *like.shape[1:])
-        found = draw.random(shape, dtype=np.float32) if like.is_floating_point() else draw.integers(0, below, shape)
-        return torch.from_numpy(found).to(like.device, like.dtype)
+        values = draw.random(shape, dtype=np.float32) if like.is_floating_point() else draw.integers(0, below, shape)
+        return torch.from_numpy(values).to(like.device, like.dtype)
 
-    return made(data.inputs, max(1, data.vocabulary)), made(data.targets, max(1, data.classes))
+    return rows_like(data.inputs, max(1, data.vocabulary)), rows_like(data.targets, max(1, data.classes))
 
 
 def bounded(parts: Sequence[Indices], most: int, key: int | bytes) -> tuple[Indices, ...]:
     """At most so many rows of every client, sorted: the first of a draw by ``key``, its number and its size only."""
-    kept = []
+    rows = []
     for i, part in enumerate(parts):
         if len(part) > most:
             part = np.sort(part[stream(key, "bound on examples", i).permutation(len(part))[:most]])
-        kept.append(part)
-    return tuple(kept)
+        rows.append(part)
+    return tuple(rows)
 
 
 def hold_back(
@@ -373,9 +373,9 @@ def _finite(where: str, values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _first(found: torch.Tensor) -> int:
+def _first(mask: torch.Tensor) -> int:
     """Return the first row in which anything is true."""
-    return int(found.nonzero()[0, 0])
+    return int(mask.nonzero()[0, 0])
 
 
 def first_above(data: FederatedData, classes: int) -> str:

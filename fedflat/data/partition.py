@@ -60,9 +60,9 @@ def _partitioner(kind: str, spec: dict[str, Any], classes: int, clients: int, se
     if kind == "dirichlet":
         alpha = float(in_range("data.partition.alpha", spec.get("alpha", 0.6), 0.0, open_low=True))
         return flwr.DirichletPartitioner(clients, "label", alpha, min_partition_size=0, self_balancing=False, **drawn)
-    each = whole("data.partition.per_client", spec.get("per_client", 2), 1, classes)
+    count = whole("data.partition.per_client", spec.get("per_client", 2), 1, classes)
     # "first-deterministic": client i certainly has class i mod C, so no class is left out when M ≥ C
-    return flwr.PathologicalPartitioner(clients, "label", each, class_assignment_mode="first-deterministic", **drawn)
+    return flwr.PathologicalPartitioner(clients, "label", count, class_assignment_mode="first-deterministic", **drawn)
 
 
 def _run(partitioner: Any, labels: npt.NDArray[Any], count: int) -> list[Indices]:
