@@ -112,8 +112,8 @@ def module_of(
         # The user's own module stays as it was: its weights are w^0 of further runs too.
         module = _copied(module)
         refuse_crashing(module, example)
-    known = given is None and recipe.model.name in OURS
-    classes, draws = data.classes, refuse_unclipped_state(module, example, known=known)
+    packaged = given is None and recipe.model.name in OURS
+    classes, draws = data.classes, refuse_unclipped_state(module, example, packaged=packaged)
     # A module built for the data fits them; one that was given may have other outputs.
     if given is not None or ":" in recipe.model.name or data.name == PAIRS:  # the others are made for the data
         found = check_outputs(module, example, data, objective)

@@ -124,7 +124,7 @@ def write_frozen(job: Job, folder: Path) -> None:
     """Keep a frozen body beside what is trained on it: another machine may make another one from the same seed."""
     module = job.problem.pristine
     if isinstance(module, Representation):  # in place of one that a start left which was killed
-        write_tensors(folder / FILE, module.body.kept())
+        write_tensors(folder / FILE, module.body.saved())
 
 
 def is_seeded(recipe: Recipe) -> bool:

@@ -55,8 +55,8 @@ def linear(input_shape: Sequence[int], classes: int) -> nn.Module:
 
 def mlp(input_shape: Sequence[int], classes: int, *, hidden: int | Sequence[int] = 64) -> nn.Module:
     """Return a multilayer perceptron; ``hidden`` is one width or a list of widths."""
-    given = list(hidden) if isinstance(hidden, (list, tuple)) else [hidden]
-    return Dense([_elements(input_shape), *[whole("model.hidden", width, 1) for width in given], classes])
+    widths = list(hidden) if isinstance(hidden, (list, tuple)) else [hidden]
+    return Dense([_elements(input_shape), *[whole("model.hidden", width, 1) for width in widths], classes])
 
 
 class Convolutions(nn.Module):
@@ -81,8 +81,8 @@ class Convolutions(nn.Module):
         if min(rows, columns) < 1:
             least = next(s for s in range(1, 10_000) if _left_over(s, pools, kernel, padding) >= 1)
             hint = "Smaller images: mlp, resnet10, or the option padding."
-            where, found = f"model {name}: image size", f"{height} × {width}"
-            raise wrong(where, found, f"at least {least} × {least}", hint=hint)
+            where, size = f"model {name}: image size", f"{height} × {width}"
+            raise wrong(where, size, f"at least {least} × {least}", hint=hint)
         inputs = [first, *channels[:-1]]
         self.convolutions = nn.ModuleList(
             nn.Conv2d(a, b, kernel, padding=padding) for a, b in zip(inputs, channels, strict=True)
