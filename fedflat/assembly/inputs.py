@@ -21,7 +21,7 @@ from fedflat.assembly.tasks import check_outputs, try_loss
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import BESIDE_CLIENTS, Recipe
 from fedflat.config.sections import DataSection, NamedSection, Partition
-from fedflat.core.checks import in_range, require, wrong
+from fedflat.core.checks import require, wrong
 from fedflat.core.loss import CROSS_ENTROPY, CustomLoss, Objective
 from fedflat.core.rng import stream
 from fedflat.core.types import Algorithm
@@ -51,8 +51,7 @@ def as_given(
         retained = {name: getattr(recipe.data, name) for name in BESIDE_CLIENTS}
         changes["data"] = DataSection(dataset=GIVEN, partition=Partition(kind="natural"), **retained)
     if algorithm is not None:
-        options = {} if isinstance(algorithm, Algorithm) else recipe.algorithm.options
-        options = {**options, "source": GIVEN}
+        options = ({} if isinstance(algorithm, Algorithm) else recipe.algorithm.options) | {"source": GIVEN}
         changes["algorithm"] = NamedSection(name=algorithm_of(recipe, algorithm).name, **options)
     if loss is not None:
         changes["loss"] = GIVEN
@@ -91,15 +90,15 @@ def module_of(
     """
     from fedflat.models import OURS, build, refuse_unclipped_state
 
-    if model is not None:
-        if not isinstance(model, nn.Module):
-            kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-            hint = "Net() is one, and Net is not; a model's name stands in the recipe."
-            raise wrong("model", kind, "a torch.nn.Module", hint=hint)
+    if isinstance(model, nn.Module):
         module = model
+    elif model is not None:
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        hint = "Net() is one, and Net is not; a model's name stands in the recipe."
+        raise wrong("model", kind, "a torch.nn.Module", hint=hint)
+    elif recipe.model.name == GIVEN:
+        raise wrong("model.name", f"{GIVEN}: the run's folder does not hold the module", NOT_HELD)
     else:
-        if recipe.model.name == GIVEN:
-            raise wrong("model.name", f"{GIVEN}: the run's folder does not hold the module", NOT_HELD)
         preparation = None if data.preparation is None else data.preparation.record()
         options = options_for(recipe, data.vocabulary, data.padding, preparation)
         module = build(recipe.model.name, data.input_shape, data.classes, recipe.seed, **options)
@@ -239,8 +238,7 @@ def federation(options: DataSection, seed: int) -> FederatedData:
     parts = partition(targets[: form.train].numpy(), spec, options.clients, seed)
     if options.max_per_client is not None:
         parts = bounded(parts, options.max_per_client, seed)
-    share = in_range("data.client_test_fraction", options.client_test_fraction, 0.0, 1.0, open_high=True)
-    parts, held = hold_back(parts, share, seed)
+    parts, held = hold_back(parts, options.client_test_fraction, seed)
     return FederatedData(
         inputs=images[: form.train], targets=targets[: form.train], parts=parts, held_back=held,
         test_inputs=images[form.train :], test_targets=targets[form.train :], classes=form.classes,
@@ -259,10 +257,10 @@ def examples(form: Form, count: int) -> tuple[Tensor, Tensor]:
         under = stand_for[torch.from_numpy(classes * MODES + draw.integers(MODES, size=size))]
         above = over[torch.from_numpy(draw.integers(len(over), size=size))]
         near = max(form.shape[1:]) // 14
-        mixed = SHARE**0.5 * _moved(under, draw, near, near) + (1 - SHARE) ** 0.5 * _moved(
-            _turned(above, draw), draw, form.shape[1], form.shape[2]
-        )
-        images.append(mixed)
+        under = _moved(under, draw, near, near)
+        turned = torch.from_numpy(draw.random(size) < 0.5)[:, None, None, None]
+        above = _moved(torch.where(turned, above.flip(-1), above), draw, form.shape[1], form.shape[2])
+        images.append(SHARE**0.5 * under + (1 - SHARE) ** 0.5 * above)
         targets.append(torch.from_numpy(classes))
     stacked = torch.cat(images)
     return (stacked - stacked.mean()) / stacked.std(), torch.cat(targets)
@@ -275,8 +273,3 @@ def _moved(images: Tensor, draw: np.random.Generator, down: int, across: int) ->
     rows = (torch.arange(height)[None] + up[:, None]) % height
     columns = (torch.arange(width)[None] + left[:, None]) % width
     return images[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-
-
-def _turned(images: Tensor, draw: np.random.Generator) -> Tensor:
-    """Return each image, or its mirror image."""
-    return torch.where(torch.from_numpy(draw.random(len(images)) < 0.5)[:, None, None, None], images.flip(-1), images)

@@ -61,8 +61,7 @@ def identity(recipe: Mapping[str, Any], data: str, module: nn.Module, layout: La
 
 def _as_in_02(part: Any) -> Any:
     """Return a method as 0.2 took its digest: with the momentum that stood for none."""
-    stated = not isinstance(part, Algorithm) or part.momentum is not None
-    return part if stated else replace(part, momentum=MOMENTUM)
+    return replace(part, momentum=MOMENTUM) if isinstance(part, Algorithm) and part.momentum is None else part
 
 
 def _by_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

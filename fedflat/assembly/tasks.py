@@ -107,8 +107,7 @@ def with_public_classes(recipe: Recipe, data: FederatedData, private: bool, name
 def _whose(data: FederatedData, row: int) -> str:
     for i in range(data.clients):
         for rows in (data.parts[i], data.held_back[i] if data.held_back else data.parts[i][:0]):
-            places = np.flatnonzero(rows == row)
-            if len(places):
+            if len(places := np.flatnonzero(rows == row)):
                 return f"{data.called(i)}, row {places[0]}"
     return f"row {row}"
 

@@ -62,8 +62,7 @@ class FederatedData:
 
     def __post_init__(self) -> None:
         # A bound that is stated must hold, or shapes would follow from who has how much.
-        largest = max(map(len, self.parts), default=0) if self.most is not None else 0
-        if self.most is not None and largest > self.most:
+        if self.most is not None and (largest := max(map(len, self.parts), default=0)) > self.most:
             raise wrong("data.most", self.most, f"at least {largest}, the examples of the largest client")
 
     def __repr__(self) -> str:
@@ -265,8 +264,8 @@ def _bare(name: str) -> str:
 
 def _marks(inputs: torch.Tensor, targets: torch.Tensor) -> Indices:
     """Return one number for each row, equal for equal rows."""
-    sides = [(side.cpu() + 0).flatten(1) if side.ndim > 1 else side.cpu() + 0 for side in (inputs, targets)]
-    x, y = (side.numpy() for side in sides)  # adding 0 makes one zero of two
+    # Adding 0 makes one zero of two.
+    x, y = (((side.cpu() + 0).flatten(1) if side.ndim > 1 else side.cpu() + 0).numpy() for side in (inputs, targets))
     return np.fromiter((hash((a.tobytes(), b.tobytes())) for a, b in zip(x, y)), np.int64, len(x))
 
 
@@ -289,11 +288,10 @@ def made_rows(data: FederatedData, rows: int, draw: np.random.Generator) -> tupl
 
 def bounded(parts: Sequence[Indices], most: int, key: int | bytes) -> tuple[Indices, ...]:
     """At most so many rows of every client, sorted: the first of a draw by ``key``, its number and its size only."""
-    rows = []
+    rows = list(parts)
     for i, part in enumerate(parts):
         if len(part) > most:
-            part = np.sort(part[stream(key, "bound on examples", i).permutation(len(part))[:most]])
-        rows.append(part)
+            rows[i] = np.sort(part[stream(key, "bound on examples", i).permutation(len(part))[:most]])
     return tuple(rows)
 
 

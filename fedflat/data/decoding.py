@@ -85,9 +85,8 @@ def tokenize(texts: Sequence[Text], length: int = LENGTH, vocabulary: int = VOCA
     word_ids: dict[str, int] = {}
     ids = np.zeros((len(texts), length), dtype=np.int64)
     for row, text in enumerate(texts):
-        sentences = (text,) if isinstance(text, str) else tuple(text)
         tokens: list[int] = []
-        for i, sentence in enumerate(sentences):
+        for i, sentence in enumerate((text,) if isinstance(text, str) else text):
             tokens += [SEPARATOR] if i else []
             for token in word.findall(sentence.lower()):
                 if token not in word_ids:
@@ -112,10 +111,9 @@ def pretrained(texts: Sequence[Text], tokenizer: str, length: int = LENGTH) -> t
         raise wrong("data.tokenizer", tokenizer, allowed, hint=f"({first_line(error)})") from None
     if tool.pad_token_id is None:
         raise wrong("data.tokenizer", tokenizer, "a tokenizer with a padding token")
-    columns = list(zip(*[(text,) if isinstance(text, str) else tuple(text) for text in texts]))
-    if not columns:
+    sides = list(map(list, zip(*[(text,) if isinstance(text, str) else tuple(text) for text in texts])))
+    if not sides:
         return torch.empty((0, length), dtype=torch.int64), len(tool), int(tool.pad_token_id)
-    sides = [list(column) for column in columns]
     coded = tool(*sides, padding="max_length", truncation=True, max_length=length, return_tensors="np")
     return torch.from_numpy(coded["input_ids"].astype(np.int64)), len(tool), int(tool.pad_token_id)
 

@@ -79,8 +79,7 @@ class Encoding:
 
     def class_names(self, frame: pd.DataFrame) -> tuple[Any, ...]:
         """Return the names of the classes: of the listed categories, or of a column of true and false."""
-        boolean = len(self.target) == 1 and frame[self.target[0]].dtype == bool
-        return self.names or ((False, True) if boolean else ())
+        return self.names or ((False, True) if len(self.target) == 1 and frame[self.target[0]].dtype == bool else ())
 
     def examples_of(self, frame: pd.DataFrame, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of a table's rows. Raises InputError with the faults of both."""
@@ -101,8 +100,7 @@ class Encoding:
         require(not frame.empty, place(0), "a table of 0 rows", "at least one row")
         if self.words is not None:
             return self.words.ids(_sentences(frame, self.inputs, place))[0]
-        arrays: list[Array] = []
-        faults: list[InputError] = []
+        arrays, faults = list[Array](), list[InputError]()
         for name in self.inputs:
             with gather(faults):
                 arrays.append(self._input(frame[name], name, place))
@@ -129,7 +127,6 @@ class Encoding:
         if listed is not None:
             return np.eye(len(listed), dtype=np.float32)[_codes(column, name, listed, place)]
         cells = column.tolist() if column.dtype == object else []
-        values: Array
         if any(map(decoding.is_image, cells)):
             pixels = decoding.decode(cells, lambda row: f"{place(row)}, column {name}")
             values = pixels.numpy().astype(np.float32) / np.float32(255)

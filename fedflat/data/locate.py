@@ -70,8 +70,7 @@ class Written:
 
 def ending_of(path: Path) -> str:
     """Return which of ``FILES`` a file's name ends with, or the empty string."""
-    name = path.name.lower()
-    return next((ending for ending in FILES if name.endswith(ending)), "")
+    return next((ending for ending in FILES if path.name.lower().endswith(ending)), "")
 
 
 def locate(
@@ -158,8 +157,7 @@ def _pictures(folder: Path, files: tuple[Path, ...], key: str, owned: bool) -> S
     from datasets import Features, Image, Value
 
     parts = [file.relative_to(folder).parts for file in files]
-    depth = {len(part) for part in parts}
-    if owned and depth not in ({2}, {3}):
+    if owned and {len(part) for part in parts} not in ({2}, {3}):
         odd = next((part for part in parts if len(part) not in (2, 3)), parts[-1])
         raise wrong(key, f"{folder} with {'/'.join(odd)}", "images as USER/CLASS/FILE, or all as USER/FILE")
     columns = {name: list(values) for name, values in (zip(("user", "label"), (*zip(*parts),)[:-1]) if owned else ())}
@@ -206,8 +204,7 @@ def _open(files: tuple[Path, ...], written: Written, key: str) -> Split:
         asked = [original for original, name in names.items() if name in columns]
         with _readable(first, key, None):
             table = joined(pq.read_table(file, columns=asked) for file in files) if contents is None else contents
-            table = table.select(asked)
-            return table.rename_columns([names[name] for name in asked])
+            return table.select(asked).rename_columns([names[name] for name in asked])
 
     return Split(str(first), files, features, read)
 

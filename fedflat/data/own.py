@@ -75,8 +75,7 @@ def clients(
 
     def encoding(frame: pd.DataFrame) -> Encoding:
         columns = [column for column in frame.columns if column != by]
-        rule = encoding_of("clients: ", columns, inputs, target, categories, scale, fill)
-        return rule.for_texts("clients: ", words)
+        return encoding_of("clients: ", columns, inputs, target, categories, scale, fill).for_texts("clients: ", words)
 
     by = clean(by) if isinstance(by, str) else by
     federation = _federation(source, by, encoding, test)
@@ -127,8 +126,7 @@ def _is_table(source: Any) -> bool:
 
 def _frame(source: Any) -> pd.DataFrame:
     """Return any table as a pandas DataFrame with clean column names and rows numbered from 0."""
-    frame = source.to_pandas() if hasattr(source, "to_pandas") else source
-    frame = frame.reset_index(drop=True)
+    frame = (source.to_pandas() if hasattr(source, "to_pandas") else source).reset_index(drop=True)
     frame = frame.set_axis([clean(column) for column in frame.columns], axis=1)
     twice = frame.columns[frame.columns.duplicated()]
     if len(twice):

@@ -96,8 +96,8 @@ class Preparation:
         if self.encoding is not None:
             return self.encoding.inputs_of(frame, lambda row: f"row {row}")
         if self.kind == "chars":
-            rows = [decoding.encode(str(value)[-self.length :]) for value in frame[self.columns[0]]]
-            return torch.stack([torch.from_numpy(ids) for ids in rows])
+            texts = (str(value)[-self.length :] for value in frame[self.columns[0]])
+            return torch.stack([torch.from_numpy(decoding.encode(text)) for text in texts])
         pixels = decoding.decode(frame[self.columns[0]].tolist(), lambda row: f"predict: row {row}")
         return decoding.normalise(pixels, self.mean, self.std)
 
@@ -143,8 +143,7 @@ def in_own_units(values: torch.Tensor, preparation: Preparation | None) -> torch
     if encoding is None or not any(name in encoding.scale for name in encoding.target):
         return values
     scale = values.new_tensor([encoding.scale.get(name, (0.0, 1.0)) for name in encoding.target])
-    unscaled: torch.Tensor = values * scale[:, 1] + scale[:, 0]
-    return unscaled
+    return values * scale[:, 1] + scale[:, 0]
 
 
 def probabilities(outputs: torch.Tensor, task: str) -> Any:

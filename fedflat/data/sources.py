@@ -135,8 +135,8 @@ def _set_apart(data: FederatedData, share: float, seed: int) -> tuple[FederatedD
     order = torch.from_numpy(stream(seed, "validation split").permutation(len(targets)))
     count = round(share * len(targets))
     apart, rest = order[:count].sort().values, order[count:].sort().values
-    remaining = dataclasses.replace(data, test_inputs=inputs[rest], test_targets=targets[rest])
-    return remaining, (inputs[apart], targets[apart])
+    data = dataclasses.replace(data, test_inputs=inputs[rest], test_targets=targets[rest])
+    return data, (inputs[apart], targets[apart])
 
 
 def _options(spec: DataSection | Mapping[str, Any]) -> DataSection:
@@ -179,12 +179,11 @@ def _read(options: DataSection) -> tuple[Meaning, Table, Table | None]:
     name, source, splits = locate(options.dataset, written)
     wanted = [source.test] if source and source.test else ["test", "validation"]
     # Only beside training rows: a lone test split is what there is to train on.
-    test_name = next((split for split in wanted if split in splits and "train" in splits), None)
+    test_split = next((splits[split] for split in wanted if split in splits and "train" in splits), None)
     # a set of which only the evaluation split could be had is split like one without a test set
     if "train" not in splits:
         _log.warning("%s has no training split here: its %s split is used instead", name, next(iter(splits)))
     train_split = splits["train"] if "train" in splits else next(iter(splits.values()))
-    test_split = splits[test_name] if test_name else None
     if options.test is not None:
         test_split = _named_test(options, train_split, test_split, written)
     elif source is None and test_split is None and options.test_fraction and options.natural:
@@ -289,8 +288,7 @@ def _held_out(
     data: FederatedData, count: int, seed: int, dataset: str | None, others: str
 ) -> tuple[FederatedData, npt.NDArray[np.int64]]:
     """Return the federation without ``count`` training rows, and those rows in a seeded random order."""
-    allowed = f"{others}: the clients' own examples are not public"
-    require(dataset is not None, "algorithm.public", HELD_OUT, allowed)
+    require(dataset is not None, "algorithm.public", HELD_OUT, f"{others}: the clients' own examples are not public")
     rows = np.sort(np.concatenate(data.parts))
     taken = rows[_chosen(len(rows), count, seed, "the training set")]
     # A mask: looking each row up in a list would be quadratic.

@@ -145,10 +145,8 @@ def _classes(kind: Kind, encoding: Encoding, label: Any, source: Source | None, 
         return len(encoding.names)
     targets = [table.targets for table in tables]
     where, largest = f"column {encoding.target[0]}", classes_of(*targets)
-    labels = [values for values in targets if values.numel() and not values.is_floating_point()]
-    if kind != "table" and any(int(values.min()) < 0 for values in labels):
-        least = min(int(values.min()) for values in labels)
-        raise wrong(where, f"label {least}", "class numbers ≥ 0 (is it unlabelled?)")
+    least = min((int(rows.min()) for rows in targets if rows.numel() and not rows.is_floating_point()), default=0)
+    require(kind == "table" or least >= 0, where, f"label {least}", "class numbers ≥ 0 (is it unlabelled?)")
     classes = getattr(label, "num_classes", None) or (source.classes if source and kind != "table" else largest)
     require(largest <= classes, where, f"label {largest - 1}", f"class numbers below {classes}")
     return int(classes)
@@ -244,6 +242,6 @@ def _natural_column(split: Split, source: Source | None, options: DataSection) -
 def _only(split: Split, where: str, wanted: str, candidates: list[str]) -> str:
     if len(candidates) != 1:
         state = f"{len(candidates)} candidates ({', '.join(candidates)})" if candidates else "none"
-        said = f"{wanted} is needed and {state} found in {split.where}"
-        raise InputError(f"{where}: {said}; set {where} to one of: {', '.join(split.features)}.")
+        problem = f"{wanted} is needed and {state} found in {split.where}"
+        raise InputError(f"{where}: {problem}; set {where} to one of: {', '.join(split.features)}.")
     return candidates[0]

@@ -89,6 +89,6 @@ class Network(nn.Module):
         """Fill it from its file; it was trained before, on images of its own."""
         tensors = self.options.tensors()
         names = ", ".join(sorted(tensors)[:3])
-        fault = wrong("model.body.network", names, "a file that examples/pretrain_body.py wrote")
-        with turning(RuntimeError, fault):  # names or shapes of another network
+        # Names or shapes may be those of another network.
+        with turning(RuntimeError, wrong("model.body.network", names, "a file that examples/pretrain_body.py wrote")):
             self.load_state_dict(tensors)

@@ -155,9 +155,8 @@ class SideBySide(representation.PublicBody):
         self.bodies = cast(Sequence[representation.PublicBody], nn.ModuleList(bodies))
         titles = [str(getattr(body, "title", body.prior)) for body in bodies]
         priors = {body.prior for body in bodies}
-        public = priors <= {NATURAL, "random process"}
         natural = f"{NATURAL}: {', '.join(titles)}" if NATURAL in priors else "random process"
-        self.prior = natural if public else "unknown"
+        self.prior = natural if priors <= {NATURAL, "random process"} else "unknown"
 
     @property
     def width(self) -> int:

@@ -127,8 +127,7 @@ class Patches(nn.Module):
     def __init__(self, shape: tuple[int, int, int], options: PatchOptions) -> None:
         super().__init__()
         channels, height, width = shape
-        if min(height, width) < options.size + options.cells - 1:
-            least = options.size + options.cells - 1
+        if min(height, width) < (least := options.size + options.cells - 1):
             raise wrong("model.body", f"images of {height} × {width}", f"at least {least} × {least}, or a smaller size")
         self.size, self.stride, self.threshold = options.size, options.stride, options.threshold
         self.register_buffer("filters", torch.zeros(options.filters, channels * options.size**2))
@@ -220,8 +219,8 @@ class Scattering(nn.Module):
         allowed = f"at least {least} × {least}, or fewer scales"
         require(min(sides) >= least, "model.body", f"images of {sides[0]} × {sides[1]}", allowed)
         padded = [(side // step + 2) * step for side in sides]
-        self.around = [more for side, to in zip(sides, padded) for more in ((to - side) // 2, (to - side + 1) // 2)]
-        self.around = self.around[2:] + self.around[:2]
+        margins = [((to - side) // 2, (to - side + 1) // 2) for side, to in zip(sides, padded)]
+        self.around = [*margins[1], *margins[0]]
         bank = importlib.import_module(BANK).filter_bank(*padded, options.scales, options.angles)
         for at, level in enumerate(bank["phi"]["levels"]):
             self.register_buffer(f"mean{at}", _filters([level], options.scales - at))

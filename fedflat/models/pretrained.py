@@ -179,8 +179,7 @@ def trainable(name: str, module: Headed, train: str, rank: int) -> Headed:
         ends = {key.rsplit(".", 1)[-1] for key, _ in body.named_modules()}
         targets = [target for target in LORA_TARGETS if target in ends] or _dense(body)
         settings = {"r": whole("model.rank", rank, 1), "lora_alpha": 2 * rank, "lora_dropout": 0.0}
-        config = peft.LoraConfig(target_modules=targets, **settings)
-        module.body = peft.inject_adapter_in_model(config, body)
+        module.body = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **settings), body)
     norms = {id(p) for part in module.modules() if type(part).__name__.endswith("Norm") for p in part.parameters()}
     for key, parameter in module.named_parameters():
         chosen = train == "all" or key.startswith(module.trained) or (train == "norms" and id(parameter) in norms)

@@ -50,8 +50,7 @@ class Headed(nn.Module):
     @property
     def frozen(self) -> bool:
         """Whether the features of an input stay the same while the module is trained: head only, and no dropout."""
-        free = (name for name, p in self.named_parameters() if p.requires_grad)
-        still = all(name.startswith(self.trained) for name in free)
+        still = all(name.startswith(self.trained) for name, p in self.named_parameters() if p.requires_grad)
         return still and not any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in self.modules())
 
 
@@ -147,8 +146,7 @@ def fitted_maps(body: nn.Module, images: Tensor) -> Tensor:
 
 def unit(rows: Tensor) -> Tensor:
     """Return the rows (b, n) of length 1."""
-    length: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-9)
-    return rows / length
+    return cast(Tensor, rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-9))
 
 
 def _products(parts: Iterable[Tensor]) -> Tensor:
@@ -164,8 +162,7 @@ def _sums(rows: Tensor) -> Tensor:
 def _signed(vectors: Tensor) -> Tensor:
     """Eigenvectors as columns, from the largest eigenvalue on, each with its largest entry positive."""
     vectors = vectors.flip(1)
-    signs: Tensor = vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
-    return vectors * signs
+    return vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
 
 
 FORMAT = "fedflat-body-1"

@@ -55,8 +55,7 @@ def _replaced(module: nn.Module, make: Callable[[str, nn.Module], nn.Module | No
     result = copy.deepcopy(module)
     new: dict[int, nn.Module] = {}
     for name, child in result.named_modules():
-        substitute = make(name, child)
-        if substitute is not None:
+        if (substitute := make(name, child)) is not None:
             new[id(child)] = substitute.train(child.training)
     if id(result) in new:
         return new[id(result)]
