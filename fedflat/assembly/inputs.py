@@ -257,16 +257,16 @@ def examples(form: Form, count: int) -> tuple[Tensor, Tensor]:
         under = stand_for[torch.from_numpy(classes * MODES + draw.integers(MODES, size=size))]
         above = over[torch.from_numpy(draw.integers(len(over), size=size))]
         near = max(form.shape[1:]) // 14
-        under = _moved(under, draw, near, near)
+        under = _shifted(under, draw, near, near)
         turned = torch.from_numpy(draw.random(size) < 0.5)[:, None, None, None]
-        above = _moved(torch.where(turned, above.flip(-1), above), draw, form.shape[1], form.shape[2])
+        above = _shifted(torch.where(turned, above.flip(-1), above), draw, form.shape[1], form.shape[2])
         images.append(SHARE**0.5 * under + (1 - SHARE) ** 0.5 * above)
         targets.append(torch.from_numpy(classes))
     stacked = torch.cat(images)
     return (stacked - stacked.mean()) / stacked.std(), torch.cat(targets)
 
 
-def _moved(images: Tensor, draw: np.random.Generator, down: int, across: int) -> Tensor:
+def _shifted(images: Tensor, draw: np.random.Generator, down: int, across: int) -> Tensor:
     """Return each image shifted by up to so many pixels either way, what leaves at one end coming in at the other."""
     count, _, height, width = images.shape
     up, left = (torch.from_numpy(draw.integers(-most, most + 1, size=count)) for most in (down, across))

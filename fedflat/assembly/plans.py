@@ -67,17 +67,17 @@ def _check_options(name: str, options: Mapping[str, Any], factory: Factory) -> N
     for key in options:
         allowed = f"for {name}: {', '.join(keys) or 'no key'}"
         require(key in keys, f"algorithm.{key}", key, allowed, hint=nearest(key, keys))
-    for one in keys.values():
-        named = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        if named and one.default is one.empty and one.name not in options:
-            raise wrong(f"algorithm.{one.name}", "nothing", f"a value: {name} needs it and has no default")
-        value = options.get(one.name, one.default)
+    for parameter in keys.values():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and parameter.name not in options:
+            raise wrong(f"algorithm.{parameter.name}", "nothing", f"a value: {name} needs it and has no default")
+        value = options.get(parameter.name, parameter.default)
         # YAML's 1 and 0 would pass as truth values, and mean numbers elsewhere.
-        if isinstance(one.default, bool) and not isinstance(value, bool):
-            raise wrong(f"algorithm.{one.name}", value, "true or false")
+        if isinstance(parameter.default, bool) and not isinstance(value, bool):
+            raise wrong(f"algorithm.{parameter.name}", value, "true or false")
         # fedflat's own methods check their numbers, with the range.
-        if ":" in name and isinstance(one.default, (int, float)) and isinstance(value, str):
-            raise wrong(f"algorithm.{one.name}", value, "a number")
+        if ":" in name and isinstance(parameter.default, (int, float)) and isinstance(value, str):
+            raise wrong(f"algorithm.{parameter.name}", value, "a number")
 
 
 def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | None = None) -> Plan:

@@ -159,8 +159,8 @@ def engine_facts(recipe: Recipe, problem: ModuleProblem, backend: Backend) -> st
     the processor, so that two runs which are not the same bit for bit never share noise.
     """
     asked = recipe.engine.model_dump(mode="json") | {"precision": problem.precision}
-    versions = {name: metadata.version(name).partition("+")[0] for name in ("torch", "numpy")}
-    facts: dict[str, Any] = {"asked": asked, "versions": versions}
+    packages = {name: metadata.version(name).partition("+")[0] for name in ("torch", "numpy")}
+    facts: dict[str, Any] = {"asked": asked, "versions": packages}
     if not is_public(recipe.data.dataset):
         facts["found"] = software(backend, problem)
     return json.dumps(facts, sort_keys=True)

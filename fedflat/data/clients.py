@@ -342,7 +342,7 @@ def _pair(where: str, pair: Any, fractions: bool) -> tuple[torch.Tensor, torch.T
         raise wrong(where, type(pair).__name__, "an (inputs, targets) pair", hint=hint)
     x, y = (_tensor(f"{where} {side}", value) for side, value in zip(("inputs", "targets"), pair))
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
-        raise wrong(where, f"{_rows(x)} inputs and {_rows(y)} targets", "as many targets as inputs")
+        raise wrong(where, f"{_row_count(x)} inputs and {_row_count(y)} targets", "as many targets as inputs")
     require(y.ndim <= 2, f"{where} targets", f"shape {tuple(y.shape)}", "(n,) or (n, T)")
     require(not x.is_complex(), f"{where} inputs", f"dtype {x.dtype}", "floating-point or whole numbers")
     return _finite(f"{where} inputs", x), _targets(f"{where} targets", y, fractions)
@@ -359,7 +359,7 @@ def _targets(where: str, y: torch.Tensor, fractions: bool) -> torch.Tensor:
     outside = (y < 0) if y.ndim == 1 else (y < 0) & (y != IGNORE)
     if bool(outside.any()):
         allowed = "class numbers ≥ 0" + (f", or {IGNORE} for a token that does not count" if y.ndim == 2 else "")
-        raise wrong(f"{where}[{_first(outside)}]", f"label {int(y[outside][0])}", allowed)
+        raise wrong(f"{where}[{_first_row(outside)}]", f"label {int(y[outside][0])}", allowed)
     return y.to(torch.int64)
 
 
@@ -367,11 +367,11 @@ def _finite(where: str, values: torch.Tensor) -> torch.Tensor:
     """As float32 or int64. Raises InputError, naming the row, for a number that is not finite as such."""
     values = values.to(torch.float32 if values.is_floating_point() else torch.int64)
     if not bool(torch.isfinite(values).all()):
-        raise wrong(f"{where}[{_first(~torch.isfinite(values))}]", "a NaN or infinite value", "finite numbers")
+        raise wrong(f"{where}[{_first_row(~torch.isfinite(values))}]", "a NaN or infinite value", "finite numbers")
     return values
 
 
-def _first(mask: torch.Tensor) -> int:
+def _first_row(mask: torch.Tensor) -> int:
     """Return the first row in which anything is true."""
     return int(mask.nonzero()[0, 0])
 
@@ -381,7 +381,7 @@ def first_above(data: FederatedData, classes: int) -> str:
     for i, part in enumerate(data.parts):
         high = data.targets[torch.from_numpy(part)] >= classes
         if bool(high.any()):
-            row = _first(high)
+            row = _first_row(high)
             return f"clients[{i}] targets[{row}] is {int(data.targets[int(part[row])].max())}"
     return f"the data has {data.classes} classes"
 
@@ -393,7 +393,7 @@ def _tensor(where: str, value: Any) -> torch.Tensor:
         raise wrong(where, type(value).__name__, "a tensor or an array of numbers") from None
 
 
-def _rows(value: torch.Tensor) -> str:
+def _row_count(value: torch.Tensor) -> str:
     return str(len(value)) if value.ndim else "a single number instead of"
 
 

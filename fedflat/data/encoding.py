@@ -154,7 +154,7 @@ class Encoding:
         bad = ~np.isfinite(small).all(axis=tuple(range(1, small.ndim)))
         if bad.any():
             row = int(bad.argmax())
-            raise _bad(place, row, name, original[row], "finite numbers (of float32)")
+            raise _fault(place, row, name, original[row], "finite numbers (of float32)")
         return small
 
 
@@ -285,7 +285,7 @@ def _sentences(frame: pd.DataFrame, columns: Sequence[str], place: Place) -> lis
     for name, values in zip(columns, cells):
         for row, value in enumerate(values):
             if not isinstance(value, str):
-                raise _bad(place, row, name, value, "a text")
+                raise _fault(place, row, name, value, "a text")
     return list(zip(*cells))
 
 
@@ -298,7 +298,7 @@ def _codes(column: pd.Series, name: str, listed: tuple[Any, ...], place: Place) 
         try:
             codes[row] = code_of[value]
         except (KeyError, TypeError):
-            raise _bad(place, row, name, value, ", ".join(map(str, listed)), _category_hint(value, listed)) from None
+            raise _fault(place, row, name, value, ", ".join(map(str, listed)), _category_hint(value, listed)) from None
     return codes
 
 
@@ -332,7 +332,7 @@ def _numbers(column: pd.Series, name: str, place: Place, scaled: bool) -> Array:
     if odd:
         # A file's column is text as soon as one cell is: that cell is named, not the numbers beside it.
         row = next((row for row in odd if not is_numeral(values[row])), odd[0])
-        raise _bad(place, row, name, values[row], NUMBERS, number_hint(values[row], name, values))
+        raise _fault(place, row, name, values[row], NUMBERS, number_hint(values[row], name, values))
     integral = all(isinstance(value, numbers.Integral) for value in values)
     with turning(OverflowError, wrong(f"column {name}", "a whole number beyond 64 bits", NUMBERS)):
         return np.array(values, dtype=np.int64 if integral and values else np.float64)
@@ -370,7 +370,7 @@ def _lists(values: list[Any], name: str, place: Place, scaled: bool) -> Array:
         except (TypeError, ValueError, RuntimeError):
             array = np.empty(0, dtype=object)
         if array.dtype.kind not in "biuf" or array.ndim == 0:
-            raise _bad(place, row, name, value, "a list of numbers, as in the other rows")
+            raise _fault(place, row, name, value, "a list of numbers, as in the other rows")
         if rows and array.shape != rows[0].shape:
             allowed = f"a list of shape {rows[0].shape}, as in {place(0)}"
             raise wrong(f"{place(row)}, column {name}", f"shape {array.shape}", allowed)
@@ -407,7 +407,7 @@ def is_numeral(value: Any) -> bool:
     return isinstance(value, str) and bool(re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", value))
 
 
-def _bad(place: Place, row: int, column: str, value: Any, allowed: str, hint: str = "") -> InputError:
+def _fault(place: Place, row: int, column: str, value: Any, allowed: str, hint: str = "") -> InputError:
     """Return the error that names a cell and shows the beginning of its value."""
     text = repr(value.item() if isinstance(value, np.generic) else value)
     if _missing(value) or (isinstance(value, str) and not value):

@@ -50,16 +50,16 @@ def _chunk(shape: tuple[int, int, int], draw: np.random.Generator) -> Tensor:
     side = max(height, width)
     rows = torch.arange(height, dtype=torch.float32)[None, :, None]
     columns = torch.arange(width, dtype=torch.float32)[None, None, :]
-    base = _of(draw.uniform(0, 1, (CHUNK, 1)) + draw.normal(0, 0.15, (CHUNK, channels)))
+    base = _tensor(draw.uniform(0, 1, (CHUNK, 1)) + draw.normal(0, 0.15, (CHUNK, channels)))
     images = base[:, :, None, None].expand(-1, -1, height, width).clone()
     for _ in range(LEAVES):
         across, along, inside = _leaf(draw, rows, columns, side)
         # luminance varies more than colour does, and a third of the leaves are shaded
-        colour = base + _of(draw.normal(0, 0.25, (CHUNK, 1)) + draw.normal(0, 0.08, (CHUNK, channels)))
-        slope = _of(draw.normal(0, 0.3, (CHUNK, 2)) * (draw.random((CHUNK, 1)) < 1 / 3)) / side
+        colour = base + _tensor(draw.normal(0, 0.25, (CHUNK, 1)) + draw.normal(0, 0.08, (CHUNK, channels)))
+        slope = _tensor(draw.normal(0, 0.3, (CHUNK, 2)) * (draw.random((CHUNK, 1)) < 1 / 3)) / side
         shading = slope[:, 0, None, None] * across + slope[:, 1, None, None] * along
         images = torch.where(inside[:, None], colour[:, :, None, None] + shading[:, None], images)
-    strength = _of(draw.random((CHUNK, 1, 1)) ** 2 * 0.15)
+    strength = _tensor(draw.random((CHUNK, 1, 1)) ** 2 * 0.15)
     return (images + (strength * _texture(draw, height, width))[:, None]).clamp(0, 1)
 
 
@@ -70,7 +70,7 @@ def _leaf(draw: np.random.Generator, rows: Tensor, columns: Tensor, side: int) -
     flat, angle = draw.uniform(0.2, 1.0, CHUNK), draw.uniform(0, math.pi, CHUNK)
     y, x = draw.uniform(-0.2 * side, 1.2 * side, (2, CHUNK))
     numbers = (np.cos(angle), np.sin(angle), y, x, radius, flat)
-    cos, sin, up, right, long, thin = (_of(values)[:, None, None] for values in numbers)
+    cos, sin, up, right, long, thin = (_tensor(values)[:, None, None] for values in numbers)
     across = (columns - right) * cos + (rows - up) * sin
     along = (rows - up) * cos - (columns - right) * sin
     u, v = across.abs() / long, along.abs() / (long * thin)
@@ -84,10 +84,10 @@ def _texture(draw: np.random.Generator, height: int, width: int) -> Tensor:
     frequency[0, 0] = 1 / max(height, width)
     waves = np.fft.rfft2(draw.standard_normal((CHUNK, height, width)))
     noise = np.fft.irfft2(waves / frequency ** draw.uniform(0.5, 1.5, (CHUNK, 1, 1)), s=(height, width))
-    return _of(noise / noise.std(axis=(1, 2), keepdims=True))
+    return _tensor(noise / noise.std(axis=(1, 2), keepdims=True))
 
 
-def _of(values: np.ndarray) -> Tensor:
+def _tensor(values: np.ndarray) -> Tensor:
     return torch.from_numpy(np.asarray(values, dtype=np.float32))
 
 

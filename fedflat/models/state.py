@@ -137,7 +137,7 @@ def _pass(module: nn.Module, batch: Tensor) -> list[Tensor]:
     """Return the output of a forward pass and, where there is a graph, the gradients of its squared sum."""
     trained = [p for p in module.parameters() if p.requires_grad]
     allowed = f"a module that takes a batch of shape {tuple(batch.shape)}"
-    with users_code("model", allowed, "in a training pass", hint=_kinds(module, batch)):
+    with users_code("model", allowed, "in a training pass", hint=_dtype_hint(module, batch)):
         out = module(batch)
         if not (isinstance(out, Tensor) and out.requires_grad and out.is_floating_point()):
             return [out.detach()] if isinstance(out, Tensor) else []
@@ -145,7 +145,7 @@ def _pass(module: nn.Module, batch: Tensor) -> list[Tensor]:
         return [out.detach(), *(g for g in grads if g is not None)]
 
 
-def _kinds(module: nn.Module, batch: Tensor) -> str:
+def _dtype_hint(module: nn.Module, batch: Tensor) -> str:
     """A sentence where numbers of two kinds may be why they do not go together."""
     if not batch.is_floating_point():
         return "Whole numbers are token ids: give measurements as float32."
