@@ -21,7 +21,7 @@ from fedflat.assembly.tasks import check_outputs, try_loss
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import BESIDE_CLIENTS, Recipe
 from fedflat.config.sections import DataSection, NamedSection, Partition
-from fedflat.core.checks import in_range, require, wrong
+from fedflat.core.checks import require, wrong
 from fedflat.core.loss import CROSS_ENTROPY, CustomLoss, Objective
 from fedflat.core.rng import stream
 from fedflat.core.types import Algorithm
@@ -43,28 +43,27 @@ def as_given(
     """Return the recipe without the names of data, model and method that were given in Python instead; twice is as
     once.
     """
-    given: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if model is not None:
-        given["model"] = NamedSection(name=GIVEN)
+        changes["model"] = NamedSection(name=GIVEN)
     if clients is not None or (data is not None and data.name == PAIRS):
         # Whose examples are whose came with the data: no seed has a say in it.
-        kept = {name: getattr(recipe.data, name) for name in BESIDE_CLIENTS}
-        given["data"] = DataSection(dataset=GIVEN, partition=Partition(kind="natural"), **kept)
+        retained = {name: getattr(recipe.data, name) for name in BESIDE_CLIENTS}
+        changes["data"] = DataSection(dataset=GIVEN, partition=Partition(kind="natural"), **retained)
     if algorithm is not None:
-        options = {} if isinstance(algorithm, Algorithm) else recipe.algorithm.options
-        options = {**options, "source": GIVEN}
-        given["algorithm"] = NamedSection(name=algorithm_of(recipe, algorithm).name, **options)
+        options = ({} if isinstance(algorithm, Algorithm) else recipe.algorithm.options) | {"source": GIVEN}
+        changes["algorithm"] = NamedSection(name=algorithm_of(recipe, algorithm).name, **options)
     if loss is not None:
-        given["loss"] = GIVEN
-    return recipe.model_copy(update=given)
+        changes["loss"] = GIVEN
+    return recipe.model_copy(update=changes)
 
 
 def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> FederatedData:
     """Return the federation: clients given in Python, or the recipe's data section."""
     if clients is not None:
-        given = _given(clients, test, recipe.task != "classification")
-        parts, held = hold_back(given.parts, recipe.data.client_test_fraction, recipe.seed)
-        return replace(given, parts=parts, held_back=held)
+        data = _clients(clients, test, recipe.task != "classification")
+        parts, held = hold_back(data.parts, recipe.data.client_test_fraction, recipe.seed)
+        return replace(data, parts=parts, held_back=held)
     require(test is None, "test", "a test set without clients", "clients=[(inputs, targets), …] as well, or neither")
     require(recipe.data.dataset != GIVEN, "data.dataset", f"{GIVEN}: the run's folder does not hold the data", NOT_HELD)
     if is_proxy(recipe.data.dataset):
@@ -74,32 +73,32 @@ def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> FederatedData
     return load(recipe.data, recipe.seed)
 
 
-def _given(clients: Clients, test: Any, fractions: bool) -> FederatedData:
+def _clients(clients: Clients, test: Any, fractions: bool) -> FederatedData:
     """Return the pairs, a dict by user, or what ``fedflat.clients`` made of something else."""
     if isinstance(clients, Mapping):
         return own_clients(clients, test=test)
     if not isinstance(clients, FederatedData):
         return from_pairs(clients, test, fractions=fractions)
-    return clients if test is None else with_test(clients, test)
+    return with_test(clients, test)
 
 
 def module_of(
-    recipe: Recipe, given: nn.Module | None, data: FederatedData, objective: Objective = CROSS_ENTROPY
+    recipe: Recipe, model: nn.Module | None, data: FederatedData, objective: Objective = CROSS_ENTROPY
 ) -> tuple[nn.Module, bool, int]:
     """Return a module of its own for this run, checked to hold nothing that would leave unclipped; whether its training
     draws from torch's generator; and how many classes there are, of a module that is given as many as it puts out.
     """
     from fedflat.models import OURS, build, refuse_unclipped_state
 
-    if given is not None:
-        if not isinstance(given, nn.Module):
-            kind = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
-            hint = "Net() is one, and Net is not; a model's name stands in the recipe."
-            raise wrong("model", kind, "a torch.nn.Module", hint=hint)
-        module = given
+    if isinstance(model, nn.Module):
+        module = model
+    elif model is not None:
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        hint = "Net() is one, and Net is not; a model's name stands in the recipe."
+        raise wrong("model", kind, "a torch.nn.Module", hint=hint)
+    elif recipe.model.name == GIVEN:
+        raise wrong("model.name", f"{GIVEN}: the run's folder does not hold the module", NOT_HELD)
     else:
-        if recipe.model.name == GIVEN:
-            raise wrong("model.name", f"{GIVEN}: the run's folder does not hold the module", NOT_HELD)
         preparation = None if data.preparation is None else data.preparation.record()
         options = options_for(recipe, data.vocabulary, data.padding, preparation)
         module = build(recipe.model.name, data.input_shape, data.classes, recipe.seed, **options)
@@ -108,16 +107,16 @@ def module_of(
     if not example.is_floating_point() and data.inputs.numel():  # the range of token ids
         example.view(-1)[0] = 0 if data.vocabulary else int(data.inputs.min())
         example.view(-1)[-1] = data.vocabulary - 1 if data.vocabulary else int(data.inputs.max())
-    if given is not None or ":" in recipe.model.name:
+    if model is not None or ":" in recipe.model.name:
         # The user's own module stays as it was: its weights are w^0 of further runs too.
         module = _copied(module)
         refuse_crashing(module, example)
-    known = given is None and recipe.model.name in OURS
-    classes, draws = data.classes, refuse_unclipped_state(module, example, known=known)
+    packaged = model is None and recipe.model.name in OURS
+    classes, draws = data.classes, refuse_unclipped_state(module, example, packaged=packaged)
     # A module built for the data fits them; one that was given may have other outputs.
-    if given is not None or ":" in recipe.model.name or data.name == PAIRS:  # the others are made for the data
-        found = check_outputs(module, example, data, objective)
-        classes = classes if data.stated else found
+    if model is not None or ":" in recipe.model.name or data.name == PAIRS:  # the others are made for the data
+        outputs = check_outputs(module, example, data, objective)
+        classes = classes if data.stated else outputs
     try_loss(objective, module, example, data)
     return module, draws, classes
 
@@ -184,8 +183,8 @@ def form_of(dataset: str) -> Form:
     Raises:
         InputError: it is none of a random process.
     """
-    found = re.fullmatch(r"random-process/([13])x(\d+)x(\d+)/(\d+)/(\d+)\+(\d+)", dataset)
-    numbers = [int(part) for part in found.groups()] if found else [0]
+    match = re.fullmatch(r"random-process/([13])x(\d+)x(\d+)/(\d+)/(\d+)\+(\d+)", dataset)
+    numbers = [int(part) for part in match.groups()] if match else [0]
     if min(numbers) < 1:
         raise wrong("data.dataset", dataset, f"a form such as {PREFIX}1x28x28/10/60000+10000, 1 or 3 channels")
     channels, height, width, classes, train, test = numbers
@@ -202,14 +201,14 @@ def on_proxy(recipe: Recipe, data: FederatedData) -> Recipe:
     """
     shape = data.input_shape
     if len(shape) != 3 or shape[0] not in (1, 3) or not data.inputs.is_floating_point() or data.targets.dim() != 1:
-        found = f"inputs of shape {'×'.join(map(str, shape))}"
-        raise wrong("--on proxy", found, "images with 1 or 3 channels", hint="Other data have no random process here.")
+        inputs = f"inputs of shape {'×'.join(map(str, shape))}"
+        raise wrong("--on proxy", inputs, "images with 1 or 3 channels", hint="Other data have no random process here.")
     # How many examples somebody has is private, so the process takes a stated number.
-    each = public_examples(recipe, data)
-    if each is None:
+    per_client = public_examples(recipe, data)
+    if per_client is None:
         allowed = "data.examples_per_client or data.max_per_client, public numbers"
         raise wrong("--on proxy", "clients of one's own", allowed, hint=THEIRS)
-    train = each * data.clients
+    train = per_client * data.clients
     held = round(train / (1 - recipe.data.client_test_fraction))
     tested = len(data.test_targets) if data.test_targets is not None else max(1, train // 5)
     section = DataSection(
@@ -239,8 +238,7 @@ def federation(options: DataSection, seed: int) -> FederatedData:
     parts = partition(targets[: form.train].numpy(), spec, options.clients, seed)
     if options.max_per_client is not None:
         parts = bounded(parts, options.max_per_client, seed)
-    share = in_range("data.client_test_fraction", options.client_test_fraction, 0.0, 1.0, open_high=True)
-    parts, held = hold_back(parts, share, seed)
+    parts, held = hold_back(parts, options.client_test_fraction, seed)
     return FederatedData(
         inputs=images[: form.train], targets=targets[: form.train], parts=parts, held_back=held,
         test_inputs=images[form.train :], test_targets=targets[form.train :], classes=form.classes,
@@ -259,24 +257,19 @@ def examples(form: Form, count: int) -> tuple[Tensor, Tensor]:
         under = stand_for[torch.from_numpy(classes * MODES + draw.integers(MODES, size=size))]
         above = over[torch.from_numpy(draw.integers(len(over), size=size))]
         near = max(form.shape[1:]) // 14
-        mixed = SHARE**0.5 * _moved(under, draw, near, near) + (1 - SHARE) ** 0.5 * _moved(
-            _turned(above, draw), draw, form.shape[1], form.shape[2]
-        )
-        images.append(mixed)
+        under = _shifted(under, draw, near, near)
+        turned = torch.from_numpy(draw.random(size) < 0.5)[:, None, None, None]
+        above = _shifted(torch.where(turned, above.flip(-1), above), draw, form.shape[1], form.shape[2])
+        images.append(SHARE**0.5 * under + (1 - SHARE) ** 0.5 * above)
         targets.append(torch.from_numpy(classes))
-    whole = torch.cat(images)
-    return (whole - whole.mean()) / whole.std(), torch.cat(targets)
+    stacked = torch.cat(images)
+    return (stacked - stacked.mean()) / stacked.std(), torch.cat(targets)
 
 
-def _moved(images: Tensor, draw: np.random.Generator, down: int, across: int) -> Tensor:
+def _shifted(images: Tensor, draw: np.random.Generator, down: int, across: int) -> Tensor:
     """Return each image shifted by up to so many pixels either way, what leaves at one end coming in at the other."""
     count, _, height, width = images.shape
     up, left = (torch.from_numpy(draw.integers(-most, most + 1, size=count)) for most in (down, across))
     rows = (torch.arange(height)[None] + up[:, None]) % height
     columns = (torch.arange(width)[None] + left[:, None]) % width
     return images[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-
-
-def _turned(images: Tensor, draw: np.random.Generator) -> Tensor:
-    """Return each image, or its mirror image."""
-    return torch.where(torch.from_numpy(draw.random(len(images)) < 0.5)[:, None, None, None], images.flip(-1), images)

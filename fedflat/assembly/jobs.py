@@ -59,11 +59,11 @@ def prepare(
     """
     # From here on the recipe says `given` wherever Python gave something, so no name can mislead.
     recipe = as_given(recipe, model, clients, data, algorithm, loss)
-    made = replace(_ingredients(recipe, model, clients, test, algorithm, data, loss), features=features)
-    wanted = metrics_of(metrics, recipe, made.data)
-    if recipe.evaluation.keep != "last" and made.data.test_inputs is None:
+    ingredients = replace(_ingredients(recipe, model, clients, test, algorithm, data, loss), features=features)
+    wanted = metrics_of(metrics, recipe, ingredients.data)
+    if recipe.evaluation.keep != "last" and ingredients.data.test_inputs is None:
         raise wrong("evaluation.keep", recipe.evaluation.keep, "last where there are no public test data")
-    job = _placed(recipe, made)
+    job = _placed(recipe, ingredients)
     job.metrics = wanted
     tests, targets = job.data.test_inputs, job.data.test_targets
     if job.metrics and tests is not None and targets is not None:
@@ -72,15 +72,15 @@ def prepare(
     return job
 
 
-def _placed(recipe: Recipe, made: "_Ingredients") -> Job:
+def _placed(recipe: Recipe, ingredients: "_Ingredients") -> Job:
     """Return the job on the device that the recipe asks for."""
     engine = recipe.engine
-    form = made.module, made.layout, made.data, made.precision, made.objective
+    form = ingredients.module, ingredients.layout, ingredients.data, ingredients.precision, ingredients.objective
     device = device_for(engine.device, engine.backend, *form)
     if engine.device != "auto" or device.type == "cpu":
-        return _job(recipe, made, device)
+        return _job(recipe, ingredients, device)
     try:
-        return _job(recipe, replace(made, module=copy.deepcopy(made.module)), device)
+        return _job(recipe, replace(ingredients, module=copy.deepcopy(ingredients.module)), device)
     # What fits on a device follows from clients' data, so it may not choose where a run computes.
     except RunError:  # such as data that are too large for it: nothing is chosen by what clients hold
         raise
@@ -88,13 +88,13 @@ def _placed(recipe: Recipe, made: "_Ingredients") -> Job:
         warnings.warn(f"engine.device: going on with the processor: {str(error).splitlines()[0]}", stacklevel=2)
     with contextlib.suppress(RuntimeError):  # an error of the GPU may stay
         torch.cuda.empty_cache()
-    return _job(recipe, made, CPU)
+    return _job(recipe, ingredients, CPU)
 
 
 @dataclass(frozen=True)
 class _Ingredients:
     """What a job is made of, wherever it then computes. queries: what votes are about; public: Fed-SMP's own data.
-    given: the method and the module where they are the user's own code. random: whether training draws random numbers.
+    user_code: method, module and loss where they are the user's own. random: whether training draws random numbers.
     """
 
     method: Algorithm
@@ -106,7 +106,7 @@ class _Ingredients:
     precision: str
     random: bool
     objective: Objective
-    given: tuple[Any, ...]
+    user_code: tuple[Any, ...]
     features: bool = True
 
     @functools.cached_property
@@ -129,60 +129,59 @@ def _ingredients(
     # where the data say that their clients are others.
     if asked is not None and asked <= 100_000 and not (recipe.data.natural and cohort > asked):
         plan_of(recipe, method, asked)
-    data, given = data_of(recipe, clients, test) if data is None else data, clients is not None
+    data, in_python = data_of(recipe, clients, test) if data is None else data, clients is not None
     records.check(recipe)  # after a data set that is not there has been named
     data = suited(data, recipe.task)
-    data, queries, public = _apart(recipe, method, data, given)
+    data, queries, public = _apart(recipe, method, data, in_python)
     data = with_public_classes(recipe, data, method.private, named=model is None and is_sized(recipe.model.name))
     module, random, classes = module_of(recipe, model, data, objective)
     data = replace(data, classes=classes)
     if method.zero_head:
         zero(module, last_linear(module))
     precision = "bf16" if recipe.engine.precision == "bf16" else "fp32"
-    own: tuple[Any, ...] = (method,) if algorithm is not None or ":" in recipe.algorithm.name else ()
-    own += (module,) if model is not None or ":" in recipe.model.name else ()
-    own += (objective.own,) if objective.own is not None else ()
+    user_code: tuple[Any, ...] = (method,) if algorithm is not None or ":" in recipe.algorithm.name else ()
+    user_code += (module,) if model is not None or ":" in recipe.model.name else ()
+    user_code += (objective.own,) if objective.own is not None else ()
     layout = layout_of(module, method.head)
     zeros = data.inputs.new_zeros(2, *data.inputs.shape[1:])  # a server may hold no rows
     check_bias(method, module, layout, zeros, data.targets)
     adjusted = recipe.loss == SQUARED and any(isinstance(phase.rule, LabelPrior) for phase in method.phases)
     require(not adjusted, "loss", f"{SQUARED} with {method.name}", "cross-entropy, whose logits it adjusts")
     random = random or objective.own is not None
-    return _Ingredients(method, data, queries, public, module, layout, precision, random, objective, own)
+    return _Ingredients(method, data, queries, public, module, layout, precision, random, objective, user_code)
 
 
 def _apart(
-    recipe: Recipe, method: Algorithm, data: FederatedData, given: bool
+    recipe: Recipe, method: Algorithm, data: FederatedData, in_python: bool
 ) -> tuple[FederatedData, torch.Tensor | None, FederatedData | None]:
     """Return the federation without what the method takes for public, the queries of votes, and a mask's examples."""
-    own, source = given or not plans.is_public(recipe.data.dataset), method.options.get("public")
+    own, source = in_python or not plans.is_public(recipe.data.dataset), method.options.get("public")
     if method.kind == "votes":
-        return *votes.split(recipe, method, data, given, own=own), None
+        return *votes.split(recipe, method, data, in_python, own=own), None
     if method.kind != "update" or not source:
         return data, None, None
-    data, public = public_training(data, str(source), recipe.seed, None if given else recipe.data.dataset, own=own)
+    data, public = public_training(data, str(source), recipe.seed, None if in_python else recipe.data.dataset, own=own)
     return data, None, public
 
 
-def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
+def _job(recipe: Recipe, ingredients: _Ingredients, device: torch.device) -> Job:
     """Return the job on a device, to which the module is moved."""
     # The identity and a federation's app need the weights as they were before any device touched them.
-    pristine = copy.deepcopy(made.module).cpu()
-    module, layout, precision = made.module.to(device), made.layout, made.precision
+    pristine = copy.deepcopy(ingredients.module).cpu()
+    module, layout, precision = ingredients.module.to(device), ingredients.layout, ingredients.precision
     untouched = StateWatch(module)
-    data = _resident(made.data, module, device, precision, made.features)
-    if any(part is made.module for part in made.given):
+    data = _resident(ingredients.data, module, device, precision, ingredients.features)
+    if any(part is ingredients.module for part in ingredients.user_code):
         data = place.in_bearable_layout(module, data)
-    parts, threshold = _parts(recipe, made.method, data, layout)
+    parts, threshold = _parts(recipe, ingredients.method, data, layout)
     # Tried on made-up vectors, so that a fault shows before anybody's data are trained on.
-    random = try_pieces(parts.algorithm, layout) or made.random
-    onednn = made.objective.cross_entropy and place.serves(module, layout, precision, data.inputs)
-    kept = settled(recipe, parts, data.clients, pristine)
+    random = try_pieces(parts.algorithm, layout) or ingredients.random
+    onednn = ingredients.objective.cross_entropy and place.serves(module, layout, precision, data.inputs)
     # Bits of a module on a GPU are another machine's; the identity must not follow them.
-    given = [pristine if part is made.module else part for part in made.given]  # the same on every device
-    what = replace(identity(kept, made.digest, pristine, layout, given), noise=noising.mixed_by(parts.plan))
+    code = [pristine if part is ingredients.module else part for part in ingredients.user_code]
+    run = identity(settled(recipe, parts, data.clients, pristine), ingredients.digest, pristine, layout, code)
     refuse_change(untouched, everything=True)  # features were computed on it
-    objective = made.objective
+    objective = ingredients.objective
     if isinstance(objective.own, nn.Module):
         objective = replace(objective, own=copy.deepcopy(objective.own).to(device))
     problem = ModuleProblem(
@@ -193,9 +192,9 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
     engine = recipe.engine
     with exact(problem.device):
         backend = backend_for(engine.backend, engine.block, engine.processes, parts, problem, data, recipe.seed)
-        what = replace(what, engine=records.engine_facts(recipe, problem, backend))
+        run = replace(run, noise=noising.mixed_by(parts.plan), engine=records.engine_facts(recipe, problem, backend))
     # Code that cannot be told apart from other code gets fresh noise, whatever the seed says.
-    seeded = records.is_seeded(recipe) and what.method is not None
+    seeded = records.is_seeded(recipe) and run.method is not None
     job = Job(
         parts=parts,
         data=data,
@@ -204,17 +203,17 @@ def _job(recipe: Recipe, made: _Ingredients, device: torch.device) -> Job:
         initial_weights=flatten(module, layout).cpu(),
         threshold=threshold,
         seed=recipe.seed,
-        key=noise_key(recipe.seed, *what.facts) if seeded else fresh_key(),
+        key=noise_key(recipe.seed, *run.facts) if seeded else fresh_key(),
         evaluation=Evaluation(
             **recipe.evaluation.model_dump(include={"every", "personal_every", "batch_size", "keep"}),
             threads=engine.processes or torch.get_num_threads(),
         ),
-        identity=what,
-        made_for=_made_for(made.data, named=recipe.model.name != GIVEN),
+        identity=run,
+        made_for=_made_for(ingredients.data, named=recipe.model.name != GIVEN),
     )
-    if made.public is not None:
-        job.public_update = _public_update(job, _resident(made.public, module, device, precision))
-    return job if made.queries is None else votes.with_votes(job, made.queries)
+    if ingredients.public is not None:
+        job.public_update = _public_update(job, _resident(ingredients.public, module, device, precision))
+    return job if ingredients.queries is None else votes.with_votes(job, ingredients.queries)
 
 
 def _made_for(data: FederatedData, *, named: bool) -> dict[str, Any]:
@@ -224,10 +223,10 @@ def _made_for(data: FederatedData, *, named: bool) -> dict[str, Any]:
     that number may follow from clients' targets, and is left out.
     """
     dtype = str(data.inputs.dtype).removeprefix("torch.")
-    found: dict[str, Any] = {"input_shape": list(data.input_shape), "dtype": dtype}
+    facts: dict[str, Any] = {"input_shape": list(data.input_shape), "dtype": dtype}
     if named:
-        found |= {"classes": data.classes, "vocabulary": data.vocabulary, "padding": data.padding}
-    return found if data.preparation is None else {**found, "preparation": data.preparation.record()}
+        facts |= {"classes": data.classes, "vocabulary": data.vocabulary, "padding": data.padding}
+    return facts if data.preparation is None else {**facts, "preparation": data.preparation.record()}
 
 
 def _parts(recipe: Recipe, method: Algorithm, data: FederatedData, layout: Layout) -> tuple[RoundParts, float]:
@@ -256,10 +255,10 @@ def _resident(
 def _public_update(job: Job, public: FederatedData) -> Callable[[RoundState], torch.Tensor]:
     """w^t -> the update ``(d,)`` of the local loop on public data: what Fed-SMP's top_k mask is taken from."""
     parts = job.parts
-    alone = Sequential(Algorithm("public data"), job.problem, parts.local, public, job.seed)
+    trainer = Sequential(Algorithm("public data"), job.problem, parts.local, public, job.seed)
 
     def update(state: RoundState) -> torch.Tensor:
         broadcast = Broadcast(state.round, state.shared, math.inf, parts.local.rate(state.round))
-        return alone.one(0, broadcast, state.shared.clone()).message
+        return trainer.one(0, broadcast, state.shared.clone()).message
 
     return update

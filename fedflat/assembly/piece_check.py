@@ -168,8 +168,8 @@ class _Client:
             # One client, another one, the first again: memory of the second would change the third result.
             results, draws = zip(*(_run(call, inputs, vectors * size) for inputs in (one, other, one)))
             if not equal(results[0], results[2]):
-                found = "a piece whose result for a client changes once another client was trained"
-                raise Fault(found, "one that remembers no client")
+                problem = "a piece whose result for a client changes once another client was trained"
+                raise Fault(problem, "one that remembers no client")
         return bool(draws[0])
 
     def _view(self, like: Tensor, generator: np.random.Generator, **only: Any) -> ClientView:
@@ -211,15 +211,15 @@ def _run(call: Call, inputs: list[Tensor], size: int) -> tuple[Tensor, bool]:
     view's.
     """
     with seeded_torch(0, "trial of pieces"):
-        own, fresh = (stream(0, "trial of a view's generator") for _ in range(2))
+        generator, fresh = (stream(0, "trial of a view's generator") for _ in range(2))
         # A draw from a global generator would follow the order of clients, and with it their number.
         before = global_generators()
-        result = call(inputs[0].clone(), inputs[1].clone(), own)
+        result = call(inputs[0].clone(), inputs[1].clone(), generator)
         after = global_generators()
         if before[1:] != after[1:]:
             raise Fault("a draw from a global generator of NumPy or Python", "view.generator, or torch's own generator")
         _check_form(result, (size,))
-    return result, before[0] != after[0] or own.bytes(16) != fresh.bytes(16)
+    return result, before[0] != after[0] or generator.bytes(16) != fresh.bytes(16)
 
 
 def _try_scale(rule: Callable[[Tensor, float], Tensor]) -> None:
@@ -284,8 +284,8 @@ class _Server:
         """Try the steps in turn, and the method's own optimiser behind them."""
         method, form = self.algorithm, self.form
         if method.vectors > 1 and not method.server:
-            found = f"nothing for messages of {method.vectors} vectors"
-            raise wrong("algorithm.server", found, "a step for their mean")
+            problem = f"nothing for messages of {method.vectors} vectors"
+            raise wrong("algorithm.server", problem, "a step for their mean")
         mean = _numbers("a mean", method.vectors * form.shared)
         for index, step in enumerate(method.server):
             with _refusing(f"algorithm.server[{index}]", step, ON_SERVER):
@@ -299,9 +299,9 @@ class _Server:
 
     def _optimize(self, mean: Tensor, slots: dict[str, Tensor]) -> Any:
         """Return one round of the server's optimiser, made anew as in every round."""
-        made: Any = self.algorithm.optimizer
+        factory: Any = self.algorithm.optimizer
         view = MeanView(std=0.1, clip=1.0, divisor=10.0)
-        return made(self.algorithm.server_lr, view)(self.weights.clone(), mean, slots)
+        return factory(self.algorithm.server_lr, view)(self.weights.clone(), mean, slots)
 
     def _twice(self, call: Callable[[Tensor, dict[str, Tensor]], Any], mean: Tensor) -> Tensor:
         """Return what the server makes of a mean and its slots, which change."""

@@ -35,18 +35,18 @@ WEAK = 10
 """The largest ε that Ponomareva et al. (2023, section 5.2) call a reasonable guarantee."""
 
 
-def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Algorithm:
+def algorithm_of(recipe: Recipe, algorithm: Algorithm | Factory | None = None) -> Algorithm:
     """Return the algorithm a recipe names, with its options checked against the factory's signature."""
-    if isinstance(given, Algorithm):
-        return given
+    if isinstance(algorithm, Algorithm):
+        return algorithm
     name, options = recipe.algorithm.name, recipe.algorithm.options
     # `source` is what fedflat wrote into a run's recipe, no option of the method.
     source = options.pop("source", None) if options.get("source") == GIVEN else None
-    if given is not None:
-        if not callable(given):
-            hint = "A method's name stands in the recipe." if isinstance(given, str) else ""
-            raise wrong("algorithm", given, "an Algorithm, or a function that returns one", hint=hint)
-        factory = given
+    if algorithm is not None:
+        if not callable(algorithm):
+            hint = "A method's name stands in the recipe." if isinstance(algorithm, str) else ""
+            raise wrong("algorithm", algorithm, "an Algorithm, or a function that returns one", hint=hint)
+        factory = algorithm
     elif source == GIVEN:
         raise wrong("algorithm.name", f"{name}, {GIVEN}: the run's folder does not hold the method", NOT_HELD)
     elif ":" in name or name.endswith(".py"):
@@ -56,8 +56,8 @@ def algorithm_of(recipe: Recipe, given: Algorithm | Factory | None = None) -> Al
     _check_options(name, options, factory)
     with calling(f"algorithm {name}"):
         method = factory(**options)
-    found = f"{name}, which returned {type(method).__name__}"
-    require(isinstance(method, Algorithm), "algorithm.name", found, "a function that returns Algorithm")
+    returned = f"{name}, which returned {type(method).__name__}"
+    require(isinstance(method, Algorithm), "algorithm.name", returned, "a function that returns Algorithm")
     return method
 
 
@@ -67,17 +67,17 @@ def _check_options(name: str, options: Mapping[str, Any], factory: Factory) -> N
     for key in options:
         allowed = f"for {name}: {', '.join(keys) or 'no key'}"
         require(key in keys, f"algorithm.{key}", key, allowed, hint=nearest(key, keys))
-    for one in keys.values():
-        named = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        if named and one.default is one.empty and one.name not in options:
-            raise wrong(f"algorithm.{one.name}", "nothing", f"a value: {name} needs it and has no default")
-        value = options.get(one.name, one.default)
+    for parameter in keys.values():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and parameter.name not in options:
+            raise wrong(f"algorithm.{parameter.name}", "nothing", f"a value: {name} needs it and has no default")
+        value = options.get(parameter.name, parameter.default)
         # YAML's 1 and 0 would pass as truth values, and mean numbers elsewhere.
-        if isinstance(one.default, bool) and not isinstance(value, bool):
-            raise wrong(f"algorithm.{one.name}", value, "true or false")
+        if isinstance(parameter.default, bool) and not isinstance(value, bool):
+            raise wrong(f"algorithm.{parameter.name}", value, "true or false")
         # fedflat's own methods check their numbers, with the range.
-        if ":" in name and isinstance(one.default, (int, float)) and isinstance(value, str):
-            raise wrong(f"algorithm.{one.name}", value, "a number")
+        if ":" in name and isinstance(parameter.default, (int, float)) and isinstance(value, str):
+            raise wrong(f"algorithm.{parameter.name}", value, "a number")
 
 
 def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | None = None) -> Plan:
@@ -104,11 +104,11 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         selection=Selection(privacy.selection.mean) if privacy.selection else None,
         evaluation=evaluation_of(recipe, method),
     )  # fmt: skip
-    given = privacy.model_dump(include=IDLE_WITHOUT_PRIVACY, exclude_defaults=True)
-    idle = [key for key, value in given.items() if value != "central"]
+    settings = privacy.model_dump(include=IDLE_WITHOUT_PRIVACY, exclude_defaults=True)
+    idle = [key for key, value in settings.items() if value != "central"]
     if idle and not plan.private:
-        said = f"privacy: {', '.join(idle)} without effect, for {method.name} has no privacy."
-        plan = replace(plan, warnings=(*plan.warnings, said))
+        warning = f"privacy: {', '.join(idle)} without effect, for {method.name} has no privacy."
+        plan = replace(plan, warnings=(*plan.warnings, warning))
     plan = noising.with_fixed_numbers(plan)
     if ballot is not None:  # the draws are those of the non-private twin too
         warned = (*plan.warnings, *([votes.UNUSED_CLIP] if recipe.privacy.clip != PrivacySection().clip else []))
@@ -117,8 +117,8 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         plan = replace(plan, budget=privacy.budget if plan.budget is None else min(privacy.budget, plan.budget))
     # By the budget, which a settled recipe has in epsilon's place.
     if plan.budget is not None and (plan.noise_cohort is not None or plan.budget > WEAK):
-        said = SIMULATED if plan.noise_cohort is not None else f"ε of more than {WEAK} is a weak guarantee or none."
-        plan = replace(plan, warnings=(*plan.warnings, said))
+        warning = SIMULATED if plan.noise_cohort is not None else f"ε of more than {WEAK} is a weak guarantee or none."
+        plan = replace(plan, warnings=(*plan.warnings, warning))
     return plan
 
 
@@ -134,7 +134,7 @@ def evaluation_of(recipe: Recipe, method: Algorithm) -> float | None:
     clip = privacy.clipping.kind
     hint = "evaluation.private: true needs it."
     plain = method.private and method.kind == "update"
-    for holds, where, found, allowed in (
+    for holds, where, value, allowed in (
         (plain, "algorithm.name", method.name, "a private method whose clients send updates"),
         (trust == "central", "privacy.trust", trust, "central"),
         (privacy.protocol == "sound", "privacy.protocol", privacy.protocol, "sound"),
@@ -143,7 +143,7 @@ def evaluation_of(recipe: Recipe, method: Algorithm) -> float | None:
         (clip != "adaptive", "privacy.clip", clip, "one constant clip"),
         (recipe.task == "classification", "task", recipe.task, "classification"),
     ):
-        require(holds, where, found, allowed, hint=hint)
+        require(holds, where, value, allowed, hint=hint)
     return recipe.evaluation.share
 
 
@@ -154,8 +154,8 @@ def local_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> Local:
     if momentum is None:
         momentum = MOMENTUM
         if method.name not in ALGORITHMS and local.optimizer == "sgd":
-            found = f"local.momentum: {momentum}, for neither the recipe nor {method.name} says one"
-            warnings.warn(f"{found}; Algorithm(momentum=0.0) if its equations divide by K·η", stacklevel=2)
+            problem = f"local.momentum: {momentum}, for neither the recipe nor {method.name} says one"
+            warnings.warn(f"{problem}; Algorithm(momentum=0.0) if its equations divide by K·η", stacklevel=2)
     reason, free = f"Reason: {method.fixed_momentum}.", not method.fixed_momentum
     if all(phase.steps == 0 for phase in method.phases):
         fields = type(local).model_fields.items()
@@ -228,20 +228,20 @@ def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, fl
     """Return the clip and its first threshold C; non-private twins clip nothing."""
     if not method.private:
         return clipping.whole_vector(math.inf), math.inf
-    given = recipe.privacy.clipping
+    setting = recipe.privacy.clipping
     if method.scale is not None:
-        if given.value is None:
-            raise wrong("privacy.clip", given.kind, f"one number for {method.name}, which scales messages itself")
-        return clipping.MethodScale(method.scale), given.value
-    if given.initial is not None:
-        return clipping.adaptive(given.initial, given.quantile), given.initial
-    if given.values is not None:
-        per_tensor = clipping.per_tensor(given.values, layout.shared * method.vectors)
+        if setting.value is None:
+            raise wrong("privacy.clip", setting.kind, f"one number for {method.name}, which scales messages itself")
+        return clipping.MethodScale(method.scale), setting.value
+    if setting.initial is not None:
+        return clipping.adaptive(setting.initial, setting.quantile), setting.initial
+    if setting.values is not None:
+        per_tensor = clipping.per_tensor(setting.values, layout.shared * method.vectors)
         return per_tensor, per_tensor.threshold
-    if given.value is None:
+    if setting.value is None:
         allowed = "a number > 0, {kind: adaptive, initial: …} or {kind: per-tensor, values: …}"
-        raise wrong("privacy.clip", given.kind, allowed)
-    return clipping.whole_vector(given.value), given.value
+        raise wrong("privacy.clip", setting.kind, allowed)
+    return clipping.whole_vector(setting.value), setting.value
 
 
 def server_of(recipe: Recipe, method: Algorithm) -> ServerSection:
@@ -258,9 +258,9 @@ def server_of(recipe: Recipe, method: Algorithm) -> ServerSection:
     hint = "Its server optimizer reckons with the noise of the sound round."
     require(not shares.applies(recipe, method), "privacy.protocol", "published", f"sound for {method.name}", hint=hint)
     for key in ("optimizer", "momentum", "beta1", "beta2", "tau"):
-        found, default = getattr(server, key), ServerSection.model_fields[key].default
+        value, default = getattr(server, key), ServerSection.model_fields[key].default
         hint = "The method brings its own server optimizer, made for its noise."
-        require(found == default, f"server.{key}", found, f"nothing for {method.name}", hint=hint)
+        require(value == default, f"server.{key}", value, f"nothing for {method.name}", hint=hint)
     return server.model_copy(update={"lr": method.server_lr if server.lr is None else server.lr})
 
 
@@ -270,20 +270,20 @@ def optimizer_of(recipe: Recipe, method: Algorithm) -> Callable[[MeanView], Opti
     if method.optimizer is not None:
         return functools.partial(method.optimizer, server["lr"])
     options = ("momentum",) if server["optimizer"] == "sgd" else ("beta1", "beta2", "tau")
-    made = optimizer(server["optimizer"], **{key: server[key] for key in ("lr", *options)})
-    return lambda view: made
+    step = optimizer(server["optimizer"], **{key: server[key] for key in ("lr", *options)})
+    return lambda view: step
 
 
 def average_of(recipe: Recipe, method: Algorithm) -> Average | None:
     """Return what is released of the server's iterates; None: the last one."""
     server, keep = recipe.server, recipe.evaluation.keep
     beside = method.name if server.average == "none" else "server.average"
-    alone = server.average == "none" and method.head is None and method.kind != "votes"
-    require(keep == "last" or alone, "evaluation.keep", f"{keep} with {beside}", "last")
+    plain = server.average == "none" and method.head is None and method.kind != "votes"
+    require(keep == "last" or plain, "evaluation.keep", f"{keep} with {beside}", "last")
     if server.average == "none":
         return None
-    found = f"{server.average} with privacy.protocol: published"
-    require(not shares.applies(recipe, method), "server.average", found, "none")
+    average = f"{server.average} with privacy.protocol: published"
+    require(not shares.applies(recipe, method), "server.average", average, "none")
     return TailAverage(recipe.rounds) if server.average == "tail" else MovingAverage(server.decay)
 
 

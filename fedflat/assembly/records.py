@@ -40,30 +40,28 @@ LATER: dict[str, dict[str, Any]] = {
 """Keys that recipes did not always have, with what stands for their absence: without them a run is what it was."""
 
 
-def identity(recipe: Mapping[str, Any], data: str, module: nn.Module, layout: Layout, given: Sequence[Any]) -> Identity:
+def identity(recipe: Mapping[str, Any], data: str, module: nn.Module, layout: Layout, code: Sequence[Any]) -> Identity:
     """Return what a run is: its settled recipe, its data, the module's weights and layout before round 0, its method.
 
-    data: a digest of all of it. given: code of the user's own (a method, a module), for which the recipe's names do not
-    stand.
+    data: a digest of all of it. code: the user's own (a method, a module), for which the recipe's names do not stand.
     """
-    kept = {section: values for section, values in recipe.items() if section not in UNCHANGING}
+    facts = {section: values for section, values in recipe.items() if section not in UNCHANGING}
     if recipe["evaluation"].get("private"):  # it takes noise away from the update
-        kept["evaluation"] = {key: recipe["evaluation"][key] for key in ("private", "share")}
+        facts["evaluation"] = {key: recipe["evaluation"][key] for key in ("private", "share")}
     # A key that a recipe did not have yet counts as its default, or all earlier noise would be drawn anew.
     for section, keys in LATER.items():
-        kept[section] = {key: value for key, value in kept[section].items() if key not in keys or value != keys[key]}
+        facts[section] = {key: value for key, value in facts[section].items() if key not in keys or value != keys[key]}
     return Identity(
-        recipe=hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest(),
+        recipe=hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(),
         data=data,
         model=str(identity_of((str(layout), _by_name(module.named_parameters()), _by_name(module.named_buffers())))),
-        method=identity_of(tuple(map(_as_in_02, given))) if given else "",
+        method=identity_of(tuple(map(_as_in_02, code))) if code else "",
     )
 
 
-def _as_in_02(given: Any) -> Any:
+def _as_in_02(part: Any) -> Any:
     """Return a method as 0.2 took its digest: with the momentum that stood for none."""
-    said = not isinstance(given, Algorithm) or given.momentum is not None
-    return given if said else replace(given, momentum=MOMENTUM)
+    return replace(part, momentum=MOMENTUM) if isinstance(part, Algorithm) and part.momentum is None else part
 
 
 def _by_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -124,7 +122,7 @@ def write_frozen(job: Job, folder: Path) -> None:
     """Keep a frozen body beside what is trained on it: another machine may make another one from the same seed."""
     module = job.problem.pristine
     if isinstance(module, Representation):  # in place of one that a start left which was killed
-        write_tensors(folder / FILE, module.body.kept())
+        write_tensors(folder / FILE, module.body.saved())
 
 
 def is_seeded(recipe: Recipe) -> bool:
@@ -145,8 +143,8 @@ def check(recipe: Recipe) -> None:
         "benchmark beside privacy.randomness: secret": privacy.benchmark and not is_seeded(recipe),
         "budget above privacy.epsilon": (privacy.budget or 0.0) > (privacy.epsilon or math.inf),
     }
-    for found in (found for found, holds in idle.items() if holds):
-        warnings.warn(f"privacy.{found}: without effect", stacklevel=2)
+    for key in (key for key, holds in idle.items() if holds):
+        warnings.warn(f"privacy.{key}: without effect", stacklevel=2)
     if is_seeded(recipe) and not privacy.benchmark and not is_public(recipe.data.dataset):
         hint = "Seeded noise can be drawn again, so it protects nobody; privacy.benchmark: true allows it to measure."
         raise wrong("privacy.randomness", "seeded with clients of one's own", "secret", hint=hint)
@@ -161,8 +159,8 @@ def engine_facts(recipe: Recipe, problem: ModuleProblem, backend: Backend) -> st
     the processor, so that two runs which are not the same bit for bit never share noise.
     """
     asked = recipe.engine.model_dump(mode="json") | {"precision": problem.precision}
-    versions = {name: metadata.version(name).partition("+")[0] for name in ("torch", "numpy")}
-    facts: dict[str, Any] = {"asked": asked, "versions": versions}
+    packages = {name: metadata.version(name).partition("+")[0] for name in ("torch", "numpy")}
+    facts: dict[str, Any] = {"asked": asked, "versions": packages}
     if not is_public(recipe.data.dataset):
         facts["found"] = software(backend, problem)
     return json.dumps(facts, sort_keys=True)

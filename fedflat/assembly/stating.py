@@ -107,20 +107,20 @@ def own_method(recipe: Recipe) -> bool:
 
 def prior_of(recipe: Recipe, module: nn.Module | None) -> str:
     """Return what shaped the weights before any client's data did: a key of ``privacy.statement.PRIORS``, and which."""
-    own = recipe.model.name == GIVEN or ":" in recipe.model.name
-    said = {**vars(type(module)), **vars(module)} if own and module is not None else {}  # never what it inherits
-    found = said.get("prior", "unknown") if own else getattr(module, "prior", "none")
-    return found if str(found).partition(": ")[0] in PRIORS else "unknown"
+    by_user = recipe.model.name == GIVEN or ":" in recipe.model.name
+    members = {**vars(type(module)), **vars(module)} if by_user and module is not None else {}  # never what it inherits
+    prior = members.get("prior", "unknown") if by_user else getattr(module, "prior", "none")
+    return prior if str(prior).partition(": ")[0] in PRIORS else "unknown"
 
 
 def held_out(method: Algorithm, dataset: str, loaded: str) -> bool:
     """Return whether the examples a method takes for public were clients' own (``data.public``): held out of their
     data.
     """
-    source, given = method.options.get("public"), loaded == PAIRS
-    if source is None and method.kind == "votes" and not given and is_public(dataset):
+    source, in_python = method.options.get("public"), loaded == PAIRS
+    if source is None and method.kind == "votes" and not in_python and is_public(dataset):
         source = HELD_OUT
-    return source == HELD_OUT or (source is not None and source == dataset and not given)
+    return source == HELD_OUT or (source is not None and source == dataset and not in_python)
 
 
 def state_privacy(recipe: Recipe, job: Job, outcome: Outcome, *, deployment: bool = False) -> dict[str, Any]:
@@ -135,8 +135,8 @@ def state_privacy(recipe: Recipe, job: Job, outcome: Outcome, *, deployment: boo
 
 def tested(metrics: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether figures on public test data were released."""
-    found = [value for row in metrics for name, value in row.items() if name.startswith("test_")]
-    return any(isinstance(value, (int, float)) and math.isfinite(value) for value in found)  # others are null in a file
+    tests = [value for row in metrics for name, value in row.items() if name.startswith("test_")]
+    return any(isinstance(value, (int, float)) and math.isfinite(value) for value in tests)  # others are null in a file
 
 
 def plan_again(recipe: Recipe, terms: Terms) -> Plan:
@@ -154,8 +154,8 @@ def restated(
         InputError: the recipe is no settled one. RunError: this machine makes another factorisation of the noise.
     """
     plan = plan_again(recipe, terms)
-    own = plan.mechanism
-    if isinstance(own, ScheduledPlan) and entries and entries[0].get("factor", own.factor.digest) != own.factor.digest:
+    digest = plan.mechanism.factor.digest if isinstance(plan.mechanism, ScheduledPlan) else None
+    if digest is not None and entries and entries[0].get("factor", digest) != digest:
         raise RunError("the noise's factorisation comes out otherwise on this machine, and with it the sentences on it")
     base = {key: value for key, value in content.items() if key != "versions"}
     if isinstance(base.get("model"), Mapping) and recipe.model.name == GIVEN:
@@ -175,20 +175,20 @@ def stated(
         facts.pop(name, None)
     facts |= noising.facts(recipe, plan)
     charged = rounds_charged(rounds, entries)
-    said: list[str] = []
+    warnings: list[str] = []
     if terms.deployment:
-        more, said = _of_deployment(plan, rounds, entries)
+        more, warnings = _of_deployment(plan, rounds, entries)
         facts |= more
     asked = plan.mechanism.stated(plan, charged) if isinstance(plan.mechanism, Published) else {}
-    found = statement(
+    record = statement(
         plan, rounds_run=rounds, algorithm=terms.method.name, facts=facts, key_source=key_source(recipe, terms),
-        entries=entries, warnings=said, **asked,
+        entries=entries, warnings=warnings, **asked,
     )  # fmt: skip
     if not terms.deployment:
         last = min(plan.rounds, plan.rounds_within_budget(plan.again(entries)))
-        found["reasons"] += interrupted(plan, found["rounds_charged"], last)
-    found["warnings"] += [SEEN] if seen else []
-    return found
+        record["reasons"] += interrupted(plan, record["rounds_charged"], last)
+    record["warnings"] += [SEEN] if seen else []
+    return record
 
 
 def key_source(recipe: Recipe, terms: Terms) -> Any:
@@ -199,7 +199,7 @@ def key_source(recipe: Recipe, terms: Terms) -> Any:
 def _facts(recipe: Recipe, terms: Terms, tested: bool) -> dict[str, Any]:
     """Return the public facts that the statement puts into sentences of its own."""
     method = terms.method
-    found = {
+    facts = {
         "clip": recipe.privacy.model_dump(exclude_none=True)["clip"] if method.private else None,
         "secure": recipe.privacy.secure_rng, "own_clients": not is_public(recipe.data.dataset),
         "personal": method.head is not None, "finetuned": method.finetune is not None, "public_data": tested,
@@ -211,18 +211,18 @@ def _facts(recipe: Recipe, terms: Terms, tested: bool) -> dict[str, Any]:
         "left_out": terms.left_out,
         "uncompared": terms.uncompared,
     }
-    return found | {name: value for name, value in rare.items() if value}
+    return facts | {name: value for name, value in rare.items() if value}
 
 
 def _of_deployment(plan: Plan, rounds: int, entries: Entries) -> tuple[dict[str, Any], list[str]]:
     """Return what a deployment's statement says besides, and its warning: what real check-ins mean for the sampling."""
-    known = cohort_known_epsilon(plan, rounds, entries)
-    chosen = cohort_chosen_epsilon(plan, rounds, entries)
+    cohort_known = cohort_known_epsilon(plan, rounds, entries)
+    cohort_chosen = cohort_chosen_epsilon(plan, rounds, entries)
     check_ins = TEXTS["check_ins"]["public" if plan.sampler.name == "min-separation" else "secret"]
-    facts = {"simulation": False, "deployment": True, "check_ins": check_ins, "epsilon_cohort_known": known}
-    facts["epsilon_cohort_chosen"] = chosen if math.isfinite(chosen or 0.0) else None
-    said = [("known", known), ("chosen", chosen)]
-    parts = [TEXTS["towards"][who].format(epsilon=e, delta=plan.delta) for who, e in said if e is not None]
+    facts = {"simulation": False, "deployment": True, "check_ins": check_ins, "epsilon_cohort_known": cohort_known}
+    facts["epsilon_cohort_chosen"] = cohort_chosen if math.isfinite(cohort_chosen or 0.0) else None
+    figures = [("known", cohort_known), ("chosen", cohort_chosen)]
+    parts = [TEXTS["towards"][who].format(epsilon=e, delta=plan.delta) for who, e in figures if e is not None]
     return facts, [" ".join([check_ins, *parts])] if plan.private else []
 
 
@@ -231,9 +231,9 @@ def cohort_known_epsilon(plan: Plan, rounds: int, entries: Entries) -> float | N
 
     None where the plan's own figure holds towards them already (local, distributed), or nothing is proven.
     """
-    own = plan.standing(entries).mechanism
-    if isinstance(own, ScheduledPlan) and own.chance is not None and plan.event_multiplier > 0:
-        return own.known_epsilon(plan, plan.rounds)
+    mechanism = plan.standing(entries).mechanism
+    if isinstance(mechanism, ScheduledPlan) and mechanism.chance is not None and plan.event_multiplier > 0:
+        return mechanism.known_epsilon(plan, plan.rounds)
     if not plan.private or plan.event_multiplier == 0 or plan.trust != "central" or plan.mechanism is not None:
         return None
     charged = rounds_charged(rounds, entries)

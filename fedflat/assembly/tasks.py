@@ -43,17 +43,17 @@ def objective_of(recipe: Recipe, loss: CustomLoss | None) -> Objective:
     if loss is None and recipe.loss == SQUARED:
         one_of(f"task with loss: {SQUARED}", recipe.task, ["classification"])
         return Objective(recipe.task, squared_by_class)
-    own = imported("loss", recipe.loss) if loss is None and recipe.loss is not None else loss
-    if own is not None and not callable(own):
-        raise wrong("loss", type(own).__name__, "a function (outputs, targets) -> loss of each example (b,)")
-    return Objective(recipe.task, own)
+    custom = imported("loss", recipe.loss) if loss is None and recipe.loss is not None else loss
+    if custom is not None and not callable(custom):
+        raise wrong("loss", type(custom).__name__, "a function (outputs, targets) -> loss of each example (b,)")
+    return Objective(recipe.task, custom)
 
 
 def refuse_other_tasks(where: str, recipe: Recipe) -> None:
     """Raise InputError where only cross-entropy is served."""
     if not Objective(recipe.task).cross_entropy or recipe.loss is not None:
-        found = recipe.task if recipe.loss is None else f"{recipe.task} with a loss of one's own"
-        raise wrong(f"{where}: task", found, "classification or next-token")
+        problem = recipe.task if recipe.loss is None else f"{recipe.task} with a loss of one's own"
+        raise wrong(f"{where}: task", problem, "classification or next-token")
 
 
 def suited(data: FederatedData, task: str) -> FederatedData:
@@ -61,12 +61,13 @@ def suited(data: FederatedData, task: str) -> FederatedData:
 
     Raises InputError, naming client and row, for targets of another kind.
     """
-    made = data.preparation
-    several = () if made is None or made.encoding is None else made.encoding.categories.keys() & made.encoding.target
-    names = sorted(f"of {name}" for name in several) if made is None or not made.names else made.names
-    if task == "regression" and names:
-        found = f"regression of the classes {', '.join(map(str, names[:8]))}"
-        raise wrong("task", found, "classification, or a target of numbers")
+    preparation = data.preparation
+    if task == "regression" and preparation is not None:
+        encoding = preparation.encoding
+        several = () if encoding is None else encoding.categories.keys() & encoding.target
+        if names := preparation.names or sorted(f"of {name}" for name in several):
+            problem = f"regression of the classes {', '.join(map(str, names[:8]))}"
+            raise wrong("task", problem, "classification, or a target of numbers")
     _check_targets(data, task, data.targets, lambda row: _whose(data, row))
     if data.test_targets is not None:
         _check_targets(data, task, data.test_targets, lambda row: f"test, row {row}")
@@ -88,48 +89,46 @@ def with_public_classes(recipe: Recipe, data: FederatedData, private: bool, name
     """
     if recipe.task not in ("classification", "next-token"):
         return data
-    known, needed = recipe.data.classes, private and named and not data.stated
-    if known is None and needed and data.test_targets is not None:
-        known = classes_of(data.test_targets)
-    if known is None and needed:
+    count, needed = recipe.data.classes, private and named and not data.stated
+    if count is None and needed and data.test_targets is not None:
+        count = classes_of(data.test_targets)
+    if count is None and needed:
         hint = "The largest label of somebody would show in the shape of what is released."
         raise wrong("data.classes", "nothing", "the number of classes, a public number; or public test data", hint=hint)
     names = () if data.preparation is None or recipe.task != "classification" else data.preparation.names
-    if known is not None and names and known != len(names):
-        raise wrong("data.classes", known, f"nothing, or {len(names)}, the named classes: {', '.join(map(str, names))}")
-    if known is not None and data.classes > known:
+    if count is not None and names and count != len(names):
+        raise wrong("data.classes", count, f"nothing, or {len(names)}, the named classes: {', '.join(map(str, names))}")
+    if count is not None and data.classes > count:
         hint = "data.classes says how many there are."
-        raise wrong("clients", first_above(data, known), f"class numbers below {known}", hint=hint)
-    return data if known is None else replace(data, classes=known, stated=True)
+        raise wrong("clients", first_above(data, count), f"class numbers below {count}", hint=hint)
+    return data if count is None else replace(data, classes=count, stated=True)
 
 
 def _whose(data: FederatedData, row: int) -> str:
     for i in range(data.clients):
         for rows in (data.parts[i], data.held_back[i] if data.held_back else data.parts[i][:0]):
-            found = np.flatnonzero(rows == row)
-            if len(found):
-                return f"{data.called(i)}, row {found[0]}"
+            if len(places := np.flatnonzero(rows == row)):
+                return f"{data.called(i)}, row {places[0]}"
     return f"row {row}"
 
 
 def _check_targets(data: FederatedData, task: str, targets: Tensor, place: Callable[[int], str]) -> None:
-    whole = not targets.is_floating_point()
     if task == "regression":
         return  # any finite numbers, which is checked where they are read
     if task == "multilabel":
         if targets.dim() != 2:
-            found = f"shape {tuple(targets.shape[1:])} per example"
-            raise wrong(f"{place(0)}, target", found, "(L,), one 0 or 1 for each label, for task: multilabel")
+            shape = f"shape {tuple(targets.shape[1:])} per example"
+            raise wrong(f"{place(0)}, target", shape, "(L,), one 0 or 1 for each label, for task: multilabel")
         _first_bad(targets, (targets < 0) | (targets > 1), place, "0 or 1 (or between) for each label")
         return
-    if not whole and targets.numel():
+    if targets.is_floating_point() and targets.numel():
         hint = "For numbers to be predicted: task: regression; for several labels: task: multilabel."
         allowed = f"whole numbers (class numbers from 0), for task: {task}"
         row = int((targets != targets.round()).reshape(len(targets), -1).any(1).to(torch.uint8).argmax())
         raise wrong(f"{place(row)}, target", f"{targets[row].flatten()[0]:g}", allowed, hint=hint)
     if task == "next-token" and targets.dim() != 2:
-        found = f"shape {tuple(targets.shape[1:])} per example"
-        raise wrong(f"{place(0)}, target", found, "(T,), a token id for each place, for task: next-token")
+        shape = f"shape {tuple(targets.shape[1:])} per example"
+        raise wrong(f"{place(0)}, target", shape, "(T,), a token id for each place, for task: next-token")
     bad = targets < 0
     if targets.dim() > 1:
         bad &= targets != IGNORE  # a token that does not count
@@ -139,8 +138,8 @@ def _check_targets(data: FederatedData, task: str, targets: Tensor, place: Calla
 def _first_bad(targets: Tensor, bad: Tensor, place: Callable[[int], str], allowed: str) -> None:
     if bool(bad.any()):
         row = int(bad.reshape(len(bad), -1).any(1).int().argmax())
-        shown = targets[row][bad[row]] if targets.dim() > 1 else targets[row : row + 1]
-        raise wrong(f"{place(row)}, target", f"{shown.flatten()[0].item():g}", allowed)
+        faulty = targets[row][bad[row]] if targets.dim() > 1 else targets[row : row + 1]
+        raise wrong(f"{place(row)}, target", f"{faulty.flatten()[0].item():g}", allowed)
 
 
 def check_outputs(module: nn.Module, example: Tensor, data: FederatedData, objective: Objective) -> int:
@@ -155,8 +154,8 @@ def check_outputs(module: nn.Module, example: Tensor, data: FederatedData, objec
     if task in ("classification", "next-token"):
         wanted = (len(example), *data.targets.shape[1:])
         if tuple(out.shape[:-1]) != wanted:
-            shown = ", ".join(map(str, (*wanted, "classes")))
-            raise wrong("model", f"an output of shape {tuple(out.shape)} for {len(example)} examples", f"({shown})")
+            expected = ", ".join(map(str, (*wanted, "classes")))
+            raise wrong("model", f"an output of shape {tuple(out.shape)} for {len(example)} examples", f"({expected})")
         if out.shape[-1] < n:
             raise wrong("model", f"{out.shape[-1]} outputs", f"at least {n} ({first_above(data, out.shape[-1])})")
         names = () if data.preparation is None or task != "classification" else data.preparation.names
@@ -173,16 +172,16 @@ def check_outputs(module: nn.Module, example: Tensor, data: FederatedData, objec
 def try_loss(objective: Objective, module: nn.Module, example: Tensor, data: FederatedData) -> None:
     """A loss of the user's own on two made-up batches: finite, ``(b,)``, with a gradient, the same again, and nothing
     kept from one to the other. Raises InputError."""
-    own = objective.own
-    if own is None:
+    loss = objective.own
+    if loss is None:
         return
     # A loss may keep what it saw in places that its results do not show at once.
-    watched = StateWatch(own)
+    watched = StateWatch(loss)
     with torch.no_grad(), seeded_torch(0, "outputs to try a loss on"):
         shape = copy.deepcopy(module).eval()(example).shape[1:]
         batches = [torch.randn(count, *shape) for count in (TRIED, TRIED - 1)]
-    found = [_tried(own, outputs, _made_up(data, len(outputs), objective.task)) for outputs in batches]
-    if not torch.equal(found[0], _tried(own, batches[0], _made_up(data, TRIED, objective.task))):
+    losses = [_tried(loss, outputs, _made_up(data, len(outputs), objective.task)) for outputs in batches]
+    if not torch.equal(losses[0], _tried(loss, batches[0], _made_up(data, TRIED, objective.task))):
         allowed = "a function without memory and without chance"
         raise wrong("loss", "other numbers for the same examples once others came before", allowed)
     changed = watched.changed(everything=True)
@@ -198,20 +197,20 @@ def _made_up(data: FederatedData, count: int, task: str) -> Tensor:
     return numbers.float() / 8 if task == "regression" else numbers % max(1, data.classes)
 
 
-def _tried(own: CustomLoss, outputs: Tensor, targets: Tensor) -> Tensor:
+def _tried(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> Tensor:
     outputs = outputs.clone().requires_grad_()
     where = f"loss, on outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
     allowed = f"a floating-point tensor ({len(outputs)},): the loss of each example, with its gradient"
     with users_code(where, allowed):
-        found = own(outputs, targets)
-    if not isinstance(found, Tensor) or found.shape != (len(outputs),):
-        shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        losses = loss(outputs, targets)
+    if not isinstance(losses, Tensor) or losses.shape != (len(outputs),):
+        form = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         # The commonest mistake: torch's losses take the mean unless they are told not to.
-        hint = "Leave out the mean: reduction='none'." if isinstance(found, Tensor) and found.dim() == 0 else ""
-        raise wrong(where, shown, allowed, hint=hint)
-    require(found.is_floating_point() and found.requires_grad, where, f"{found.dtype} without a gradient", allowed)
-    require(bool(torch.isfinite(found).all()), where, "a loss that is not finite", allowed)
-    return found.detach()
+        hint = "Leave out the mean: reduction='none'." if isinstance(losses, Tensor) and losses.dim() == 0 else ""
+        raise wrong(where, form, allowed, hint=hint)
+    require(losses.is_floating_point() and losses.requires_grad, where, f"{losses.dtype} without a gradient", allowed)
+    require(bool(torch.isfinite(losses).all()), where, "a loss that is not finite", allowed)
+    return losses.detach()
 
 
 # ---------------------------------------------------------------------------------------------------- metrics
@@ -253,8 +252,8 @@ def auc(outputs: Tensor, targets: Tensor) -> float:
     both = truth.any(0) & ~truth.all(0)
     if not bool(both.any()):
         return math.nan
-    found = [roc_auc_score(truth[:, i].numpy(), chances[:, i].numpy()) for i in both.nonzero().flatten().tolist()]
-    return float(sum(found) / len(found))
+    areas = [roc_auc_score(truth[:, i].numpy(), chances[:, i].numpy()) for i in both.nonzero().flatten().tolist()]
+    return float(sum(areas) / len(areas))
 
 
 def top5(outputs: Tensor, targets: Tensor) -> float:
@@ -307,30 +306,30 @@ def named(where: str, names: tuple[str, ...], task: str) -> dict[str, Callable[[
 
 
 def metrics_of(
-    given: Mapping[str, Metric] | Sequence[str] | None, recipe: Recipe, data: FederatedData
+    requested: Mapping[str, Metric] | Sequence[str] | None, recipe: Recipe, data: FederatedData
 ) -> dict[str, Metric]:
     """Return the recipe's measures by name, then the user's own.
 
     Raises InputError for a name that cannot be a key or is not of the task, for what is no metric, and for metrics
     without test data.
     """
-    found: dict[str, Metric] = dict(named("evaluation.metrics", recipe.evaluation.metrics, recipe.task))
-    if given is not None and not isinstance(given, Mapping):
-        found |= named("metrics", (given,) if isinstance(given, str) else tuple(given), recipe.task)
-        given = None
+    metrics: dict[str, Metric] = dict(named("evaluation.metrics", recipe.evaluation.metrics, recipe.task))
+    if requested is not None and not isinstance(requested, Mapping):
+        metrics |= named("metrics", (requested,) if isinstance(requested, str) else tuple(requested), recipe.task)
+        requested = None
     if recipe.task == "regression":
-        found = {name: functools.partial(_in_own_units, metric, data.preparation) for name, metric in found.items()}
-    found |= given or {}
-    for name, metric in found.items():
+        metrics = {name: functools.partial(_in_own_units, metric, data.preparation) for name, metric in metrics.items()}
+    metrics |= requested or {}
+    for name, metric in metrics.items():
         if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
             raise wrong("metrics", repr(name), f"names as variables have, other than {' and '.join(RESERVED)}")
         if not callable(metric) and not hasattr(metric, "compute"):
             allowed = "a function (outputs, targets) -> number, or an object with update and compute"
             raise wrong(f"metrics.{name}", type(metric).__name__, allowed)
-    if found and data.test_inputs is None:
-        shown = f"{', '.join(found)} without test data"
-        raise wrong("metrics", shown, "test=(inputs, targets), which must be public")
-    return found
+    if metrics and data.test_inputs is None:
+        problem = f"{', '.join(metrics)} without test data"
+        raise wrong("metrics", problem, "test=(inputs, targets), which must be public")
+    return metrics
 
 
 def _in_own_units(metric: Metric, preparation: Preparation | None, outputs: Tensor, targets: Tensor) -> float:

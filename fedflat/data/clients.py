@@ -62,8 +62,7 @@ class FederatedData:
 
     def __post_init__(self) -> None:
         # A bound that is stated must hold, or shapes would follow from who has how much.
-        largest = max(map(len, self.parts), default=0) if self.most is not None else 0
-        if self.most is not None and largest > self.most:
+        if self.most is not None and (largest := max(map(len, self.parts), default=0)) > self.most:
             raise wrong("data.most", self.most, f"at least {largest}, the examples of the largest client")
 
     def __repr__(self) -> str:
@@ -88,9 +87,9 @@ class FederatedData:
     @functools.cached_property
     def sizes(self) -> Indices:
         """Training examples of every client, ``(M,)``. Private: never a weight in a private mean."""
-        found = np.fromiter(map(len, self.parts), np.int64, len(self.parts))
-        found.flags.writeable = False
-        return found
+        counts = np.fromiter(map(len, self.parts), np.int64, len(self.parts))
+        counts.flags.writeable = False
+        return counts
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -154,8 +153,8 @@ def from_pairs(
     ends = np.cumsum([0, *(len(x) for x, _ in pairs)], dtype=np.int64)
     parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
     empty = tuple(part[:0] for part in parts)
-    found = FederatedData(inputs, targets, parts, empty, None, None, classes_of(targets), name, names=tuple(names))
-    return with_test(found, public)
+    data = FederatedData(inputs, targets, parts, empty, None, None, classes_of(targets), name, names=tuple(names))
+    return with_test(data, public)
 
 
 PUBLIC = "What is measured on test data is released without noise; test_clients leaves whole clients out."
@@ -168,9 +167,9 @@ def with_test(data: FederatedData, test: Any) -> FederatedData:
     require(not data.left_out, "test", "test data and clients left out for it", "one of test= and test_clients")
     x, y = _pair("test", test, data.targets.is_floating_point())
     _same_form([("the clients' data", data.inputs, data.targets), ("test", x, y)])
-    found = dataclasses.replace(data, test_inputs=x, test_targets=y, classes=max(data.classes, classes_of(y)))
-    refuse_private_test(found)
-    return found
+    tested = dataclasses.replace(data, test_inputs=x, test_targets=y, classes=max(data.classes, classes_of(y)))
+    refuse_private_test(tested)
+    return tested
 
 
 def leave_out(data: FederatedData, which: float | Sequence[str | int], where: str) -> FederatedData:
@@ -234,13 +233,13 @@ def refuse_private_test(data: FederatedData) -> None:
     order = np.lexsort((whose, marks))
     marks, whose = marks[order], whose[order]
     first = np.append(True, (marks[1:] != marks[:-1]) | (whose[1:] != whose[:-1]))[: len(marks)]
-    known, holders = np.unique(marks[first], return_counts=True)
+    distinct, holders = np.unique(marks[first], return_counts=True)
     asked = np.unique(_marks(x, y))
-    shared = int(np.isin(asked, known[holders == 1]).sum())
+    shared = int(np.isin(asked, distinct[holders == 1]).sum())
     chance = min(1.0, 2 * int((holders > 1).sum()) / max(1, int(holders.sum())))
     if shared > chance * len(asked) + 3 * (chance * (1 - chance) * len(asked)) ** 0.5:
-        found = f"{shared} of {len(asked)} different rows that one client has and no other"
-        raise wrong("test", found, "public rows, which are no client's", hint=PUBLIC)
+        overlap = f"{shared} of {len(asked)} different rows that one client has and no other"
+        raise wrong("test", overlap, "public rows, which are no client's", hint=PUBLIC)
 
 
 def refuse_users(clients: Iterable[Any], public: Iterable[Any], where: str) -> bool:
@@ -250,12 +249,12 @@ def refuse_users(clients: Iterable[Any], public: Iterable[Any], where: str) -> b
     Raises:
         InputError: somebody is in both.
     """
-    known = {_bare(name_of(name)) for name in clients}
+    bare_names = {_bare(name_of(name)) for name in clients}
     users = set(map(name_of, public))
-    both = sorted(name for name in users if _bare(name) in known)
+    both = sorted(name for name in users if _bare(name) in bare_names)
     if both:
-        found = f"rows of {counted(len(both), 'client')}, such as {both[0]}"
-        raise wrong(where, found, "public rows, which are no client's", hint=PUBLIC)
+        overlap = f"rows of {counted(len(both), 'client')}, such as {both[0]}"
+        raise wrong(where, overlap, "public rows, which are no client's", hint=PUBLIC)
     return "" not in users
 
 
@@ -265,36 +264,35 @@ def _bare(name: str) -> str:
 
 def _marks(inputs: torch.Tensor, targets: torch.Tensor) -> Indices:
     """Return one number for each row, equal for equal rows."""
-    sides = [(side.cpu() + 0).flatten(1) if side.ndim > 1 else side.cpu() + 0 for side in (inputs, targets)]
-    x, y = (side.numpy() for side in sides)  # adding 0 makes one zero of two
+    # Adding 0 makes one zero of two.
+    x, y = (((side.cpu() + 0).flatten(1) if side.ndim > 1 else side.cpu() + 0).numpy() for side in (inputs, targets))
     return np.fromiter((hash((a.tobytes(), b.tobytes())) for a, b in zip(x, y)), np.int64, len(x))
 
 
 def classes_of(*targets: torch.Tensor | None) -> int:
     """Return one more than the largest class number."""
-    whole = [t for t in targets if t is not None and t.numel() and not t.is_floating_point()]
-    return 1 + max((int(t.max()) for t in whole), default=0)
+    labels = [t for t in targets if t is not None and t.numel() and not t.is_floating_point()]
+    return 1 + max((int(t.max()) for t in labels), default=0)
 
 
 def made_rows(data: FederatedData, rows: int, draw: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Return made-up inputs and targets ``(rows, …)`` in the form of a federation's, of public numbers only."""
 
-    def made(like: torch.Tensor, below: int) -> torch.Tensor:
+    def rows_like(like: torch.Tensor, below: int) -> torch.Tensor:
         shape = (rows, *like.shape[1:])
-        found = draw.random(shape, dtype=np.float32) if like.is_floating_point() else draw.integers(0, below, shape)
-        return torch.from_numpy(found).to(like.device, like.dtype)
+        values = draw.random(shape, dtype=np.float32) if like.is_floating_point() else draw.integers(0, below, shape)
+        return torch.from_numpy(values).to(like.device, like.dtype)
 
-    return made(data.inputs, max(1, data.vocabulary)), made(data.targets, max(1, data.classes))
+    return rows_like(data.inputs, max(1, data.vocabulary)), rows_like(data.targets, max(1, data.classes))
 
 
 def bounded(parts: Sequence[Indices], most: int, key: int | bytes) -> tuple[Indices, ...]:
     """At most so many rows of every client, sorted: the first of a draw by ``key``, its number and its size only."""
-    kept = []
+    rows = list(parts)
     for i, part in enumerate(parts):
         if len(part) > most:
-            part = np.sort(part[stream(key, "bound on examples", i).permutation(len(part))[:most]])
-        kept.append(part)
-    return tuple(kept)
+            rows[i] = np.sort(part[stream(key, "bound on examples", i).permutation(len(part))[:most]])
+    return tuple(rows)
 
 
 def hold_back(
@@ -344,7 +342,7 @@ def _pair(where: str, pair: Any, fractions: bool) -> tuple[torch.Tensor, torch.T
         raise wrong(where, type(pair).__name__, "an (inputs, targets) pair", hint=hint)
     x, y = (_tensor(f"{where} {side}", value) for side, value in zip(("inputs", "targets"), pair))
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
-        raise wrong(where, f"{_rows(x)} inputs and {_rows(y)} targets", "as many targets as inputs")
+        raise wrong(where, f"{_row_count(x)} inputs and {_row_count(y)} targets", "as many targets as inputs")
     require(y.ndim <= 2, f"{where} targets", f"shape {tuple(y.shape)}", "(n,) or (n, T)")
     require(not x.is_complex(), f"{where} inputs", f"dtype {x.dtype}", "floating-point or whole numbers")
     return _finite(f"{where} inputs", x), _targets(f"{where} targets", y, fractions)
@@ -361,7 +359,7 @@ def _targets(where: str, y: torch.Tensor, fractions: bool) -> torch.Tensor:
     outside = (y < 0) if y.ndim == 1 else (y < 0) & (y != IGNORE)
     if bool(outside.any()):
         allowed = "class numbers ≥ 0" + (f", or {IGNORE} for a token that does not count" if y.ndim == 2 else "")
-        raise wrong(f"{where}[{_first(outside)}]", f"label {int(y[outside][0])}", allowed)
+        raise wrong(f"{where}[{_first_row(outside)}]", f"label {int(y[outside][0])}", allowed)
     return y.to(torch.int64)
 
 
@@ -369,13 +367,13 @@ def _finite(where: str, values: torch.Tensor) -> torch.Tensor:
     """As float32 or int64. Raises InputError, naming the row, for a number that is not finite as such."""
     values = values.to(torch.float32 if values.is_floating_point() else torch.int64)
     if not bool(torch.isfinite(values).all()):
-        raise wrong(f"{where}[{_first(~torch.isfinite(values))}]", "a NaN or infinite value", "finite numbers")
+        raise wrong(f"{where}[{_first_row(~torch.isfinite(values))}]", "a NaN or infinite value", "finite numbers")
     return values
 
 
-def _first(found: torch.Tensor) -> int:
+def _first_row(mask: torch.Tensor) -> int:
     """Return the first row in which anything is true."""
-    return int(found.nonzero()[0, 0])
+    return int(mask.nonzero()[0, 0])
 
 
 def first_above(data: FederatedData, classes: int) -> str:
@@ -383,7 +381,7 @@ def first_above(data: FederatedData, classes: int) -> str:
     for i, part in enumerate(data.parts):
         high = data.targets[torch.from_numpy(part)] >= classes
         if bool(high.any()):
-            row = _first(high)
+            row = _first_row(high)
             return f"clients[{i}] targets[{row}] is {int(data.targets[int(part[row])].max())}"
     return f"the data has {data.classes} classes"
 
@@ -395,7 +393,7 @@ def _tensor(where: str, value: Any) -> torch.Tensor:
         raise wrong(where, type(value).__name__, "a tensor or an array of numbers") from None
 
 
-def _rows(value: torch.Tensor) -> str:
+def _row_count(value: torch.Tensor) -> str:
     return str(len(value)) if value.ndim else "a single number instead of"
 
 

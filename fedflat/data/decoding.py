@@ -52,8 +52,8 @@ def windows(
     for text, owner in zip(texts, owners):
         by_owner.setdefault(owner, []).append(text)
     inputs, targets, ids = [], [], []
-    for owner, own in by_owner.items():
-        codes = encode("\n".join(own))
+    for owner, owner_texts in by_owner.items():
+        codes = encode("\n".join(owner_texts))
         count = max(len(codes) - 1, 0) // length
         inputs.append(codes[: count * length].reshape(count, length))
         targets.append(codes[1 : count * length + 1].reshape(count, length))
@@ -82,17 +82,16 @@ def tokenize(texts: Sequence[Text], length: int = LENGTH, vocabulary: int = VOCA
     An element may be one text or a sequence of texts. Longer ones are cut.
     """
     word = re.compile(r"\w+|[^\w\s]")
-    known: dict[str, int] = {}
+    word_ids: dict[str, int] = {}
     ids = np.zeros((len(texts), length), dtype=np.int64)
     for row, text in enumerate(texts):
-        sentences = (text,) if isinstance(text, str) else tuple(text)
         tokens: list[int] = []
-        for i, sentence in enumerate(sentences):
+        for i, sentence in enumerate((text,) if isinstance(text, str) else text):
             tokens += [SEPARATOR] if i else []
-            for found in word.findall(sentence.lower()):
-                if found not in known:
-                    known[found] = FIRST_WORD + zlib.crc32(found.encode()) % (vocabulary - FIRST_WORD)
-                tokens.append(known[found])
+            for token in word.findall(sentence.lower()):
+                if token not in word_ids:
+                    word_ids[token] = FIRST_WORD + zlib.crc32(token.encode()) % (vocabulary - FIRST_WORD)
+                tokens.append(word_ids[token])
         ids[row, : len(tokens)] = tokens[:length]
     return torch.from_numpy(ids)
 
@@ -112,10 +111,9 @@ def pretrained(texts: Sequence[Text], tokenizer: str, length: int = LENGTH) -> t
         raise wrong("data.tokenizer", tokenizer, allowed, hint=f"({first_line(error)})") from None
     if tool.pad_token_id is None:
         raise wrong("data.tokenizer", tokenizer, "a tokenizer with a padding token")
-    columns = list(zip(*[(text,) if isinstance(text, str) else tuple(text) for text in texts]))
-    if not columns:
+    sides = list(map(list, zip(*[(text,) if isinstance(text, str) else tuple(text) for text in texts])))
+    if not sides:
         return torch.empty((0, length), dtype=torch.int64), len(tool), int(tool.pad_token_id)
-    sides = [list(column) for column in columns]
     coded = tool(*sides, padding="max_length", truncation=True, max_length=length, return_tensors="np")
     return torch.from_numpy(coded["input_ids"].astype(np.int64)), len(tool), int(tool.pad_token_id)
 
@@ -162,15 +160,15 @@ def sizes(cells: Iterable[Any]) -> Counter[str]:
     """Return how many images there are of each size, height × width, and the files that Pillow cannot read."""
     from PIL import Image
 
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for cell in cells:
         try:
             image = cell if isinstance(cell, Image.Image) else Image.open(io.BytesIO(_content(cell)))
             image.load()  # a file that was cut off opens
-            found[f"{image.height} × {image.width}"] += 1
+            counts[f"{image.height} × {image.width}"] += 1
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-            found[f"no image that Pillow reads{_file(cell)}"] += 1
-    return found
+            counts[f"no image that Pillow reads{_file(cell)}"] += 1
+    return counts
 
 
 def _file(cell: Any) -> str:
@@ -215,8 +213,8 @@ def cached(files: Iterable[Path], column: str, build: Callable[[], torch.Tensor]
         state = file.stat()
         parts.append(f"{file.resolve()} {state.st_size} {state.st_mtime_ns}")
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    found = read_tensors(cache_folder() / f"images-{key}.safetensors") if len(parts) > 2 else None
-    images = build() if found is None else found["images"]
-    if found is None and len(parts) > 2:
+    stored = read_tensors(cache_folder() / f"images-{key}.safetensors") if len(parts) > 2 else None
+    images = build() if stored is None else stored["images"]
+    if stored is None and len(parts) > 2:
         keep("images", key, {"images": images})
     return images

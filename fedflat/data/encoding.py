@@ -72,15 +72,14 @@ class Encoding:
         Raises:
             InputError: keys of texts beside those of numbers.
         """
-        numbers = {*self.categories, *self.scale, *self.fill} & {*self.inputs}
+        numeric = {*self.categories, *self.scale, *self.fill} & {*self.inputs}
         keys = f"{where}max_length, vocabulary, tokenizer"
-        require(words is None or not numbers, keys, "keys of texts", f"nothing beside keys of {', '.join(numbers)}")
+        require(words is None or not numeric, keys, "keys of texts", f"nothing beside keys of {', '.join(numeric)}")
         return dataclasses.replace(self, words=words)
 
     def class_names(self, frame: pd.DataFrame) -> tuple[Any, ...]:
         """Return the names of the classes: of the listed categories, or of a column of true and false."""
-        boolean = len(self.target) == 1 and frame[self.target[0]].dtype == bool
-        return self.names or ((False, True) if boolean else ())
+        return self.names or ((False, True) if len(self.target) == 1 and frame[self.target[0]].dtype == bool else ())
 
     def examples_of(self, frame: pd.DataFrame, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of a table's rows. Raises InputError with the faults of both."""
@@ -101,24 +100,23 @@ class Encoding:
         require(not frame.empty, place(0), "a table of 0 rows", "at least one row")
         if self.words is not None:
             return self.words.ids(_sentences(frame, self.inputs, place))[0]
-        found: list[Array] = []
-        faults: list[InputError] = []
+        arrays, faults = list[Array](), list[InputError]()
         for name in self.inputs:
             with gather(faults):
-                found.append(self._input(frame[name], name, place))
+                arrays.append(self._input(frame[name], name, place))
         gather.raised(faults)
-        if len(found) == 1 and found[0].ndim > 1 and self.inputs[0] not in self.categories:
-            return torch.from_numpy(np.array(found[0]))
-        return _side_by_side(found, np.float32)
+        if len(arrays) == 1 and arrays[0].ndim > 1 and self.inputs[0] not in self.categories:
+            return torch.from_numpy(np.array(arrays[0]))
+        return _side_by_side(arrays, np.float32)
 
     def targets_of(self, frame: pd.DataFrame, place: Place) -> torch.Tensor:
         """Return the targets ``(N,)``, or ``(N, L)`` of several columns or a column of lists: int64 where they are
         whole numbers, categories or true and false, else float32.
         """
-        found = [self._target(frame[name], name, place) for name in self.target]
-        if len(found) == 1:
-            return torch.from_numpy(np.array(found[0]))
-        return _side_by_side(found, np.int64 if all(array.dtype.kind == "i" for array in found) else np.float32)
+        arrays = [self._target(frame[name], name, place) for name in self.target]
+        if len(arrays) == 1:
+            return torch.from_numpy(np.array(arrays[0]))
+        return _side_by_side(arrays, np.int64 if all(array.dtype.kind == "i" for array in arrays) else np.float32)
 
     def _input(self, column: pd.Series, name: str, place: Place) -> Array:
         listed = self.categories.get(name)
@@ -129,7 +127,6 @@ class Encoding:
         if listed is not None:
             return np.eye(len(listed), dtype=np.float32)[_codes(column, name, listed, place)]
         cells = column.tolist() if column.dtype == object else []
-        values: Array
         if any(map(decoding.is_image, cells)):
             pixels = decoding.decode(cells, lambda row: f"{place(row)}, column {name}")
             values = pixels.numpy().astype(np.float32) / np.float32(255)
@@ -147,7 +144,7 @@ class Encoding:
 
     def _scaled(self, values: Array, name: str, place: Place) -> Array:
         """Return the values as float32, scaled where their column is. Raises InputError for one that is too large."""
-        given = values
+        original = values
         if name in self.scale:
             mean, std = self.scale[name]
             values = (values.astype(np.float64) - mean) / std
@@ -157,7 +154,7 @@ class Encoding:
         bad = ~np.isfinite(small).all(axis=tuple(range(1, small.ndim)))
         if bad.any():
             row = int(bad.argmax())
-            raise _bad(place, row, name, given[row], "finite numbers (of float32)")
+            raise _fault(place, row, name, original[row], "finite numbers (of float32)")
         return small
 
 
@@ -181,15 +178,15 @@ def encoding_of(
         wanted = _columns(f"{where}target", target, there)
     gather.raised(faults)
     twice = (f"{column}, which is the target" for column in wanted if column in read)
-    faults += [wrong(f"{where}inputs", found, "columns other than the target") for found in twice]
+    faults += [wrong(f"{where}inputs", shared, "columns other than the target") for shared in twice]
 
-    def checked(key: str, given: Any, allowed: Sequence[str], check: Callable[[str, Any], Any]) -> dict[str, Any]:
-        found = {}
-        for name, value in dict(given or {}).items():
+    def checked(key: str, mapping: Any, allowed: Sequence[str], check: Callable[[str, Any], Any]) -> dict[str, Any]:
+        settings = {}
+        for name, value in dict(mapping or {}).items():
             with gather(faults):
                 column = one_of(f"{where}{key}", clean(name), allowed)
-                found[column] = check(f"{where}{key}.{column}", value)
-        return found
+                settings[column] = check(f"{where}{key}.{column}", value)
+        return settings
 
     both = tuple(dict.fromkeys((*read, *wanted)))
     listed = checked("categories", categories, both, _category_values)
@@ -249,10 +246,10 @@ def owners_of(users: Iterable[Any], where: str) -> list[str]:
     return names
 
 
-def _columns(where: str, given: str | Sequence[str] | None, there: list[str]) -> tuple[str, ...]:
-    if isinstance(given, str):
-        given = [given] if clean(given) in there else given.split(",")
-    named = [clean(name) for name in given or ()]
+def _columns(where: str, columns: str | Sequence[str] | None, there: list[str]) -> tuple[str, ...]:
+    if isinstance(columns, str):
+        columns = [columns] if clean(columns) in there else columns.split(",")
+    named = [clean(name) for name in columns or ()]
     require(bool(named), where, "nothing", f"one or more of the columns {', '.join(there)}")
     for place, name in enumerate(named):
         one_of(where, name, there)
@@ -288,20 +285,20 @@ def _sentences(frame: pd.DataFrame, columns: Sequence[str], place: Place) -> lis
     for name, values in zip(columns, cells):
         for row, value in enumerate(values):
             if not isinstance(value, str):
-                raise _bad(place, row, name, value, "a text")
+                raise _fault(place, row, name, value, "a text")
     return list(zip(*cells))
 
 
 def _codes(column: pd.Series, name: str, listed: tuple[Any, ...], place: Place) -> Array:
-    known = {value: index for index, value in enumerate(listed)}
+    code_of = {value: index for index, value in enumerate(listed)}
     codes = np.empty(len(column), dtype=np.int64)
     for row, value in enumerate(column.tolist()):
         # A table's file may keep an empty cell as a missing value: the listed "" stands for both.
         value = "" if _missing(value) else value
         try:
-            codes[row] = known[value]
+            codes[row] = code_of[value]
         except (KeyError, TypeError):
-            raise _bad(place, row, name, value, ", ".join(map(str, listed)), _category_hint(value, listed)) from None
+            raise _fault(place, row, name, value, ", ".join(map(str, listed)), _category_hint(value, listed)) from None
     return codes
 
 
@@ -335,10 +332,10 @@ def _numbers(column: pd.Series, name: str, place: Place, scaled: bool) -> Array:
     if odd:
         # A file's column is text as soon as one cell is: that cell is named, not the numbers beside it.
         row = next((row for row in odd if not is_numeral(values[row])), odd[0])
-        raise _bad(place, row, name, values[row], NUMBERS, number_hint(values[row], name, values))
-    whole = all(isinstance(value, numbers.Integral) for value in values)
+        raise _fault(place, row, name, values[row], NUMBERS, number_hint(values[row], name, values))
+    integral = all(isinstance(value, numbers.Integral) for value in values)
     with turning(OverflowError, wrong(f"column {name}", "a whole number beyond 64 bits", NUMBERS)):
-        return np.array(values, dtype=np.int64 if whole and values else np.float64)
+        return np.array(values, dtype=np.int64 if integral and values else np.float64)
 
 
 DATES = "A date is no number: put in its place the days since a day that does not follow from the rows."
@@ -373,19 +370,19 @@ def _lists(values: list[Any], name: str, place: Place, scaled: bool) -> Array:
         except (TypeError, ValueError, RuntimeError):
             array = np.empty(0, dtype=object)
         if array.dtype.kind not in "biuf" or array.ndim == 0:
-            raise _bad(place, row, name, value, "a list of numbers, as in the other rows")
+            raise _fault(place, row, name, value, "a list of numbers, as in the other rows")
         if rows and array.shape != rows[0].shape:
             allowed = f"a list of shape {rows[0].shape}, as in {place(0)}"
             raise wrong(f"{place(row)}, column {name}", f"shape {array.shape}", allowed)
         rows.append(array)
-    whole = [array.dtype.kind in "biu" for array in rows]
-    if not scaled and True in whole and False in whole:  # else one client's row would decide everybody's kind
-        row = whole.index(not whole[0])
+    integral = [array.dtype.kind in "biu" for array in rows]
+    if not scaled and True in integral and False in integral:  # else one client's row would decide everybody's kind
+        row = integral.index(not integral[0])
         kinds = ("numbers with a fraction", "whole numbers")
         hint = f"scale={{'{name}': [0, 1]}} reads every row as numbers with a fraction."
-        where, allowed = f"{place(row)}, column {name}", f"{kinds[whole[0]]}, as in {place(0)}"
-        raise wrong(where, kinds[whole[row]], allowed, hint=hint)
-    return np.stack(rows).astype(np.int64 if all(whole) else np.float64)
+        where, allowed = f"{place(row)}, column {name}", f"{kinds[integral[0]]}, as in {place(0)}"
+        raise wrong(where, kinds[integral[row]], allowed, hint=hint)
+    return np.stack(rows).astype(np.int64 if all(integral) else np.float64)
 
 
 def _dense(value: Any) -> Array:
@@ -410,7 +407,7 @@ def is_numeral(value: Any) -> bool:
     return isinstance(value, str) and bool(re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", value))
 
 
-def _bad(place: Place, row: int, column: str, value: Any, allowed: str, hint: str = "") -> InputError:
+def _fault(place: Place, row: int, column: str, value: Any, allowed: str, hint: str = "") -> InputError:
     """Return the error that names a cell and shows the beginning of its value."""
     text = repr(value.item() if isinstance(value, np.generic) else value)
     if _missing(value) or (isinstance(value, str) and not value):

@@ -50,10 +50,10 @@ class Split:
 
     def frame(self, columns: list[str]) -> pd.DataFrame:
         """Return some columns as a pandas table. Raises InputError where there is no row."""
-        found = self.read(columns)
-        if not found.num_rows:
+        table = self.read(columns)
+        if not table.num_rows:
             raise wrong(self.where, "0 rows, with a header alone or blank lines below it", "at least one row")
-        return found.to_pandas()
+        return table.to_pandas()
 
     def values(self, column: str) -> list[Any]:
         """Return one column as Python values."""
@@ -70,8 +70,7 @@ class Written:
 
 def ending_of(path: Path) -> str:
     """Return which of ``FILES`` a file's name ends with, or the empty string."""
-    name = path.name.lower()
-    return next((ending for ending in FILES if name.endswith(ending)), "")
+    return next((ending for ending in FILES if path.name.lower().endswith(ending)), "")
 
 
 def locate(
@@ -87,7 +86,7 @@ def locate(
     if is_path(dataset):
         name = path.name[: -len(ending_of(path))] if ending_of(path) else path.resolve().name
         return name, DATASETS.get(name), _files_of(path, dataset, written, key, owned)
-    name, source = _known(dataset, key)
+    name, source = _look_up(dataset, key)
     folder = Path(os.environ["FEDFLAT_DATA"]).expanduser() / name if os.environ.get("FEDFLAT_DATA") else None
     if folder is not None and folder.is_dir():
         return name, source, _files_of(folder, str(folder), written, key)
@@ -103,7 +102,7 @@ def is_path(dataset: str) -> bool:
     return not named and (bool(ending_of(path)) or path.exists() or dataset.startswith((".", "/", "~")))
 
 
-def _known(dataset: str, key: str) -> tuple[str, Source | None]:
+def _look_up(dataset: str, key: str) -> tuple[str, Source | None]:
     """Return the short name and table entry of a short name or hub id."""
     if dataset in DATASETS:
         return dataset, DATASETS[dataset]
@@ -116,7 +115,7 @@ def _known(dataset: str, key: str) -> tuple[str, Source | None]:
     raise wrong(key, dataset, allowed, hint=nearest(dataset, DATASETS))
 
 
-def _files_of(path: Path, shown: str, written: Written, key: str, owned: bool = True) -> dict[str, Split]:
+def _files_of(path: Path, display: str, written: Written, key: str, owned: bool = True) -> dict[str, Split]:
     if path.is_file():
         pictured = path.suffix.lower() in PICTURES
         return {"train": _pictures(path.parent, (path,), key, owned) if pictured else _open((path,), written, key)}
@@ -129,7 +128,7 @@ def _files_of(path: Path, shown: str, written: Written, key: str, owned: bool = 
     beside = sorted(p.name for p in path.iterdir() if ending_of(p)) if path.is_dir() else []
     state = "a folder without train*.parquet or train*.csv" if path.is_dir() else "no such file or folder"
     hint = f"Did you mean {path / beside[0]}?" if beside else ""
-    raise wrong(key, f"{shown} ({state})", f"{TABLES}, {FOLDERS}", hint=hint)
+    raise wrong(key, f"{display} ({state})", f"{TABLES}, {FOLDERS}", hint=hint)
 
 
 def _files(folder: Path, split: str) -> tuple[Path, ...]:
@@ -145,10 +144,10 @@ def _saved(path: Path, key: str) -> dict[str, Split]:
     import datasets
 
     try:
-        found = datasets.load_from_disk(str(path))
+        loaded = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
         raise wrong(key, f"{path} ({first_line(error)})", "a folder that save_to_disk wrote") from None
-    splits = dict(found) if isinstance(found, datasets.DatasetDict) else {"train": found}
+    splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
     return {name: _hub_split(f"{path}/{name}", split) for name, split in splits.items() if name in SPLITS}
 
 
@@ -158,18 +157,17 @@ def _pictures(folder: Path, files: tuple[Path, ...], key: str, owned: bool) -> S
     from datasets import Features, Image, Value
 
     parts = [file.relative_to(folder).parts for file in files]
-    depth = {len(part) for part in parts}
-    if owned and depth not in ({2}, {3}):
+    if owned and {len(part) for part in parts} not in ({2}, {3}):
         odd = next((part for part in parts if len(part) not in (2, 3)), parts[-1])
         raise wrong(key, f"{folder} with {'/'.join(odd)}", "images as USER/CLASS/FILE, or all as USER/FILE")
     columns = {name: list(values) for name, values in (zip(("user", "label"), (*zip(*parts),)[:-1]) if owned else ())}
     features = Features({**{name: Value("string") for name in columns}, "image": Image()})
 
     def read(names: list[str]) -> Any:
-        found: dict[str, Any] = {name: columns[name] for name in names if name in columns}
+        table: dict[str, Any] = {name: columns[name] for name in names if name in columns}
         if "image" in names:
-            found["image"] = [{"bytes": file.read_bytes(), "path": "/".join(part)} for file, part in zip(files, parts)]
-        return pa.table({name: found[name] for name in names})
+            table["image"] = [{"bytes": file.read_bytes(), "path": "/".join(part)} for file, part in zip(files, parts)]
+        return pa.table({name: table[name] for name in names})
 
     return Split(str(folder), files, features, read)
 
@@ -188,26 +186,25 @@ def _open(files: tuple[Path, ...], written: Written, key: str) -> Split:
         return pa.concat_tables(tables, promote_options="permissive")
 
     if not ending or not first.stat().st_size:
-        found = f"{first}, {'an empty file' if ending else 'a file of another kind'}"
-        raise wrong(key, found, f"{TABLES}, {FOLDERS}", hint=JSON if first.suffix in (".json", ".jsonl") else "")
+        problem = f"{first}, {'an empty file' if ending else 'a file of another kind'}"
+        raise wrong(key, problem, f"{TABLES}, {FOLDERS}", hint=JSON if first.suffix in (".json", ".jsonl") else "")
     with _readable(first, key, written.encoding):
         if ending == ".parquet":
-            whole, schema = None, pq.read_schema(first)
+            contents, schema = None, pq.read_schema(first)
         else:
             tables = [_commas(file, written, key) if ending in COMMAS else _sheet(file) for file in files]
             for file, table in zip(files, tables):
                 _clean_names(table.column_names, file, key)
-            whole = joined(iter(tables))
-            schema = whole.schema
+            contents = joined(iter(tables))
+            schema = contents.schema
         names = _clean_names(schema.names, first, key)
         features = Features({names[name]: of for name, of in Features.from_arrow_schema(schema).items()})
 
     def read(columns: list[str]) -> Any:
         asked = [original for original, name in names.items() if name in columns]
         with _readable(first, key, None):
-            found = joined(pq.read_table(file, columns=asked) for file in files) if whole is None else whole
-            found = found.select(asked)
-            return found.rename_columns([names[name] for name in asked])
+            table = joined(pq.read_table(file, columns=asked) for file in files) if contents is None else contents
+            return table.select(asked).rename_columns([names[name] for name in asked])
 
     return Split(str(first), files, features, read)
 
@@ -256,21 +253,21 @@ def _commas(file: Path, written: Written, key: str) -> Any:
     form = pc.ParseOptions(delimiter=mark, newlines_in_values=True)
     source = file if written.encoding is None else _in_utf8(file, written.encoding)
     # Only one thread knows which line is at fault.
-    found = pc.read_csv(source, pc.ReadOptions(use_threads=False), form)
-    if len(found.column_names) == 1:  # an empty line is a row whose value is missing
+    table = pc.read_csv(source, pc.ReadOptions(use_threads=False), form)
+    if len(table.column_names) == 1:  # an empty line is a row whose value is missing
         form.ignore_empty_lines = False
         again = file if written.encoding is None else _in_utf8(file, written.encoding)
-        found = pc.read_csv(again, pc.ReadOptions(use_threads=False), form)
-    if any(map(pa.types.is_binary, found.schema.types)) or "\ufffd" in "".join(found.column_names):
+        table = pc.read_csv(again, pc.ReadOptions(use_threads=False), form)
+    if any(map(pa.types.is_binary, table.schema.types)) or "\ufffd" in "".join(table.column_names):
         raise wrong(key, f"{file} (text in another encoding)", f"a readable file: {TABLES}", hint=ENCODINGS)
     # One column whose name has a separator in it was cut at the wrong sign.
-    inside = [sign for sign in ";\t|," if sign != mark and sign in found.column_names[0]]
-    if len(found.column_names) == 1 and inside:
+    inside = [sign for sign in ";\t|," if sign != mark and sign in table.column_names[0]]
+    if len(table.column_names) == 1 and inside:
         sign = "tab" if inside[0] == "\t" else inside[0]
         hint = f"Set data.separator='{sign}', or --separator '{sign}'."
-        shown, allowed = f"one column, {found.column_names[0]!r}", f"columns with {mark!r} between them"
-        raise wrong("data.separator", shown, allowed, hint=hint)
-    return found
+        header, allowed = f"one column, {table.column_names[0]!r}", f"columns with {mark!r} between them"
+        raise wrong("data.separator", header, allowed, hint=hint)
+    return table
 
 
 def _in_utf8(file: Path, encoding: str) -> Any:
@@ -298,8 +295,8 @@ def _sheet(file: Path) -> Any:
         frame = book.parse()
         nameless = [name for name in frame.columns[1:] if str(name).startswith("Unnamed: ")]
         if 2 * len(nameless) >= len(frame.columns) > 1:
-            found = f"{len(nameless)} of {len(frame.columns)} columns without a name in the first row"
-            raise wrong(f"{file}", found, "one row of names above the values, and no title or empty row above it")
+            problem = f"{len(nameless)} of {len(frame.columns)} columns without a name in the first row"
+            raise wrong(f"{file}", problem, "one row of names above the values, and no title or empty row above it")
         # A column with a word among numbers is text, as in a CSV file: the cell is named where it is read.
         words = [name for name in frame.columns if any(isinstance(value, str) for value in frame[name])]
         frame[words] = frame[words].map(str, na_action="ignore")
@@ -309,11 +306,11 @@ def _sheet(file: Path) -> Any:
         raise wrong(f"{file}", "an Excel file that nothing installed reads", allowed) from None
 
 
-def _clean_names(found: list[str], where: Path | str, key: str) -> dict[str, str]:
+def _clean_names(columns: list[str], where: Path | str, key: str) -> dict[str, str]:
     """Return every column's name as it is in the file -> without blanks around it."""
-    require(bool(found), key, f"no columns in {where}", "a table")
-    names = {name: clean(name) for name in found}
-    twice = [name for name, times in Counter(map(clean, found)).items() if times > 1]
+    require(bool(columns), key, f"no columns in {where}", "a table")
+    names = {name: clean(name) for name in columns}
+    twice = [name for name, times in Counter(map(clean, columns)).items() if times > 1]
     if twice:
         raise wrong(key, f"two columns called {twice[0]} in {where}", "columns with different names")
     return names

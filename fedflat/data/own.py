@@ -63,8 +63,8 @@ def clients(
     Clients are in the order of their names. Raises InputError naming row, client and column of what cannot be used.
 
     >>> data = {"ann": (torch.zeros(3, 4), torch.tensor([0, 1, 1])), "bob": (torch.ones(2, 4), torch.tensor([1, 0]))}
-    >>> found = clients(data)
-    >>> found.clients, found.sizes.tolist(), found.classes
+    >>> federation = clients(data)
+    >>> federation.clients, federation.sizes.tolist(), federation.classes
     (2, [3, 2], 2)
     """
     if type(source).__name__.endswith("DatasetDict"):
@@ -75,21 +75,20 @@ def clients(
 
     def encoding(frame: pd.DataFrame) -> Encoding:
         columns = [column for column in frame.columns if column != by]
-        found = encoding_of("clients: ", columns, inputs, target, categories, scale, fill)
-        return found.for_texts("clients: ", words)
+        return encoding_of("clients: ", columns, inputs, target, categories, scale, fill).for_texts("clients: ", words)
 
     by = clean(by) if isinstance(by, str) else by
-    found = _federation(source, by, encoding, test)
-    given: dict[str, Any] = {"inputs": inputs, "target": target, "categories": categories, "scale": scale, "fill": fill}
-    given |= {"max_length": max_length, "vocabulary": vocabulary, "tokenizer": tokenizer}
-    for name, value in given.items() if found.preparation is None else ():
+    federation = _federation(source, by, encoding, test)
+    options: dict[str, Any] = {"inputs": inputs, "target": target, "categories": categories, "scale": scale}
+    options |= {"fill": fill, "max_length": max_length, "vocabulary": vocabulary, "tokenizer": tokenizer}
+    for name, value in options.items() if federation.preparation is None else ():
         require(value is None, f"clients: {name}", value, "nothing beside clients that are no tables")
     if test_clients is not None:
-        found = leave_out(found, test_clients, "clients: test_clients")
+        federation = leave_out(federation, test_clients, "clients: test_clients")
     if max_examples is None:
-        return found
+        return federation
     whole("max_examples", max_examples, 1)
-    return replace(found, parts=bounded(found.parts, max_examples, seed), most=max_examples)
+    return replace(federation, parts=bounded(federation.parts, max_examples, seed), most=max_examples)
 
 
 Rule = Callable[["pd.DataFrame"], Encoding]
@@ -127,13 +126,12 @@ def _is_table(source: Any) -> bool:
 
 def _frame(source: Any) -> pd.DataFrame:
     """Return any table as a pandas DataFrame with clean column names and rows numbered from 0."""
-    found = source.to_pandas() if hasattr(source, "to_pandas") else source
-    found = found.reset_index(drop=True)
-    found = found.set_axis([clean(column) for column in found.columns], axis=1)
-    twice = found.columns[found.columns.duplicated()]
+    frame = (source.to_pandas() if hasattr(source, "to_pandas") else source).reset_index(drop=True)
+    frame = frame.set_axis([clean(column) for column in frame.columns], axis=1)
+    twice = frame.columns[frame.columns.duplicated()]
     if len(twice):
         raise wrong("clients", f"two columns called {twice[0]}", "columns with different names")
-    return found
+    return frame
 
 
 def _table(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedData:
@@ -144,7 +142,7 @@ def _table(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedData:
     if isinstance(by, str):
         owners = owners_of(frame[one_of("clients: by", by, frame.columns)].tolist(), f"column {by}")
     else:
-        owners = _each(by, len(frame))
+        owners = _owners(by, len(frame))
     names, codes = np.unique(np.array(owners), return_inverse=True)
     return _encoded(frame, names.tolist(), codes.reshape(-1), encoding(frame), test, by)
 
@@ -154,12 +152,12 @@ def _tables(entries: Sequence[Any], names: list[str], encoding: Rule, test: Any)
     import pandas as pd
 
     frames = [_frame(entry) for entry in entries]
-    shown = names or [str(i) for i in range(len(frames))]
+    labels = names or [str(i) for i in range(len(frames))]
     codes = np.repeat(np.arange(len(frames), dtype=np.int64), [len(frame) for frame in frames])
     rule = encoding(frames[0])
-    for frame, name in zip(frames, shown):
+    for frame, name in zip(frames, labels):
         check_columns(f"client {name}", (*rule.inputs, *rule.target), frame.columns)
-    return _encoded(pd.concat(frames, ignore_index=True), shown, codes, rule, test)
+    return _encoded(pd.concat(frames, ignore_index=True), labels, codes, rule, test)
 
 
 def _encoded(
@@ -180,12 +178,12 @@ def _encoded(
     parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
     _, vocabulary, padding = ((), 0, 0) if encoding.words is None else encoding.words.ids([])
     preparation = Preparation("table", encoding, names=encoding.class_names(frame))
-    found = FederatedData(
+    federation = FederatedData(
         x, y, parts, tuple(part[:0] for part in parts), None, None, len(encoding.names) or classes_of(y), GIVEN,
         vocabulary, padding, names=tuple(names), preparation=preparation, stated=bool(preparation.names),
         compared=compared,
     )  # fmt: skip
-    return with_test(found, public)
+    return with_test(federation, public)
 
 
 def _public(test: Any, names: list[str], encoding: Encoding, by: Any) -> tuple[Any, bool]:
@@ -222,13 +220,13 @@ def _stacked(where: str, values: Sequence[Any]) -> torch.Tensor:
             tensors.append(torch.as_tensor(value))
         except (TypeError, ValueError, RuntimeError):
             raise wrong(f"{where}, row {row}", type(value).__name__, "a tensor, an array or a number") from None
-        found, wanted = (f"shape {tuple(one.shape)} of {one.dtype}" for one in (tensors[row], tensors[0]))
-        if found != wanted:
-            raise wrong(f"{where}, row {row}", found, f"{wanted}, as in row 0")
+        form, expected = (f"shape {tuple(one.shape)} of {one.dtype}" for one in (tensors[row], tensors[0]))
+        if form != expected:
+            raise wrong(f"{where}, row {row}", form, f"{expected}, as in row 0")
     return torch.stack(tensors)
 
 
-def _each(by: Any, rows: int) -> list[str]:
+def _owners(by: Any, rows: int) -> list[str]:
     """Return the name of every example's owner."""
     owners = owners_of(by.tolist() if hasattr(by, "tolist") else by, "clients: by")
     require(len(owners) == rows, "clients: by", counted(len(owners), "owner"), f"one for each of the {rows} examples")
@@ -241,7 +239,7 @@ def _by_owner(source: Any, by: Any) -> tuple[list[str], list[Any]]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise wrong("clients", type(source).__name__, ALLOWED)
     x, y = (side if isinstance(side, torch.Tensor) else np.asarray(side) for side in pair)
-    owners = np.array(_each(by, len(x)))
+    owners = np.array(_owners(by, len(x)))
     require(len(y) == len(x), "clients", f"{len(x)} inputs and {len(y)} targets", "as many targets as inputs")
     require(bool(len(owners)), "clients", "no examples", "at least one client's example")
     names, counts = np.unique(owners, return_counts=True)
@@ -249,10 +247,10 @@ def _by_owner(source: Any, by: Any) -> tuple[list[str], list[Any]]:
     return names.tolist(), [(x[mine], y[mine]) for mine in rows]
 
 
-def prepared(rows: Any, preparation: Preparation | None, known: Mapping[str, Any]) -> torch.Tensor:
+def prepared(rows: Any, preparation: Preparation | None, facts: Mapping[str, Any]) -> torch.Tensor:
     """Return the inputs ``(N, ...)`` of rows to predict: a table's by the run's preparation, tensors as they are.
 
-    known: the ``input_shape`` and ``dtype`` that the model takes, where the run says them.
+    facts: the ``input_shape`` and ``dtype`` that the model takes, where the run says them.
 
     Raises:
         InputError: rows that cannot be used, with row and column; or of another shape than those trained on.
@@ -260,19 +258,19 @@ def prepared(rows: Any, preparation: Preparation | None, known: Mapping[str, Any
     if _is_table(rows):
         if preparation is None:
             raise wrong("predict", "a table", "a tensor or array of inputs, as the run was given")
-        found = preparation.inputs(_frame(rows))
+        batch = preparation.inputs(_frame(rows))
     else:
         if preparation is not None and preparation.kind == "table":  # whose scale and categories go by name
             raise wrong("predict", type(rows).__name__, f"a table with columns {', '.join(preparation.reads)}")
         try:
-            found = torch.as_tensor(rows)
+            batch = torch.as_tensor(rows)
         except (TypeError, ValueError, RuntimeError):
             raise wrong("predict", type(rows).__name__, "a table, or a tensor or array of numbers") from None
-        found = found if known.get("dtype", "float32") != "float32" else found.float()
-        if not found.isfinite().all():
-            row = int((~found.isfinite()).reshape(len(found), -1).any(1).to(torch.uint8).argmax()) if found.dim() else 0
+        batch = batch if facts.get("dtype", "float32") != "float32" else batch.float()
+        if not batch.isfinite().all():
+            row = int((~batch.isfinite()).reshape(len(batch), -1).any(1).to(torch.uint8).argmax()) if batch.dim() else 0
             raise wrong(f"predict: row {row}", "a NaN or infinite value", "finite numbers")
-    shape = tuple(known.get("input_shape", found.shape[1:]))
-    if found.dim() == 0 or tuple(found.shape[1:]) != shape or not len(found):
-        raise wrong("predict", f"inputs of shape {tuple(found.shape)}", f"(N, {', '.join(map(str, shape))}), N ≥ 1")
-    return found
+    shape = tuple(facts.get("input_shape", batch.shape[1:]))
+    if batch.dim() == 0 or tuple(batch.shape[1:]) != shape or not len(batch):
+        raise wrong("predict", f"inputs of shape {tuple(batch.shape)}", f"(N, {', '.join(map(str, shape))}), N ≥ 1")
+    return batch

@@ -60,9 +60,9 @@ def _partitioner(kind: str, spec: dict[str, Any], classes: int, clients: int, se
     if kind == "dirichlet":
         alpha = float(in_range("data.partition.alpha", spec.get("alpha", 0.6), 0.0, open_low=True))
         return flwr.DirichletPartitioner(clients, "label", alpha, min_partition_size=0, self_balancing=False, **drawn)
-    each = whole("data.partition.per_client", spec.get("per_client", 2), 1, classes)
+    count = whole("data.partition.per_client", spec.get("per_client", 2), 1, classes)
     # "first-deterministic": client i certainly has class i mod C, so no class is left out when M ≥ C
-    return flwr.PathologicalPartitioner(clients, "label", each, class_assignment_mode="first-deterministic", **drawn)
+    return flwr.PathologicalPartitioner(clients, "label", count, class_assignment_mode="first-deterministic", **drawn)
 
 
 def _run(partitioner: Any, labels: npt.NDArray[Any], count: int) -> list[Indices]:
@@ -73,9 +73,8 @@ def _run(partitioner: Any, labels: npt.NDArray[Any], count: int) -> list[Indices
             partitioner.dataset = _label_table(labels)
             return [partitioner.load_partition(i) for i in range(count)]
         except (ValueError, AssertionError) as error:
-            reason = " ".join(str(error).split())
-            said = f"these examples cannot be split among {count} clients: {reason}"
-            raise InputError(f"data.partition: {said}") from None
+            cause = " ".join(str(error).split())
+            raise InputError(f"data.partition: these examples cannot be split among {count} clients: {cause}") from None
 
 
 def _label_table(labels: npt.NDArray[Any]) -> Any:
@@ -99,8 +98,7 @@ def _label_table(labels: npt.NDArray[Any]) -> Any:
 def _natural(ids: npt.NDArray[Any] | None, by: str, clients: int | None, seed: int) -> tuple[Indices, ...]:
     if ids is None:
         raise wrong("data.partition.by", by, "a column that names the client of every example; this data set has none")
-    names = np.array([str(value) for value in ids.tolist()])
-    _, codes, counts = np.unique(names, return_inverse=True, return_counts=True)
+    _, codes, counts = np.unique(list(map(str, ids.tolist())), return_inverse=True, return_counts=True)
     wanted = len(counts) if clients is None else whole("data.clients", clients, 1)
     if wanted > len(counts):
         raise wrong("data.clients", wanted, f"at most {len(counts)}, the number of different values of {by}")

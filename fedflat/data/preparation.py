@@ -5,10 +5,10 @@ it on new rows.
 
 >>> import pandas as pd
 >>> from fedflat.data.encoding import encoding_of
->>> found = Preparation("table", encoding_of("", ["age", "bought"], "age", "bought", scale={"age": (40, 10)}))
->>> found.inputs(pd.DataFrame({"age": [50.0, 40.0]})).tolist()
+>>> prepared = Preparation("table", encoding_of("", ["age", "bought"], "age", "bought", scale={"age": (40, 10)}))
+>>> prepared.inputs(pd.DataFrame({"age": [50.0, 40.0]})).tolist()
 [[1.0], [0.0]]
->>> Preparation.read(found.record()) == found
+>>> Preparation.read(prepared.record()) == prepared
 True
 """
 
@@ -96,27 +96,27 @@ class Preparation:
         if self.encoding is not None:
             return self.encoding.inputs_of(frame, lambda row: f"row {row}")
         if self.kind == "chars":
-            found = [decoding.encode(str(value)[-self.length :]) for value in frame[self.columns[0]]]
-            return torch.stack([torch.from_numpy(ids) for ids in found])
+            texts = (str(value)[-self.length :] for value in frame[self.columns[0]])
+            return torch.stack([torch.from_numpy(decoding.encode(text)) for text in texts])
         pixels = decoding.decode(frame[self.columns[0]].tolist(), lambda row: f"predict: row {row}")
         return decoding.normalise(pixels, self.mean, self.std)
 
     def record(self) -> dict[str, Any]:
         """Return the same as plain values for JSON."""
-        found = {"format": FORMAT, **asdict(self)}
-        return {key: value for key, value in found.items() if value not in (None, (), 0, "")}
+        values = {"format": FORMAT, **asdict(self)}
+        return {key: value for key, value in values.items() if value not in (None, (), 0, "")}
 
     @classmethod
-    def read(cls, found: Mapping[str, Any]) -> Preparation:
+    def read(cls, record: Mapping[str, Any]) -> Preparation:
         """Return the preparation that ``record`` wrote.
 
         Raises:
             InputError: it is of a later version of fedflat, or damaged.
         """
-        if found.get("format") != FORMAT:
-            raise wrong("preparation", found.get("format"), f"format {FORMAT}, of this version of fedflat")
+        if record.get("format") != FORMAT:
+            raise wrong("preparation", record.get("format"), f"format {FORMAT}, of this version of fedflat")
         try:
-            return TypeAdapter(cls).validate_python({key: value for key, value in found.items() if key != "format"})
+            return TypeAdapter(cls).validate_python({key: value for key, value in record.items() if key != "format"})
         except ValueError as error:
             raise wrong("preparation", f"a damaged record ({error})", "the record of a run") from None
 
@@ -143,8 +143,7 @@ def in_own_units(values: torch.Tensor, preparation: Preparation | None) -> torch
     if encoding is None or not any(name in encoding.scale for name in encoding.target):
         return values
     scale = values.new_tensor([encoding.scale.get(name, (0.0, 1.0)) for name in encoding.target])
-    unscaled: torch.Tensor = values * scale[:, 1] + scale[:, 0]
-    return unscaled
+    return values * scale[:, 1] + scale[:, 0]
 
 
 def probabilities(outputs: torch.Tensor, task: str) -> Any:

@@ -67,32 +67,32 @@ def _loaded(options: DataSection, seed: int) -> tuple[FederatedData, Pair | None
     meaning, train, given_test = _digits() if options.dataset == "digits" else _read(options)
     _refuse_unused(options, meaning, given_test is not None)
     # A file called mnist.csv need not hold MNIST.
-    own = meaning.name not in DATASETS or is_path(options.dataset)
-    train, test = _public_test(train, given_test, options, seed, own)
-    train = _at_most(train, options, seed, own)
+    private = meaning.name not in DATASETS or is_path(options.dataset)
+    train, test = _public_test(train, given_test, options, seed, private)
+    train = _at_most(train, options, seed, private)
     # Clients are counted after those left out for testing.
     number = None if options.test_clients is not None else options.clients
     labels = _one_label(train.targets, options.partition.kind)
     parts = partition(labels, options.partition.model_dump(exclude_none=True), number, seed, train.natural)
-    found = FederatedData(
+    data = FederatedData(
         inputs=_resident(train.inputs, meaning), targets=train.targets, parts=parts,
         held_back=tuple(part[:0] for part in parts), test_inputs=_resident(test.inputs, meaning) if test else None,
         test_targets=test.targets if test else None, classes=meaning.classes, name=meaning.name,
         vocabulary=meaning.vocabulary, padding=meaning.padding, preparation=meaning.preparation,
-        stated=not own or bool(meaning.preparation.names), compared=own and _compared(train, given_test),
+        stated=not private or bool(meaning.preparation.names), compared=private and _compared(train, given_test),
     )  # fmt: skip
-    if own:
-        refuse_private_test(found)
+    if private:
+        refuse_private_test(data)
     if options.test_clients is not None:
-        found = _without_test_clients(found, train, options, options.test_clients)
+        data = _without_test_clients(data, train, options, options.test_clients)
     elif options.validation_fraction and test is not None and given_test is None and train.natural is not None:
         allowed = f"0: the test examples of {meaning.name} are rows of its natural clients, and no public ones"
         hint = "Give it a test split of other people's data."
         raise wrong("data.validation_fraction", options.validation_fraction, allowed, hint=hint)
-    found, apart = _set_apart(found, options.validation_fraction, seed)
-    parts = found.parts if options.max_per_client is None else bounded(found.parts, options.max_per_client, seed)
+    data, apart = _set_apart(data, options.validation_fraction, seed)
+    parts = data.parts if options.max_per_client is None else bounded(data.parts, options.max_per_client, seed)
     parts, held = hold_back(parts, options.client_test_fraction, seed)
-    return dataclasses.replace(found, parts=parts, held_back=held, most=options.max_per_client), apart
+    return dataclasses.replace(data, parts=parts, held_back=held, most=options.max_per_client), apart
 
 
 def _compared(train: Table, test: Table | None) -> bool:
@@ -102,11 +102,11 @@ def _compared(train: Table, test: Table | None) -> bool:
     return refuse_users(train.natural, test.natural, "data.test")
 
 
-def _at_most(train: Table, options: DataSection, seed: int, own: bool) -> Table:
+def _at_most(train: Table, options: DataSection, seed: int, private: bool) -> Table:
     """Return at most ``max_examples`` of the training rows."""
     if options.max_examples is None:
         return train
-    if own and options.natural:  # one row more would give everybody other rows
+    if private and options.natural:  # one row more would give everybody other rows
         hint = "data.max_per_client bounds each client by itself."
         raise wrong("data.max_examples", options.max_examples, "nothing where every row is some client's", hint=hint)
     chosen = stream(seed, "max_examples").permutation(len(train.targets))[: options.max_examples]
@@ -114,15 +114,15 @@ def _at_most(train: Table, options: DataSection, seed: int, own: bool) -> Table:
 
 
 def _without_test_clients(
-    found: FederatedData, train: Table, options: DataSection, which: float | Sequence[str | int]
+    data: FederatedData, train: Table, options: DataSection, which: float | Sequence[str | int]
 ) -> FederatedData:
     """Return the federation without whole clients, whose rows become the public test data."""
     owners = train.natural if options.natural else None
-    names = () if owners is None else tuple(str(owners[part[0]]) for part in found.parts)
-    found = leave_out(dataclasses.replace(found, names=names), which, "data.test_clients")
-    if options.clients is not None and options.clients != found.clients:
-        raise wrong("data.clients", options.clients, f"{found.clients}, the clients that are left for training")
-    return dataclasses.replace(found, names=())
+    names = () if owners is None else tuple(str(owners[part[0]]) for part in data.parts)
+    data = leave_out(dataclasses.replace(data, names=names), which, "data.test_clients")
+    if options.clients is not None and options.clients != data.clients:
+        raise wrong("data.clients", options.clients, f"{data.clients}, the clients that are left for training")
+    return dataclasses.replace(data, names=())
 
 
 def _set_apart(data: FederatedData, share: float, seed: int) -> tuple[FederatedData, Pair | None]:
@@ -135,8 +135,8 @@ def _set_apart(data: FederatedData, share: float, seed: int) -> tuple[FederatedD
     order = torch.from_numpy(stream(seed, "validation split").permutation(len(targets)))
     count = round(share * len(targets))
     apart, rest = order[:count].sort().values, order[count:].sort().values
-    found = dataclasses.replace(data, test_inputs=inputs[rest], test_targets=targets[rest])
-    return found, (inputs[apart], targets[apart])
+    data = dataclasses.replace(data, test_inputs=inputs[rest], test_targets=targets[rest])
+    return data, (inputs[apart], targets[apart])
 
 
 def _options(spec: DataSection | Mapping[str, Any]) -> DataSection:
@@ -144,10 +144,10 @@ def _options(spec: DataSection | Mapping[str, Any]) -> DataSection:
     section = DataSection.model_validate(spec)
     require(section.dataset != "", "data.dataset", section.dataset, "a name, a hub id or a path")
     for old, new in (("input", "inputs"), ("label", "target")):
-        if (given := getattr(section, old)) is not None:
-            require(getattr(section, new) is None, f"data.{old}", given, f"nothing beside data.{new}, its new name")
+        if (column := getattr(section, old)) is not None:
+            require(getattr(section, new) is None, f"data.{old}", column, f"nothing beside data.{new}, its new name")
             _log.warning("data.%s is now called data.%s", old, new)
-            section = section.model_copy(update={new: given, old: None})
+            section = section.model_copy(update={new: column, old: None})
     return section
 
 
@@ -179,12 +179,11 @@ def _read(options: DataSection) -> tuple[Meaning, Table, Table | None]:
     name, source, splits = locate(options.dataset, written)
     wanted = [source.test] if source and source.test else ["test", "validation"]
     # Only beside training rows: a lone test split is what there is to train on.
-    test_name = next((split for split in wanted if split in splits and "train" in splits), None)
+    test_split = next((splits[split] for split in wanted if split in splits and "train" in splits), None)
     # a set of which only the evaluation split could be had is split like one without a test set
     if "train" not in splits:
         _log.warning("%s has no training split here: its %s split is used instead", name, next(iter(splits)))
     train_split = splits["train"] if "train" in splits else next(iter(splits.values()))
-    test_split = splits[test_name] if test_name else None
     if options.test is not None:
         test_split = _named_test(options, train_split, test_split, written)
     elif source is None and test_split is None and options.test_fraction and options.natural:
@@ -197,8 +196,8 @@ def _named_test(options: DataSection, train: Split, there: Split | None, written
     """Return the public test data that the recipe names."""
     require(there is None, "data.test", options.test, f"nothing: {options.dataset} has test data of its own")
     require(options.test_fraction is None, "data.test_fraction", options.test_fraction, "nothing beside data.test")
-    found = locate(str(options.test), written, "data.test")[2]
-    split = found.get("test") or next(iter(found.values()))
+    splits = locate(str(options.test), written, "data.test")[2]
+    split = splits.get("test") or next(iter(splits.values()))
     if {file.resolve() for file in split.files} & {file.resolve() for file in train.files}:
         hint = "Its rows are the clients'. data.test_clients leaves whole clients out."
         raise wrong("data.test", options.test, "another file than data.dataset, of public rows", hint=hint)
@@ -206,11 +205,11 @@ def _named_test(options: DataSection, train: Split, there: Split | None, written
 
 
 def _public_test(
-    train: Table, test: Table | None, options: DataSection, seed: int, own: bool
+    train: Table, test: Table | None, options: DataSection, seed: int, private: bool
 ) -> tuple[Table, Table | None]:
     """Split off a public test set if there is none, unless the rows are somebody's own; keep the first ``max_test``."""
     if test is None:
-        fraction = (0.0 if own else 0.2) if options.test_fraction is None else options.test_fraction
+        fraction = (0.0 if private else 0.2) if options.test_fraction is None else options.test_fraction
         order = stream(seed, "public test split").permutation(len(train.targets))
         if count := int(fraction * len(order)):
             test, train = train.take(order[:count]), train.take(order[count:])
@@ -220,8 +219,8 @@ def _public_test(
 
 
 def _resident(inputs: torch.Tensor, meaning: Meaning) -> torch.Tensor:
-    made = meaning.preparation
-    return normalise(inputs, made.mean, made.std) if made.kind == "image" else inputs
+    preparation = meaning.preparation
+    return normalise(inputs, preparation.mean, preparation.std) if preparation.kind == "image" else inputs
 
 
 def _one_label(targets: torch.Tensor, kind: Any) -> npt.NDArray[np.int64]:
@@ -289,8 +288,7 @@ def _held_out(
     data: FederatedData, count: int, seed: int, dataset: str | None, others: str
 ) -> tuple[FederatedData, npt.NDArray[np.int64]]:
     """Return the federation without ``count`` training rows, and those rows in a seeded random order."""
-    allowed = f"{others}: the clients' own examples are not public"
-    require(dataset is not None, "algorithm.public", HELD_OUT, allowed)
+    require(dataset is not None, "algorithm.public", HELD_OUT, f"{others}: the clients' own examples are not public")
     rows = np.sort(np.concatenate(data.parts))
     taken = rows[_chosen(len(rows), count, seed, "the training set")]
     # A mask: looking each row up in a list would be quadratic.
@@ -303,12 +301,12 @@ def _elsewhere(data: FederatedData, source: str, seed: int) -> FederatedData:
     """Return another data set as one client. Raises InputError for examples of another form."""
     allowed = f"examples of shape {data.input_shape} of the same kind, which are read without further keys"
     try:
-        found = load({"dataset": source, "clients": 1}, seed)
+        other = load({"dataset": source, "clients": 1}, seed)
     except InputError as error:
         raise wrong("algorithm.public", f"{source} ({str(error).rstrip('.')})", allowed) from error
-    if found.input_shape != data.input_shape or found.inputs.dtype != data.inputs.dtype:
-        raise wrong("algorithm.public", f"{source} (examples of shape {found.input_shape})", allowed)
-    return found
+    if other.input_shape != data.input_shape or other.inputs.dtype != data.inputs.dtype:
+        raise wrong("algorithm.public", f"{source} (examples of shape {other.input_shape})", allowed)
+    return other
 
 
 def _chosen(total: int, count: int, seed: int, where: str) -> npt.NDArray[np.int64]:

@@ -81,15 +81,15 @@ def read(
             _, vocabulary, padding = encoding.words.ids([])
     tables = [_table(kind, train, frame, encoding, owner)]
     if test is not None:
-        found = _table(kind, test, _frame(kind, test, encoding, None), encoding, None)
+        test_table = _table(kind, test, _frame(kind, test, encoding, None), encoding, None)
         users = np.array(test.values(owner), dtype=np.object_) if owner and owner in test.features else None
-        tables.append(dataclasses.replace(found, natural=users))
+        tables.append(dataclasses.replace(test_table, natural=users))
     label = train.features[encoding.target[0]] if len(encoding.target) == 1 else None
     names = encoding.class_names(frame) or tuple(getattr(label, "names", None) or ())
     classes = _classes(kind, encoding, label, source, tables)
     # The labels' names stand apart: rows to predict have no labels.
-    kept = dataclasses.replace(encoding, categories={}) if kind == "text" and encoding.words else encoding
-    preparation = Preparation(kind, kept, names=names)
+    input_encoding = dataclasses.replace(encoding, categories={}) if kind == "text" and encoding.words else encoding
+    preparation = Preparation(kind, input_encoding, names=names)
     if kind == "image":
         mean, std = (source.mean, source.std) if source else ((0.5,), (0.5,))
         if len(mean) not in (1, channels := tables[0].inputs.shape[1]):
@@ -107,11 +107,11 @@ def _encoding(kind: Kind, split: Split, source: Source | None, options: DataSect
         target = target or _label_column(split, source)
         inputs = inputs or _input_columns(kind, split, source, (owner, str(target)))
     there = [column for column in split.features if column != owner]
-    found = encoding_of("data.", there, inputs, target, options.categories, options.scale, options.fill)
-    plain = len(found.inputs) == 1 and found.inputs[0] not in found.categories
+    encoding = encoding_of("data.", there, inputs, target, options.categories, options.scale, options.fill)
+    plain = len(encoding.inputs) == 1 and encoding.inputs[0] not in encoding.categories
     allowed = "one column without categories, where the input is an image"
-    require(kind != "image" or plain, "data.inputs", ", ".join(found.inputs), allowed)
-    return found
+    require(kind != "image" or plain, "data.inputs", ", ".join(encoding.inputs), allowed)
+    return encoding
 
 
 def _frame(kind: Kind, split: Split, encoding: Encoding, owner: str | None) -> pd.DataFrame:
@@ -145,13 +145,11 @@ def _classes(kind: Kind, encoding: Encoding, label: Any, source: Source | None, 
         return len(encoding.names)
     targets = [table.targets for table in tables]
     where, largest = f"column {encoding.target[0]}", classes_of(*targets)
-    whole = [values for values in targets if values.numel() and not values.is_floating_point()]
-    if kind != "table" and any(int(values.min()) < 0 for values in whole):
-        least = min(int(values.min()) for values in whole)
-        raise wrong(where, f"label {least}", "class numbers ≥ 0 (is it unlabelled?)")
-    known = getattr(label, "num_classes", None) or (source.classes if source and kind != "table" else largest)
-    require(largest <= known, where, f"label {largest - 1}", f"class numbers below {known}")
-    return int(known)
+    least = min((int(rows.min()) for rows in targets if rows.numel() and not rows.is_floating_point()), default=0)
+    require(kind == "table" or least >= 0, where, f"label {least}", "class numbers ≥ 0 (is it unlabelled?)")
+    classes = getattr(label, "num_classes", None) or (source.classes if source and kind != "table" else largest)
+    require(largest <= classes, where, f"label {largest - 1}", f"class numbers below {classes}")
+    return int(classes)
 
 
 def _characters(
@@ -196,8 +194,8 @@ def _kind_of(split: Split, source: Source | None, options: DataSection) -> Kind:
 
 def _named(options: DataSection) -> tuple[str, ...]:
     """Return the input columns the recipe names: a list, or one text with commas."""
-    given = options.inputs or ()
-    return tuple(clean(name) for name in (given.split(",") if isinstance(given, str) else given))
+    columns = options.inputs or ()
+    return tuple(clean(name) for name in (columns.split(",") if isinstance(columns, str) else columns))
 
 
 def is_image_feature(feature: Any) -> bool:
@@ -217,8 +215,8 @@ def _input_columns(kind: Kind, split: Split, source: Source | None, others: Sequ
     """Return the column of images, or those of texts, where the recipe names none."""
     if source and set(source.inputs) <= set(split.features):
         return source.inputs
-    fits, what = (is_image_feature, "an image column") if kind == "image" else (is_text_feature, "a text column")
-    return (_only(split, "data.inputs", what, [c for c, f in split.features.items() if fits(f) and c not in others]),)
+    fits, wanted = (is_image_feature, "an image column") if kind == "image" else (is_text_feature, "a text column")
+    return (_only(split, "data.inputs", wanted, [c for c, f in split.features.items() if fits(f) and c not in others]),)
 
 
 def _label_column(split: Split, source: Source | None) -> str:
@@ -241,9 +239,9 @@ def _natural_column(split: Split, source: Source | None, options: DataSection) -
     return str(one_of("data.by" if options.by else "data.partition.by", clean(by), split.features))
 
 
-def _only(split: Split, where: str, what: str, found: list[str]) -> str:
-    if len(found) != 1:
-        state = f"{len(found)} candidates ({', '.join(found)})" if found else "none"
-        said = f"{what} is needed and {state} found in {split.where}"
-        raise InputError(f"{where}: {said}; set {where} to one of: {', '.join(split.features)}.")
-    return found[0]
+def _only(split: Split, where: str, wanted: str, candidates: list[str]) -> str:
+    if len(candidates) != 1:
+        state = f"{len(candidates)} candidates ({', '.join(candidates)})" if candidates else "none"
+        problem = f"{wanted} is needed and {state} found in {split.where}"
+        raise InputError(f"{where}: {problem}; set {where} to one of: {', '.join(split.features)}.")
+    return candidates[0]

@@ -60,20 +60,20 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, seed: int, **op
     if ":" not in name:
         one_of("model.name", name, [*BUILDERS, "package.module:callable", "path/to/file.py:callable"])
     factory = imported(f"model {name}", name) if ":" in name else BUILDERS[name]
-    accepted, anything = _taken(factory)
-    given = {"input_shape": shape, "classes": classes}
-    given = {key: value for key, value in given.items() if anything or key in accepted}
+    accepted, anything = _parameters(factory)
+    arguments = {"input_shape": shape, "classes": classes}
+    arguments = {key: value for key, value in arguments.items() if anything or key in accepted}
     allowed = [key for key in accepted if key not in SIZES]
     for key in options:
         if key in SIZES or (key not in allowed and not anything):
             raise wrong(f"model {name}: option", key, ", ".join(allowed) or "none", hint=nearest(key, allowed))
     try:
-        inspect.signature(factory).bind(**dict.fromkeys((*given, *options)))
+        inspect.signature(factory).bind(**dict.fromkeys((*arguments, *options)))
     except TypeError as error:
-        found = f"a callable {str(error).replace('missing', 'that misses')}"
-        raise wrong(f"model {name}", found, "input_shape, classes and the options given") from None
+        problem = f"a callable {str(error).replace('missing', 'that misses')}"
+        raise wrong(f"model {name}", problem, "input_shape, classes and the options given") from None
     with calling(f"model {name}"), seeded_torch(seed, "initial weights"), PortableDraws(seed, "initial weights"):
-        module = factory(**given, **options)
+        module = factory(**arguments, **options)
     if not isinstance(module, nn.Module):
         raise wrong(f"model {name}", f"a callable that returned {type(module).__name__}", "one that returns nn.Module")
     return module
@@ -89,16 +89,16 @@ def is_sized(name: str) -> bool:
     """Return whether a model by name or import path is built for a number of classes; False for unknown names."""
     factory = imported(f"model {name}", name) if ":" in name else BUILDERS.get(name)
     try:
-        accepted, anything = ([], False) if factory is None else _taken(factory)
+        accepted, anything = ([], False) if factory is None else _parameters(factory)
     except ValueError:  # a class of C
         return False
     return "classes" in accepted or anything
 
 
-def _taken(factory: Callable[..., nn.Module]) -> tuple[list[str], bool]:
+def _parameters(factory: Callable[..., nn.Module]) -> tuple[list[str], bool]:
     """Return the names that a callable takes, and whether it takes any other as well."""
-    found = inspect.signature(factory).parameters.items()
-    return [key for key, p in found if p.kind in NAMED], any(p.kind is p.VAR_KEYWORD for _, p in found)
+    signature = inspect.signature(factory).parameters.items()
+    return [key for key, p in signature if p.kind in NAMED], any(p.kind is p.VAR_KEYWORD for _, p in signature)
 
 
 __all__ = [

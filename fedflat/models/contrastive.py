@@ -33,19 +33,19 @@ class ContrastiveOptions:
     def __post_init__(self) -> None:
         whole("model.body.cells", self.cells, 1)
 
-    def known(self) -> ContrastiveOptions:
-        """With the digest of the network that is in the file. Raises InputError where it is not the one asked for."""
-        found = digest_of(self.tensors())
-        if self.sha256 not in (None, found):
-            raise wrong("model.body.sha256", f"{self.sha256} for a network of {found}", "the digest of the network")
-        return replace(self, sha256=found)
+    def with_digest(self) -> ContrastiveOptions:
+        """Return them with the digest of the network in the file. Raises InputError where it is not the one asked."""
+        digest = digest_of(self.tensors())
+        if self.sha256 not in (None, digest):
+            raise wrong("model.body.sha256", f"{self.sha256} for a network of {digest}", "the digest of the network")
+        return replace(self, sha256=digest)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what is in the file. Raises InputError."""
-        found = read_tensors(Path(self.network)) if isinstance(self.network, str) else None
-        if found is None:
+        tensors = read_tensors(Path(self.network)) if isinstance(self.network, str) else None
+        if tensors is None:
             raise wrong("model.body.network", self.network, "a sound file that examples/pretrain_body.py wrote")
-        return found
+        return tensors
 
     @property
     def prior(self) -> str:
@@ -78,17 +78,17 @@ class Network(nn.Module):
 
     def layers(self, images: Tensor) -> list[Tensor]:
         """Return what each layer makes of images (b, c, h, w)."""
-        found = [images.expand(-1, COLOURS, -1, -1)]
+        maps = [images.expand(-1, COLOURS, -1, -1)]
         for number, (_, side, stride) in enumerate(LAYERS):
             filters, gain, shift = (self.get_buffer(f"{name}{number}") for name in ("filters", "gain", "shift"))
-            answers = F.conv2d(found[-1], filters, stride=stride, padding=side // 2)
-            found.append(F.group_norm(answers, GROUPS, gain, shift).relu())
-        return found[1:]
+            answers = F.conv2d(maps[-1], filters, stride=stride, padding=side // 2)
+            maps.append(F.group_norm(answers, GROUPS, gain, shift).relu())
+        return maps[1:]
 
     def fit(self, images: Tensor, seed: int) -> None:
         """Fill it from its file; it was trained before, on images of its own."""
         tensors = self.options.tensors()
-        found = ", ".join(sorted(tensors)[:3])
-        fault = wrong("model.body.network", found, "a file that examples/pretrain_body.py wrote")
-        with turning(RuntimeError, fault):  # names or shapes of another network
+        names = ", ".join(sorted(tensors)[:3])
+        # Names or shapes may be those of another network.
+        with turning(RuntimeError, wrong("model.body.network", names, "a file that examples/pretrain_body.py wrote")):
             self.load_state_dict(tensors)

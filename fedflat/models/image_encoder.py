@@ -65,20 +65,20 @@ class NetworkBody(representation.PublicBody):
     A run keeps the projection and the network's digest, not the network: whoever loads it needs the same one.
     """
 
-    def __init__(self, found: Loaded, options: NetworkOptions, shape: tuple[int, int, int], pixels: Any) -> None:
-        seen = found.preprocessing
+    def __init__(self, source: Loaded, options: NetworkOptions, shape: tuple[int, int, int], pixels: Any) -> None:
+        seen = source.preprocessing
         if options.size is not None:
             seen = dataclasses.replace(seen, size=(options.size,) * 2, crop=None)
         seen = dataclasses.replace(seen, interpolation=options.interpolation or seen.interpolation)
         layers = (options.layers,) if isinstance(options.layers, str) else tuple(options.layers)
         layers = () if layers == ("last",) else layers
-        super().__init__(NetworkMaps(Prepare(shape, pixels, seen), found, layers, options.cells))
+        super().__init__(NetworkMaps(Prepare(shape, pixels, seen), source, layers, options.cells))
         if options.projection != "synthetic":
             self.projection = Directions(*cast(NetworkMaps, self.maps).form)
-        self.flip, self.options, self.shape, self.digest = options.mirror, options, shape, found.digest
-        self.prior = found.prior
-        self.what = f"{options.kind.rstrip('/').rpartition('/')[2]} (SHA-256 {found.digest[:16]})"
-        self.text = json.dumps([FORMAT, found.digest, shape, dataclasses.asdict(options), pixels, repr(seen)])
+        self.flip, self.options, self.shape, self.digest = options.mirror, options, shape, source.digest
+        self.prior = source.prior
+        self.title = f"{options.kind.rstrip('/').rpartition('/')[2]} (SHA-256 {source.digest[:16]})"
+        self.text = json.dumps([FORMAT, source.digest, shape, dataclasses.asdict(options), pixels, repr(seen)])
 
     def as_data(self, images: Tensor) -> Tensor:
         return cast(NetworkMaps, self.maps).prepare.as_data(images)
@@ -94,13 +94,13 @@ class NetworkBody(representation.PublicBody):
         projection = representation.ProjectionOptions(width, options.whitening, options.images)
         self.make(self.text, self.shape, projection, options.seed)
 
-    def kept(self) -> dict[str, Tensor]:
+    def saved(self) -> dict[str, Tensor]:
         digest = torch.frombuffer(bytearray.fromhex(self.digest), dtype=torch.uint8)
         return {"network": digest, **{f"projection.{k}": v for k, v in self.projection.state_dict().items()}}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the projection that a run kept. Raises InputError where it was made for another network."""
-        mine = self.kept()
+        mine = self.saved()
         if tensors.keys() != mine.keys():
             raise wrong("model.path", ", ".join(sorted(tensors)[:3]), "what a run with this body kept")
         if not torch.equal(tensors["network"], mine["network"]):
@@ -129,8 +129,8 @@ class Directions(nn.Module):
 
     def forward(self, *views: Tensor) -> Tensor:
         """views: maps of an image, and of its mirror image where features are of both."""
-        found = sum(views[1:], views[0])
-        rows = (self.weight @ found if self.weight.numel() else found).flatten(1)
+        maps = sum(views[1:], views[0])
+        rows = (self.weight @ maps if self.weight.numel() else maps).flatten(1)
         return representation.unit(rows if self.weight.numel() else rows - rows.mean(1, keepdim=True))
 
     def turn(self, classifier: Tensor | None, options: NetworkOptions) -> None:
@@ -138,12 +138,12 @@ class Directions(nn.Module):
         if options.projection == "none":
             return
         if classifier is None or classifier.shape[1] != self.channels:
-            found = "nothing" if classifier is None else f"one of {classifier.shape[1]} features"
+            problem = "nothing" if classifier is None else f"one of {classifier.shape[1]} features"
             allowed = f"a network whose classifier takes these {self.channels} features, or none, or synthetic"
-            raise wrong("model.projection: classifier", found, allowed)
+            raise wrong("model.projection: classifier", problem, allowed)
         weights = classifier.double()
-        _, strength, found = torch.linalg.svd(weights - weights.mean(0), full_matrices=False)
-        weighed = found * (strength / strength[0]).pow(1 - options.whitening)[:, None]
+        _, strength, directions = torch.linalg.svd(weights - weights.mean(0), full_matrices=False)
+        weighed = directions * (strength / strength[0]).pow(1 - options.whitening)[:, None]
         self.weight = weighed[: options.dimension].float().contiguous()
 
 
@@ -153,11 +153,10 @@ class SideBySide(representation.PublicBody):
     def __init__(self, bodies: Sequence[representation.PublicBody]) -> None:
         nn.Module.__init__(self)
         self.bodies = cast(Sequence[representation.PublicBody], nn.ModuleList(bodies))
-        what = [str(getattr(body, "what", body.prior)) for body in bodies]
+        titles = [str(getattr(body, "title", body.prior)) for body in bodies]
         priors = {body.prior for body in bodies}
-        known = priors <= {NATURAL, "random process"}
-        natural = f"{NATURAL}: {', '.join(what)}" if NATURAL in priors else "random process"
-        self.prior = natural if known else "unknown"
+        natural = f"{NATURAL}: {', '.join(titles)}" if NATURAL in priors else "random process"
+        self.prior = natural if priors <= {NATURAL, "random process"} else "unknown"
 
     @property
     def width(self) -> int:
@@ -167,8 +166,8 @@ class SideBySide(representation.PublicBody):
     def forward(self, images: Tensor) -> Tensor:
         return cast(Tensor, torch.cat([body(images) for body in self.bodies], dim=1) / len(self.bodies) ** 0.5)
 
-    def kept(self) -> dict[str, Tensor]:
-        return {f"{at}.{name}": value for at, body in enumerate(self.bodies) for name, value in body.kept().items()}
+    def saved(self) -> dict[str, Tensor]:
+        return {f"{at}.{name}": value for at, body in enumerate(self.bodies) for name, value in body.saved().items()}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Take what a run kept of each body. Raises InputError where it was made of others."""
@@ -207,28 +206,28 @@ def image_encoder(
     if (body is not None and bodies is not None) or not isinstance(listed, list | tuple) or listed in ([], [None]):
         raise wrong("model.body", bodies if body is None else body, f"one of {', '.join(BODIES)}; or bodies: a list")
     tensors = representation.given_tensors(path, sha256)
-    made = SideBySide([_one(each, shared, shape, pixels, tensors is None) for each in listed])
+    base = SideBySide([_body(setting, shared, shape, pixels, tensors is None) for setting in listed])
     if tensors is not None:
-        made.fill(tensors)
+        base.fill(tensors)
     # The pixels' constants are kept too: a client of a deployment has them from nowhere else.
     constants = {} if pixels is None else {"pixels": {key: list(values) for key, values in pixels.items()}}
-    module = representation.Representation(made, representation.head_of(head, made.width, classes), sha256, **constants)
+    module = representation.Representation(base, representation.head_of(head, base.width, classes), sha256, **constants)
     module.batch = TOGETHER
     return trainable(NAME, module, train, rank).train()  # adapters are new: the network's layers stay in their mode
 
 
-def _one(
-    given: Any, shared: Mapping[str, Any], shape: representation.Shape, pixels: Any, new: bool
+def _body(
+    setting: Any, shared: Mapping[str, Any], shape: representation.Shape, pixels: Any, new: bool
 ) -> representation.PublicBody:
     """Return one body. new: with a projection, or with that of a file that is read later."""
-    options = representation.named("model.body", given)
+    options = representation.named("model.body", setting)
     if options.get("kind", "patches") in representation.KINDS:
         return representation.body_of(representation.BodyOptions.of(options), shape)
     chosen: NetworkOptions = representation.options_of({**shared, **options}, NetworkOptions)[0]
-    found = loaded(chosen.kind, chosen.size)
-    if chosen.sha256 not in (None, found.digest):
-        raise wrong("model.body.sha256", f"{chosen.sha256} for {chosen.kind} with {found.digest}", "the body's digest")
-    body = NetworkBody(found, chosen, shape, pixels)
+    source = loaded(chosen.kind, chosen.size)
+    if chosen.sha256 not in (None, source.digest):
+        raise wrong("model.body.sha256", f"{chosen.sha256} for {chosen.kind} with {source.digest}", "the body's digest")
+    body = NetworkBody(source, chosen, shape, pixels)
     if new:
-        body.make_projection(found.classifier)
+        body.make_projection(source.classifier)
     return body

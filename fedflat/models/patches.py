@@ -50,16 +50,16 @@ def _chunk(shape: tuple[int, int, int], draw: np.random.Generator) -> Tensor:
     side = max(height, width)
     rows = torch.arange(height, dtype=torch.float32)[None, :, None]
     columns = torch.arange(width, dtype=torch.float32)[None, None, :]
-    base = _of(draw.uniform(0, 1, (CHUNK, 1)) + draw.normal(0, 0.15, (CHUNK, channels)))
+    base = _tensor(draw.uniform(0, 1, (CHUNK, 1)) + draw.normal(0, 0.15, (CHUNK, channels)))
     images = base[:, :, None, None].expand(-1, -1, height, width).clone()
     for _ in range(LEAVES):
         across, along, inside = _leaf(draw, rows, columns, side)
         # luminance varies more than colour does, and a third of the leaves are shaded
-        colour = base + _of(draw.normal(0, 0.25, (CHUNK, 1)) + draw.normal(0, 0.08, (CHUNK, channels)))
-        slope = _of(draw.normal(0, 0.3, (CHUNK, 2)) * (draw.random((CHUNK, 1)) < 1 / 3)) / side
+        colour = base + _tensor(draw.normal(0, 0.25, (CHUNK, 1)) + draw.normal(0, 0.08, (CHUNK, channels)))
+        slope = _tensor(draw.normal(0, 0.3, (CHUNK, 2)) * (draw.random((CHUNK, 1)) < 1 / 3)) / side
         shading = slope[:, 0, None, None] * across + slope[:, 1, None, None] * along
         images = torch.where(inside[:, None], colour[:, :, None, None] + shading[:, None], images)
-    strength = _of(draw.random((CHUNK, 1, 1)) ** 2 * 0.15)
+    strength = _tensor(draw.random((CHUNK, 1, 1)) ** 2 * 0.15)
     return (images + (strength * _texture(draw, height, width))[:, None]).clamp(0, 1)
 
 
@@ -70,7 +70,7 @@ def _leaf(draw: np.random.Generator, rows: Tensor, columns: Tensor, side: int) -
     flat, angle = draw.uniform(0.2, 1.0, CHUNK), draw.uniform(0, math.pi, CHUNK)
     y, x = draw.uniform(-0.2 * side, 1.2 * side, (2, CHUNK))
     numbers = (np.cos(angle), np.sin(angle), y, x, radius, flat)
-    cos, sin, up, right, long, thin = (_of(values)[:, None, None] for values in numbers)
+    cos, sin, up, right, long, thin = (_tensor(values)[:, None, None] for values in numbers)
     across = (columns - right) * cos + (rows - up) * sin
     along = (rows - up) * cos - (columns - right) * sin
     u, v = across.abs() / long, along.abs() / (long * thin)
@@ -83,11 +83,11 @@ def _texture(draw: np.random.Generator, height: int, width: int) -> Tensor:
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     frequency[0, 0] = 1 / max(height, width)
     waves = np.fft.rfft2(draw.standard_normal((CHUNK, height, width)))
-    found = np.fft.irfft2(waves / frequency ** draw.uniform(0.5, 1.5, (CHUNK, 1, 1)), s=(height, width))
-    return _of(found / found.std(axis=(1, 2), keepdims=True))
+    noise = np.fft.irfft2(waves / frequency ** draw.uniform(0.5, 1.5, (CHUNK, 1, 1)), s=(height, width))
+    return _tensor(noise / noise.std(axis=(1, 2), keepdims=True))
 
 
-def _of(values: np.ndarray) -> Tensor:
+def _tensor(values: np.ndarray) -> Tensor:
     return torch.from_numpy(np.asarray(values, dtype=np.float32))
 
 
@@ -127,8 +127,7 @@ class Patches(nn.Module):
     def __init__(self, shape: tuple[int, int, int], options: PatchOptions) -> None:
         super().__init__()
         channels, height, width = shape
-        if min(height, width) < options.size + options.cells - 1:
-            least = options.size + options.cells - 1
+        if min(height, width) < (least := options.size + options.cells - 1):
             raise wrong("model.body", f"images of {height} × {width}", f"at least {least} × {least}, or a smaller size")
         self.size, self.stride, self.threshold = options.size, options.stride, options.threshold
         self.register_buffer("filters", torch.zeros(options.filters, channels * options.size**2))
@@ -142,12 +141,12 @@ class Patches(nn.Module):
     def _maps(self, image: Tensor) -> Tensor:
         """Of one image (1, c, h, w): what stays in a core's caches, and no image's bits follow from another's."""
         patches = normalised(F.unfold(image, self.size, stride=self.stride))[0]
-        found = []
+        maps = []
         for filters, shift in zip(self.filters.split(TOGETHER), self.shift.split(TOGETHER)):
             beyond = F.softshrink(torch.addmm(shift, filters, patches, beta=-1), self.threshold)
             signed, absolute = beyond @ self.pool, beyond.abs_() @ self.pool
-            found.append(torch.stack([absolute + signed, absolute - signed], dim=1).flatten(0, 1) / 2)
-        return torch.cat(found)
+            maps.append(torch.stack([absolute + signed, absolute - signed], dim=1).flatten(0, 1) / 2)
+        return torch.cat(maps)
 
     def fit(self, images: Tensor, seed: int) -> None:
         """Fill the filters with whitened patches of ``images`` (n, c, h, w)."""
@@ -156,11 +155,11 @@ class Patches(nn.Module):
         patches = patches.transpose(1, 2).reshape(-1, self.filters.shape[1])
         patches = patches[patches.std(1) > FLATTEST]
         patches = patches[torch.from_numpy(draw.permutation(len(patches))[:100_000])]
-        known = normalised(patches[..., None])[..., 0].double()
-        mean = known.mean(0)
-        values, vectors = torch.linalg.eigh(torch.cov((known - mean).T))
+        samples = normalised(patches[..., None])[..., 0].double()
+        mean = samples.mean(0)
+        values, vectors = torch.linalg.eigh(torch.cov((samples - mean).T))
         white = vectors @ torch.diag((values.clamp_min(0) + RIDGE).rsqrt()) @ vectors.T
-        chosen = (known[: len(self.filters)] - mean) @ white
+        chosen = (samples[: len(self.filters)] - mean) @ white
         if len(chosen) < len(self.filters):
             raise wrong("model.body.filters", len(self.filters), f"at most {len(chosen)}, the patches there are")
         chosen = chosen / torch.linalg.vector_norm(chosen, dim=1, keepdim=True)
@@ -220,8 +219,8 @@ class Scattering(nn.Module):
         allowed = f"at least {least} × {least}, or fewer scales"
         require(min(sides) >= least, "model.body", f"images of {sides[0]} × {sides[1]}", allowed)
         padded = [(side // step + 2) * step for side in sides]
-        self.around = [more for side, to in zip(sides, padded) for more in ((to - side) // 2, (to - side + 1) // 2)]
-        self.around = self.around[2:] + self.around[:2]
+        margins = [((to - side) // 2, (to - side + 1) // 2) for side, to in zip(sides, padded)]
+        self.around = [*margins[1], *margins[0]]
         bank = importlib.import_module(BANK).filter_bank(*padded, options.scales, options.angles)
         for at, level in enumerate(bank["phi"]["levels"]):
             self.register_buffer(f"mean{at}", _filters([level], options.scales - at))
@@ -236,26 +235,26 @@ class Scattering(nn.Module):
 
     def _maps(self, image: Tensor) -> Tensor:
         """Of one image (c, h, w): its means by path, ``(c·P, positions)``."""
-        known = torch.fft.fft2(F.pad(image[None], self.around, mode="reflect")[0])[:, None]
-        found = [self._means(known, 0)]
+        spectrum = torch.fft.fft2(F.pad(image[None], self.around, mode="reflect")[0])[:, None]
+        means = [self._means(spectrum, 0)]
         for j in range(self.scales):
-            first = _modulus(known, getattr(self, f"wave{j}_0"), 2**j)
-            found.append(self._means(first, j))
+            first = _modulus(spectrum, getattr(self, f"wave{j}_0"), 2**j)
+            means.append(self._means(first, j))
             for k in range(j + 1, self.scales if self.order == 2 else 0):
                 second = _modulus(first[:, :, None], getattr(self, f"wave{k}_{j}"), 2 ** (k - j))
-                found.append(self._means(second.flatten(1, 2), k))
-        paths = torch.cat(found, 1).flatten(0, 1)
+                means.append(self._means(second.flatten(1, 2), k))
+        paths = torch.cat(means, 1).flatten(0, 1)
         return paths if self.pool is None else paths @ self.pool
 
-    def _means(self, known: Tensor, level: int) -> Tensor:
-        """Return the means of what has the spectrum ``known`` (c, paths, …) at a level: (c, paths, positions)."""
-        smooth = _thinned(known * getattr(self, f"mean{level}"), 2 ** (self.scales - level))
+    def _means(self, spectrum: Tensor, level: int) -> Tensor:
+        """Return the means, at a level, of what has this spectrum (c, paths, …): (c, paths, positions)."""
+        smooth = _thinned(spectrum * getattr(self, f"mean{level}"), 2 ** (self.scales - level))
         return cast(Tensor, torch.fft.ifft2(smooth).real[..., 1:-1, 1:-1].flatten(-2))
 
 
-def _modulus(known: Tensor, waves: Tensor, step: int) -> Tensor:
+def _modulus(spectrum: Tensor, waves: Tensor, step: int) -> Tensor:
     """Return the spectrum of |x ∗ ψ| for every wavelet, at every ``step``-th pixel."""
-    return cast(Tensor, torch.fft.fft2(torch.fft.ifft2(_thinned(known * waves, step)).abs()))
+    return cast(Tensor, torch.fft.fft2(torch.fft.ifft2(_thinned(spectrum * waves, step)).abs()))
 
 
 def _thinned(spectrum: Tensor, step: int) -> Tensor:

@@ -74,8 +74,8 @@ def _hidden_states(
     mask = torch.finfo(dtype).min * (~seen).to(dtype)
     kind = torch.zeros_like(part) if apart else part.clamp(max=kinds - 1)
     position = torch.where(keep, position + first, padding)
-    found = encoder(input_ids=ids, attention_mask=mask[:, None], position_ids=position, token_type_ids=kind)
-    return cast(Tensor, found.last_hidden_state)
+    output = encoder(input_ids=ids, attention_mask=mask[:, None], position_ids=position, token_type_ids=kind)
+    return cast(Tensor, output.last_hidden_state)
 
 
 class TextTransformer(Headed):
@@ -109,9 +109,9 @@ def _configuration(kind: Any, source: str, pretrained: bool, config: Any, defaul
             hint = "Other text encoders: model.name=text-encoder."
             raise wrong("model.path", f"a {stored} at {source}", f"a {kind.model_type}", hint=hint)
         return kind.from_pretrained(source)
-    known = set(kind().to_dict())
+    keys = set(kind().to_dict())
     for key in config or {}:
-        one_of("model.config", key, sorted(known))
+        one_of("model.config", key, sorted(keys))
     return kind(**{**defaults, **(config or {})})
 
 
@@ -124,14 +124,14 @@ def _published(
     configurations, models = (getattr(transformers, kind) for kind in names)
     source = published if path is None else _folder(path)
     with readable(name, source), hub() if pretrained and path is None else nullcontext(), quiet(transformers):
-        found = _configuration(configurations, source, pretrained, config, defaults)
-        found.num_labels, found.classifier_dropout = classes, 0.0
-        _without_dropout(found, attention)
+        configuration = _configuration(configurations, source, pretrained, config, defaults)
+        configuration.num_labels, configuration.classifier_dropout = classes, 0.0
+        _without_dropout(configuration, attention)
         # A folder saved with another number of classes keeps its body and gets a new head. Only safetensors: the other
         # format is a pickle, which runs code.
-        loading = {"config": found, "ignore_mismatched_sizes": True, "use_safetensors": True}
-        body = models.from_pretrained(source, **loading) if pretrained else models(found)
-    return body.float().train(), found, source
+        loading = {"config": configuration, "ignore_mismatched_sizes": True, "use_safetensors": True}
+        body = models.from_pretrained(source, **loading) if pretrained else models(configuration)
+    return body.float().train(), configuration, source
 
 
 def _without_dropout(config: Any, attention: str) -> None:
@@ -151,8 +151,8 @@ def readable(name: str, source: str) -> Iterator[None]:
             "weights that the hub's client can download or has in its cache (HF_HOME), "
             "or a folder that save_pretrained wrote, of the model and its processor or tokenizer (model.path)"
         )
-        found, hint = f"no readable weights at {source}", f"({first_line(error)})"
-        raise wrong(f"model {name}", found, allowed, hint=hint) from error
+        problem, hint = f"no readable weights at {source}", f"({first_line(error)})"
+        raise wrong(f"model {name}", problem, allowed, hint=hint) from error
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def quiet(transformers: Any) -> Iterator[None]:
     """No progress bars and no table of the classifier's missing weights: it is meant to be new."""
     log = transformers.utils.logging
     set_bars = {True: log.enable_progress_bar, False: log.disable_progress_bar}
-    no_bars = set_meanwhile(log.is_progress_bar_enabled, lambda shown: set_bars[shown](), False)
+    no_bars = set_meanwhile(log.is_progress_bar_enabled, lambda enabled: set_bars[enabled](), False)
     with set_meanwhile(log.get_verbosity, log.set_verbosity, log.ERROR), no_bars:
         yield
 
@@ -178,9 +178,8 @@ def trainable(name: str, module: Headed, train: str, rank: int) -> Headed:
         peft = extra("peft", name)
         ends = {key.rsplit(".", 1)[-1] for key, _ in body.named_modules()}
         targets = [target for target in LORA_TARGETS if target in ends] or _dense(body)
-        own = {"r": whole("model.rank", rank, 1), "lora_alpha": 2 * rank, "lora_dropout": 0.0}
-        config = peft.LoraConfig(target_modules=targets, **own)
-        module.body = peft.inject_adapter_in_model(config, body)
+        settings = {"r": whole("model.rank", rank, 1), "lora_alpha": 2 * rank, "lora_dropout": 0.0}
+        module.body = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **settings), body)
     norms = {id(p) for part in module.modules() if type(part).__name__.endswith("Norm") for p in part.parameters()}
     for key, parameter in module.named_parameters():
         chosen = train == "all" or key.startswith(module.trained) or (train == "norms" and id(parameter) in norms)
@@ -208,10 +207,10 @@ def vit_base(
     ``attention`` sdpa or eager.
     """
     channels = image_shape("vit-base", input_shape)[0]
-    body, found, _ = _published("vit-base", classes, path, pretrained, config, attention)
-    if channels not in (1, found.num_channels):
-        raise wrong("model vit-base: input shape", tuple(input_shape), f"1 or {found.num_channels} channels")
-    module = ImageTransformer(body, int(found.image_size), found.num_channels)
+    body, configuration, _ = _published("vit-base", classes, path, pretrained, config, attention)
+    if channels not in (1, configuration.num_channels):
+        raise wrong("model vit-base: input shape", tuple(input_shape), f"1 or {configuration.num_channels} channels")
+    module = ImageTransformer(body, int(configuration.image_size), configuration.num_channels)
     module.prior = NATURAL if pretrained else module.prior
     return trainable("vit-base", module, train, rank)
 
@@ -229,23 +228,23 @@ def roberta_base(
     """
     ids = {"vocab_size": vocabulary, "pad_token_id": padding}
     defaults = ROBERTA_BASE_SIZES | {key: value for key, value in ids.items() if value is not None}
-    body, found, source = _published("roberta-base", classes, path, pretrained, config, attention, **defaults)
-    _check_ids(found, source if pretrained else None, vocabulary, padding)
-    _check_length("roberta-base", input_shape, found.max_position_embeddings - found.pad_token_id - 1)
-    module = TextTransformer(body, found.pad_token_id)
+    body, configuration, source = _published("roberta-base", classes, path, pretrained, config, attention, **defaults)
+    _check_ids(configuration, source if pretrained else None, vocabulary, padding)
+    _check_length("roberta-base", input_shape, configuration.max_position_embeddings - configuration.pad_token_id - 1)
+    module = TextTransformer(body, configuration.pad_token_id)
     module.prior = NATURAL if pretrained else module.prior
     return trainable("roberta-base", module, train, rank)
 
 
-def _check_ids(found: Any, source: str | None, vocabulary: int | None, padding: int | None) -> None:
+def _check_ids(config: Any, source: str | None, vocabulary: int | None, padding: int | None) -> None:
     """Raise InputError unless the data's ids are the model's: none beyond its table, and the same one for padding."""
-    if (vocabulary is None or vocabulary <= found.vocab_size) and padding in (None, found.pad_token_id):
+    if (vocabulary is None or vocabulary <= config.vocab_size) and padding in (None, config.pad_token_id):
         return
     ids = f"{vocabulary} ids with padding {padding}"
-    own = f"at most {found.vocab_size} ids with padding {found.pad_token_id}"
+    limit = f"at most {config.vocab_size} ids with padding {config.pad_token_id}"
     if source is None:
-        raise wrong("model.config", f"{own} for data of {ids}", "vocab_size and pad_token_id of the data, or neither")
-    raise wrong("data.tokenizer", ids, f"{own}, which is the model's own tokenizer: data.tokenizer={source}")
+        raise wrong("model.config", f"{limit} for data of {ids}", "vocab_size and pad_token_id of the data, or neither")
+    raise wrong("data.tokenizer", ids, f"{limit}, which is the model's own tokenizer: data.tokenizer={source}")
 
 
 def _check_length(name: str, input_shape: Sequence[int], longest: int) -> None:

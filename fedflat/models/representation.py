@@ -50,8 +50,7 @@ class Headed(nn.Module):
     @property
     def frozen(self) -> bool:
         """Whether the features of an input stay the same while the module is trained: head only, and no dropout."""
-        free = (name for name, p in self.named_parameters() if p.requires_grad)
-        still = all(name.startswith(self.trained) for name in free)
+        still = all(name.startswith(self.trained) for name, p in self.named_parameters() if p.requires_grad)
         return still and not any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in self.modules())
 
 
@@ -127,9 +126,9 @@ class Projection(nn.Module):
         shift = self._mean(pairs[0]).mean(0)  # for the sake of the subtraction's accuracy
         sums = cast(Tensor, sum(_sums(self._mean(pair) - shift) for pair in pairs)) / len(maps)
         variance, order = (sums[1] - sums[0].square()).float().clamp_min(0).sort(descending=True)
-        kept = order[: options.dimension]
-        used, rows = torch.unique(kept // maps.shape[2], return_inverse=True)
-        self.channels, self.chosen = self.channels[used].contiguous(), rows * maps.shape[2] + kept % maps.shape[2]
+        leading = order[: options.dimension]
+        used, rows = torch.unique(leading // maps.shape[2], return_inverse=True)
+        self.channels, self.chosen = self.channels[used].contiguous(), rows * maps.shape[2] + leading % maps.shape[2]
         variance = variance[: options.dimension]
         self.weight = (variance + SHRUNK * variance[-1]).pow(-options.whitening / 2)
 
@@ -137,18 +136,17 @@ class Projection(nn.Module):
 def fitted_maps(body: nn.Module, images: Tensor) -> Tensor:
     """Return the maps of synthetic images (n, channels, positions), in blocks."""
     few = body(images[:1])
-    found: Tensor = few.new_empty(len(images), *few.shape[1:])
+    maps: Tensor = few.new_empty(len(images), *few.shape[1:])
     for start in range(0, len(images), BLOCK):
         report_progress("making the dictionary, random image", start, len(images))
-        found[start : start + BLOCK] = body(images[start : start + BLOCK])
+        maps[start : start + BLOCK] = body(images[start : start + BLOCK])
     report_progress("making the dictionary, random image", len(images), len(images))
-    return found
+    return maps
 
 
 def unit(rows: Tensor) -> Tensor:
     """Return the rows (b, n) of length 1."""
-    length: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-9)
-    return rows / length
+    return cast(Tensor, rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-9))
 
 
 def _products(parts: Iterable[Tensor]) -> Tensor:
@@ -164,8 +162,7 @@ def _sums(rows: Tensor) -> Tensor:
 def _signed(vectors: Tensor) -> Tensor:
     """Eigenvectors as columns, from the largest eigenvalue on, each with its largest entry positive."""
     vectors = vectors.flip(1)
-    signs: Tensor = vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
-    return vectors * signs
+    return vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
 
 
 FORMAT = "fedflat-body-1"
@@ -188,11 +185,11 @@ class BodyOptions:
     projection: ProjectionOptions
 
     @classmethod
-    def of(cls, given: str | Mapping[str, Any]) -> Self:
+    def of(cls, setting: str | Mapping[str, Any]) -> Self:
         """``patches``, or ``{kind: patches, filters: 400, …}``. Raises InputError."""
-        found = named("model.body", given)
-        kind, seed = one_of("model.body.kind", found.pop("kind", "patches"), KINDS), found.pop("seed", 0)
-        maps, projection = options_of(found, KINDS[kind][0], ProjectionOptions)
+        options = named("model.body", setting)
+        kind, seed = one_of("model.body.kind", options.pop("kind", "patches"), KINDS), options.pop("seed", 0)
+        maps, projection = options_of(options, KINDS[kind][0], ProjectionOptions)
         return cls(kind, whole("model.body.seed", seed), maps, projection)
 
     def text(self, shape: Shape) -> str:
@@ -202,18 +199,18 @@ class BodyOptions:
         return json.dumps([FORMAT, list(shape), facts], sort_keys=True)
 
 
-def named(where: str, given: Any) -> dict[str, Any]:
+def named(where: str, setting: Any) -> dict[str, Any]:
     """Return a kind by its name, or with options, as a dictionary of its own. Raises InputError."""
-    require(isinstance(given, (str, Mapping)), where, given, "a name, or a name with options: {kind: …, …}")
-    return {"kind": given} if isinstance(given, str) else dict(given)
+    require(isinstance(setting, (str, Mapping)), where, setting, "a name, or a name with options: {kind: …, …}")
+    return {"kind": setting} if isinstance(setting, str) else dict(setting)
 
 
-def options_of(given: Mapping[str, Any], *kinds: Any) -> list[Any]:
+def options_of(options: Mapping[str, Any], *kinds: Any) -> list[Any]:
     """Return one object of each kind, made of the keys that are its fields. Raises InputError for a key of none."""
     names = [[field.name for field in dataclasses.fields(kind)] for kind in kinds]
-    for key in given:
+    for key in options:
         one_of(f"model.body.{key}", key, ["seed", *itertools.chain(*names)])
-    return [kind(**{key: given[key] for key in own if key in given}) for kind, own in zip(kinds, names)]
+    return [kind(**{key: options[key] for key in fields if key in options}) for kind, fields in zip(kinds, names)]
 
 
 class PublicBody(nn.Module):
@@ -258,11 +255,11 @@ class PublicBody(nn.Module):
                 if isinstance(self.maps, Patches | Network):
                     self.maps.fit(images, seed)
                 self.projection.fit([fitted_maps(self.maps, view) for view in self.views(images)], options)
-            tensors = self.kept()
+            tensors = self.saved()
             keep("body", key, tensors, {"made_of": made_of})
         self.fill(tensors)
 
-    def kept(self) -> dict[str, Tensor]:
+    def saved(self) -> dict[str, Tensor]:
         """Return what a run keeps of the body: what makes it again, bit for bit."""
         return dict(self.state_dict())
 
@@ -274,8 +271,8 @@ class PublicBody(nn.Module):
             here = tensors.get(name)
             fits = here is not None and (name.startswith("projection.") or here.shape == value.shape)
             if not fits or len(tensors) != len(self.state_dict()):
-                found = "nothing" if here is None else f"shape {tuple(here.shape)}"
-                raise wrong(f"model.path: {name}", found, f"a body of these options and images ({tuple(value.shape)})")
+                form = "nothing" if here is None else f"shape {tuple(here.shape)}"
+                raise wrong(f"model.path: {name}", form, f"a body of these options and images ({tuple(value.shape)})")
         for name, value in tensors.items():
             owner, _, key = name.rpartition(".")
             self.get_submodule(owner)._buffers[key] = value.clone()
@@ -295,7 +292,7 @@ def body_of(
         body.fill(tensors)
         return body
     if isinstance(options.maps, ContrastiveOptions):
-        options, body.prior = replace(options, maps=options.maps.known()), options.maps.prior
+        options, body.prior = replace(options, maps=options.maps.with_digest()), options.maps.prior
     body.make(options.text(shape), shape, options.projection, options.seed)
     return body
 
@@ -310,10 +307,10 @@ def given_tensors(path: str | Path | None, sha256: str | None) -> dict[str, Tens
         raise wrong("model.sha256", sha256, "64 hexadecimal digits in quotes")
     if path is None:
         return None if sha256 is None else read_tensors(cache_folder() / f"body-{sha256}.safetensors")
-    found = read_tensors(Path(path)) if isinstance(path, (str, Path)) else None
-    if found is None:
+    tensors = read_tensors(Path(path)) if isinstance(path, (str, Path)) else None
+    if tensors is None:
         raise wrong("model.path", path, f"a sound {FILE} of a run or an export")
-    return found
+    return tensors
 
 
 NAME = "representation"
@@ -337,12 +334,12 @@ class Representation(Headed):
     def __init__(self, body: PublicBody, classifier: nn.Module, sha256: str | None, **constants: Any) -> None:
         super().__init__()
         self.body, self.classifier, self.prior = body, classifier, body.prior
-        self.sha256 = digest_of(body.kept())
+        self.sha256 = digest_of(body.saved())
         if sha256 not in (None, self.sha256):
             place = cache_folder() / f"body-{sha256}.safetensors"
             hint = f"This machine makes another one from the same seed; copy the run's own ({FILE}) to {place}."
-            found = f"{sha256} for a body of {self.sha256}"
-            raise wrong("model.sha256", found, "the body that the run was made with", hint=hint)
+            problem = f"{sha256} for a body of {self.sha256}"
+            raise wrong("model.sha256", problem, "the body that the run was made with", hint=hint)
         self.settled = {"sha256": self.sha256, **constants}
 
     def features(self, inputs: Tensor) -> Tensor:
@@ -367,12 +364,12 @@ def representation(
     64}``. ``path``: a file with the body, the ``body.safetensors`` of a run; ``sha256``: the digest that it must have.
     Raises InputError.
     """
-    made = body_of(BodyOptions.of(body), image_shape(NAME, input_shape), path, sha256)
-    return Representation(made, head_of(head, made.width, classes), sha256)
+    frozen = body_of(BodyOptions.of(body), image_shape(NAME, input_shape), path, sha256)
+    return Representation(frozen, head_of(head, frozen.width, classes), sha256)
 
 
-def head_of(given: str | Mapping[str, Any], features: int, classes: int) -> nn.Module:
-    options = named("model.head", given)
+def head_of(setting: str | Mapping[str, Any], features: int, classes: int) -> nn.Module:
+    options = named("model.head", setting)
     kind = one_of("model.head.kind", options.pop("kind", HEADS[0]), HEADS)
     hidden = whole("model.head.hidden", options.pop("hidden", 64), 1) if kind == "mlp" else 0
     for key in options:

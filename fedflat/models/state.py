@@ -55,9 +55,8 @@ def _replaced(module: nn.Module, make: Callable[[str, nn.Module], nn.Module | No
     result = copy.deepcopy(module)
     new: dict[int, nn.Module] = {}
     for name, child in result.named_modules():
-        made = make(name, child)
-        if made is not None:
-            new[id(child)] = made.train(child.training)
+        if (substitute := make(name, child)) is not None:
+            new[id(child)] = substitute.train(child.training)
     if id(result) in new:
         return new[id(result)]
     for parent in list(result.modules()):
@@ -138,7 +137,7 @@ def _pass(module: nn.Module, batch: Tensor) -> list[Tensor]:
     """Return the output of a forward pass and, where there is a graph, the gradients of its squared sum."""
     trained = [p for p in module.parameters() if p.requires_grad]
     allowed = f"a module that takes a batch of shape {tuple(batch.shape)}"
-    with users_code("model", allowed, "in a training pass", hint=_kinds(module, batch)):
+    with users_code("model", allowed, "in a training pass", hint=_dtype_hint(module, batch)):
         out = module(batch)
         if not (isinstance(out, Tensor) and out.requires_grad and out.is_floating_point()):
             return [out.detach()] if isinstance(out, Tensor) else []
@@ -146,7 +145,7 @@ def _pass(module: nn.Module, batch: Tensor) -> list[Tensor]:
         return [out.detach(), *(g for g in grads if g is not None)]
 
 
-def _kinds(module: nn.Module, batch: Tensor) -> str:
+def _dtype_hint(module: nn.Module, batch: Tensor) -> str:
     """A sentence where numbers of two kinds may be why they do not go together."""
     if not batch.is_floating_point():
         return "Whole numbers are token ids: give measurements as float32."
@@ -161,9 +160,9 @@ def _trained_between(probe: nn.Module, first: Tensor, *between: Tensor) -> tuple
     for batch in (first, *between, first) if between else (first,):
         with seeded_torch(0, "check of the model's memory"):
             before = global_generators()
-            found = _pass(probe, batch)
+            outcome = _pass(probe, batch)
             after = global_generators()
-        outcomes += [found] if batch is first else []
+        outcomes += [outcome] if batch is first else []
         draws |= before[0] != after[0]
         for name, a, b in zip(("NumPy's", "Python's"), before[1:], after[1:]):
             require(a == b, "model", f"a pass that draws from {name} global generator", "torch's own generator")
@@ -171,7 +170,7 @@ def _trained_between(probe: nn.Module, first: Tensor, *between: Tensor) -> tuple
     return all(len(o) == len(expected) and all(map(equal, o, expected)) for o in others), draws
 
 
-def refuse_unclipped_state(module: nn.Module, example: Tensor, *, known: bool = False) -> bool:
+def refuse_unclipped_state(module: nn.Module, example: Tensor, *, packaged: bool = False) -> bool:
     """Raise InputError if training would change anything of ``module`` besides its trainable parameters.
 
     ``example`` gives the form of a batch (and the range of token ids). Passes over made-up batches, forward and
@@ -180,7 +179,7 @@ def refuse_unclipped_state(module: nn.Module, example: Tensor, *, known: bool = 
     a pass changes, be it a buffer, a frozen parameter, an attribute, a list, a generator, a hook's closure or a class;
     memory that is out of reach but shows in an outcome; randomness other than torch's own generator; lazy tensors;
     trainable parameters that are not floating point; modules with nothing to train.
-    known: a model of this package, on which our tests make the whole search: memory out of reach is not looked for.
+    packaged: a model of this package, on which our tests make the whole search: memory out of reach is not looked for.
     Returns whether training draws from torch's generator.
     """
     _refuse_parameters(module)
@@ -196,9 +195,9 @@ def refuse_unclipped_state(module: nn.Module, example: Tensor, *, known: bool = 
         before = snapshot(probe)
         with torch.no_grad():
             _pass(probe.eval(), batches[1])
-        if not known and len(batches[0]):
+        if not packaged and len(batches[0]):
             _pass(probe.train(), batches[0][:1])  # the last batch of an epoch may be one row
-        forgets, draws = _trained_between(probe.train(), *batches[: 1 if known else None])
+        forgets, draws = _trained_between(probe.train(), *batches[: 1 if packaged else None])
         moved = difference(before, snapshot(probe))
     if moved is not None:
         raise InputError(

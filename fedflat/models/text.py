@@ -42,8 +42,7 @@ class Recurrence(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         driven = F.linear(x, self.weight_ih, self.bias)  # (b, T, gates · hidden): one product for all steps
-        state = driven.new_zeros(driven.shape[0], self.hidden)
-        memory = state
+        state = memory = driven.new_zeros(driven.shape[0], self.hidden)
         outputs = []
         for now in driven.unbind(1):
             state, memory = self.step(now, state, memory)

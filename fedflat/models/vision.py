@@ -55,8 +55,8 @@ def linear(input_shape: Sequence[int], classes: int) -> nn.Module:
 
 def mlp(input_shape: Sequence[int], classes: int, *, hidden: int | Sequence[int] = 64) -> nn.Module:
     """Return a multilayer perceptron; ``hidden`` is one width or a list of widths."""
-    given = list(hidden) if isinstance(hidden, (list, tuple)) else [hidden]
-    return Dense([_elements(input_shape), *[whole("model.hidden", width, 1) for width in given], classes])
+    widths = list(hidden) if isinstance(hidden, (list, tuple)) else [hidden]
+    return Dense([_elements(input_shape), *[whole("model.hidden", width, 1) for width in widths], classes])
 
 
 class Convolutions(nn.Module):
@@ -81,12 +81,9 @@ class Convolutions(nn.Module):
         if min(rows, columns) < 1:
             least = next(s for s in range(1, 10_000) if _left_over(s, pools, kernel, padding) >= 1)
             hint = "Smaller images: mlp, resnet10, or the option padding."
-            where, found = f"model {name}: image size", f"{height} × {width}"
-            raise wrong(where, found, f"at least {least} × {least}", hint=hint)
-        inputs = [first, *channels[:-1]]
-        self.convolutions = nn.ModuleList(
-            nn.Conv2d(a, b, kernel, padding=padding) for a, b in zip(inputs, channels, strict=True)
-        )
+            raise wrong(f"model {name}: image size", f"{height} × {width}", f"at least {least} × {least}", hint=hint)
+        pairs = pairwise([first, *channels])
+        self.convolutions = nn.ModuleList(nn.Conv2d(a, b, kernel, padding=padding) for a, b in pairs)
         self.pools = pools
         sides = ((height, rows), (width, columns))
         self.seen = tuple(side if padding else _needed(left, pools, kernel) for side, left in sides)
@@ -105,8 +102,7 @@ class Convolutions(nn.Module):
 
 def _left_over(side: int, pools: Sequence[bool], kernel: int, padding: int) -> int:
     for pool in pools:
-        side = side + 2 * padding - kernel + 1
-        side = side // 2 if pool else side
+        side = (side + 2 * padding - kernel + 1) // (2 if pool else 1)
     return side
 
 
@@ -200,8 +196,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm1(self.conv1(x)))
-        x = self.blocks(x)
+        x = self.blocks(F.relu(self.norm1(self.conv1(x))))
         return cast(Tensor, self.head(x.mean((2, 3))))
 
 

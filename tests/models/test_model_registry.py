@@ -131,6 +131,6 @@ def test_a_model_is_taken_for_ours_only_where_its_code_is_and_was_tried(monkeypa
             os.environ["FEDFLAT_TEST_MEMORY"] = str(float(os.environ["FEDFLAT_TEST_MEMORY"]) + 1)
             return self.linear(x) * float(os.environ["FEDFLAT_TEST_MEMORY"])
 
-    refuse_unclipped_state(Hides(), torch.zeros(2, 3), known=True)
+    refuse_unclipped_state(Hides(), torch.zeros(2, 3), packaged=True)
     with pytest.raises(InputError, match="another outcome the second time"):
         refuse_unclipped_state(Hides(), torch.zeros(2, 3))

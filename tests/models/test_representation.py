@@ -125,7 +125,7 @@ def test_a_body_is_made_once_and_known_by_its_digest(own_cache: Path, monkeypatc
 
 def test_another_machine_takes_the_run_s_own_body(own_cache: Path, tmp_path: Path) -> None:
     other = made(body={**SMALL, "seed": 5})  # stands for what another machine makes of seed 0
-    durable.write_tensors(tmp_path / "body.safetensors", other.body.kept())
+    durable.write_tensors(tmp_path / "body.safetensors", other.body.saved())
     taken = made(path=str(tmp_path / "body.safetensors"), sha256=other.sha256)
     assert torch.equal(taken.body.projection.weight, other.body.projection.weight)
     shutil.copy(tmp_path / "body.safetensors", own_cache / f"body-{other.sha256}.safetensors")
@@ -136,7 +136,7 @@ def test_a_file_of_another_body_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "body.safetensors"
     with pytest.raises(InputError, match="a sound body"):
         made(path=str(file))
-    durable.write_tensors(file, made(body={**SMALL, "filters": 10}).body.kept())
+    durable.write_tensors(file, made(body={**SMALL, "filters": 10}).body.saved())
     with pytest.raises(InputError, match=r"maps\.filters: found shape \(10, 9\)"):
         made(path=str(file))
     whole = load_file(file)
@@ -175,7 +175,7 @@ def test_mistakes_are_one_sentence(options: dict[str, Any], told: str) -> None:
 
 
 def test_a_run_keeps_its_body_and_is_loaded_without_making_it(tmp_path: Path, own_cache: Path) -> None:
-    durable.write_tensors(tmp_path / "run" / "body.safetensors", made(body={**SMALL, "seed": 5}).body.kept())
+    durable.write_tensors(tmp_path / "run" / "body.safetensors", made(body={**SMALL, "seed": 5}).body.saved())
     result = fedflat.run(recipe(), out=tmp_path / "run")  # where an earlier start was killed before its recipe
     digest = result.model.sha256
     assert f"sha256: {digest}" in (tmp_path / "run" / "recipe.yaml").read_text()
@@ -197,7 +197,7 @@ def test_an_altered_body_is_noticed_and_not_loaded(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     fedflat.run(recipe(), out=folder)
     assert [c.verdict for c in inspect_run(folder) if c.record == "body.safetensors"] == ["ok"]
-    durable.write_tensors(folder / "body.safetensors", made(body={**SMALL, "seed": 9}).body.kept())
+    durable.write_tensors(folder / "body.safetensors", made(body={**SMALL, "seed": 9}).body.saved())
     for _ in ("another", "damaged", "missing"):
         (found,) = (c for c in inspect_run(folder) if c.record == "body.safetensors")
         assert found.verdict == "wrong"
@@ -214,7 +214,7 @@ def test_an_altered_body_is_noticed_and_not_loaded(tmp_path: Path) -> None:
 def test_a_body_from_a_file_may_be_anything(tmp_path: Path, own_cache: Path) -> None:
     """Only a body made here is known to be a random process's."""
     file = tmp_path / "mine.safetensors"
-    durable.write_tensors(file, made(body={**SMALL, "seed": 9}).body.kept())
+    durable.write_tensors(file, made(body={**SMALL, "seed": 9}).body.saved())
     given = recipe(model={"name": "representation", "body": SMALL, "path": str(file)})
     found = fedflat.run(given, out=tmp_path / "run")
     assert found.privacy["prior"].startswith("unknown") and made().prior == "random process"
