@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fedflat.simulation.result import Result, export, load
     from fedflat.simulation.run import run
 
-__version__ = "0.2.0"
+__version__ = "1.0.0.dev0"
 
 __all__ = [
     "Algorithm", "ClientState", "ClientView", "CommonMask", "GradientFn", "GradientRule", "Guard", "InputError",

@@ -240,6 +240,8 @@ def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, fl
         return per_tensor, per_tensor.threshold
     if setting.value is None:
         allowed = "a number > 0, {kind: adaptive, initial: …} or {kind: per-tensor, values: …}"
+        missing = {"constant": "value", "adaptive": "initial", "per-tensor": "values"}.get(setting.kind)
+        require(missing is None, f"privacy.clip.{missing}", "nothing", f"a value; kind {setting.kind} needs it")
         raise wrong("privacy.clip", setting.kind, allowed)
     return clipping.whole_vector(setting.value), setting.value
 

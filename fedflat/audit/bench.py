@@ -217,7 +217,7 @@ class Neighbours:
         accumulator = accumulator_of(parts, broadcast, key)
         for client in select_cohort(parts, key, state.round).tolist():
             if (chosen := canary if client == CLIENTS - 1 else self.others) is not None:
-                accumulator.add(self.bench.messages(broadcast, chosen.update[None]), [chosen.size])
+                accumulator.add(self.bench.messages(broadcast, chosen.update)[None], [chosen.size])
         return World(broadcast, accumulator.result(), accumulator.divisor)
 
 

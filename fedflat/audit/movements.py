@@ -80,7 +80,9 @@ def audit_worlds(
     shared = shared_noise(stage) if method.kind == "update" else ()
     plan = plan_of(recipe, method, data.clients, layout_of(module, method.head).dimension)
     proven = plan.epsilon(plan.rounds)
-    worst = max((m for m in movements if not m.refused), key=lambda m: m.value)
+    worst = max((m for m in movements if not m.refused), key=lambda m: m.value, default=None)
+    if worst is None:
+        return _skipped(method, movements[0].stopped)
     return AuditResult(
         "worlds", method.name, claimed=proven, proven=proven, canary=worst.case,
         statistic=f"movement of the release over C, {worst.engine}", runs=sum(not m.stopped for m in movements),

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
+from fedflat.assembly.records import is_seeded
 from fedflat.audit.bounds import AuditResult, Floats, assumptions
 from fedflat.audit.worlds import CLIENTS, Case, Engine, Maker, Recorder, recorded_run, world_recipe
 from fedflat.config.recipe import Recipe
@@ -126,8 +127,11 @@ def _small(recipe: Recipe, data: FederatedData) -> tuple[Recipe, FederatedData]:
     """Return the recipe for a few clients that all take part, and their federation, which holds no data."""
     small = world_recipe(recipe, CLIENTS, Engine("sequential"), ROUNDS, Case("empty", noise=True))
     privacy = recipe.privacy
-    values = [f"privacy.noise_multiplier={privacy.noise_multiplier or 1.0}", f"privacy.randomness={privacy.randomness}"]
-    return Recipe.of(small, values), Maker(data).everybody("empty", CLIENTS)
+    values = {
+        "noise_multiplier": privacy.noise_multiplier or 1.0, "randomness": privacy.randomness,
+        "benchmark": is_seeded(recipe),
+    }  # fmt: skip
+    return Recipe.of(small, [f"privacy.{key}={value}" for key, value in values.items()]), Maker(data).everybody("empty", CLIENTS)
 
 
 def _noise(job: Job) -> tuple[Floats, list[dict[str, Any]], float]:

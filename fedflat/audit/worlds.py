@@ -29,6 +29,7 @@ from fedflat.core.process import using_threads
 from fedflat.core.rng import stream
 from fedflat.core.types import Algorithm, RoundState, ServerView
 from fedflat.data.clients import FederatedData
+from fedflat.engine.isolated import packaged
 from fedflat.engine.job import Job, Outcome
 from fedflat.engine.round import RoundParts
 from fedflat.engine.train import train
@@ -204,8 +205,8 @@ class Engine:
 class Movement:
     """How far one pair of worlds is apart, in units of the bound that accounting uses for a message.
 
-    total: m·‖difference‖ of the noiseless means. weights: the same of the released weights, None where the server step
-    is not linear. floor: what the rounding of float32 weights may add to it. stopped: why there is no number.
+    total: m·‖difference‖ of the noiseless means. weights: the same of the released weights, None where the server's
+    optimiser is not linear or a server step is a user's own. floor: what the rounding of float32 weights may add to it. stopped: why there is no number.
     refused: whether the combination was refused beforehand, by one sentence, which is no fault. neither: whether no
     world came to an end.
     """
@@ -348,8 +349,10 @@ class Worlds:
         except (InputError, RunError) as error:
             return replace(movement, stopped=_sentence(error))
         total = present.scale * _distance(present.mean, absent.mean)
-        server = server_of(self.stage.recipe, self.stage.method)
-        if server.optimizer != "sgd" or server.lr is None or self.stage.method.kind == "votes":
+        method = self.stage.method
+        server = server_of(self.stage.recipe, method)
+        # A user's own server step may scale the mean, which spends nothing.
+        if server.optimizer != "sgd" or server.lr is None or method.kind == "votes" or not packaged(*method.server):
             return replace(movement, total=total)
         scale = present.scale / server.lr
         lengths = sum(float(torch.linalg.vector_norm(r.shared.double())) for r in (present, absent))

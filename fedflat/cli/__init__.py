@@ -183,16 +183,17 @@ def print_plates(figures: Any, folder: Path, landscapes: Any = (), quiet: bool =
     """Write each figure as SVG, PNG and PDF, and say where they are."""
     from fedflat.report.plates import KINDS, write_plates
 
+    write_files(folder, {}, "--plates")
     count = len(write_plates(figures, folder, landscapes)) // len(KINDS)
     if not quiet:
         print(f"{counted(count, 'figure')} as SVG, PNG and PDF: {folder}")
 
 
-def write_files(folder: Path, files: Mapping[str, str]) -> None:
+def write_files(folder: Path, files: Mapping[str, str], option: str = "--out") -> None:
     """Write texts by name into a folder that may be new. Raises InputError where it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (folder / name).write_text(content, encoding="utf-8")
     except OSError as error:
-        raise wrong("--out", f"{folder}, which cannot be written ({error.strerror})", "a folder to write") from error
+        raise wrong(option, f"{folder}, which cannot be written ({error.strerror})", "a folder to write") from error

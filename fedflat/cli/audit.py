@@ -132,12 +132,12 @@ def landscape(
         noise=tuple(_numbers("--noise", noise, float)), draws=draws, seed=seed, threads=threads,
     )  # fmt: skip
     settings.check()
+    folder = out or runs[0]
+    cli.write_files(folder, {})  # before minutes of work
     with _progress(quiet=as_json) as (on_stage, on_points):
         record = plain(flatness.measure(runs, settings, on_stage, on_points))
-    folder = out or runs[0]
-    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
-    (folder / "landscape.json").write_text(text + "\n", encoding="utf-8")
+    cli.write_files(folder, {"landscape.json": text + "\n"})
     page = write_page(record, folder / "landscape.html")
     print(text if as_json else f"{landscape_table(record)}\n\n{page}")
     if plates is not None:

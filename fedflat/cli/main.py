@@ -139,7 +139,7 @@ def _full(error: Exception) -> str | None:
 def _denied(error: Exception) -> str | None:
     """Return one line for a file that this account may not read or write; None for anything else."""
     # ENOENT: in /proc no file can be made.
-    odd = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENAMETOOLONG)
+    odd = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR)
     if isinstance(error, OSError) and error.filename and error.errno in odd:
         return f"{error.filename}: found {os.strerror(error.errno)}; allowed: what this account may read or write."
     return None

@@ -163,7 +163,10 @@ CLIENTS_HINTS = {
 def _sentence(error: ValidationError, where: str) -> InputError:
     """Return the first mistake of a pydantic error as the one error sentence."""
     mistakes = error.errors()
-    missing = [".".join(map(str, m["loc"])) for m in mistakes if m["type"] == "missing" and "scale" not in m["loc"]]
+    # Where a number or a section may stand and a section was given, its own mistake is meant.
+    scalars = [m for m in mistakes if m["loc"][-1] in ("float", "int", "str") and isinstance(m["input"], Mapping | list)]
+    mistakes = [m for m in mistakes if m not in scalars] or mistakes
+    missing = [".".join(_path(m)) for m in mistakes if m["type"] == "missing" and "scale" not in m["loc"]]
     if len(missing) == len(mistakes):
         example = "a value for each; for example rounds: 60, cohort: {size: 50}"
         return wrong(where, f"no {', no '.join(missing)}", example)
@@ -171,8 +174,7 @@ def _sentence(error: ValidationError, where: str) -> InputError:
     first = next((m for m in mistakes if m["type"] == "extra_forbidden"), mistakes[0])
     if first["type"] == "value_error" and isinstance(first["ctx"]["error"], InputError):
         return InputError(f"{where}: {first['ctx']['error']}")
-    path = [str(p) for p in first["loc"] if p not in ("float", "ClipSection", "int", "str")]
-    path = [p for p in path if not p.startswith(("function-", "list["))]
+    path = _path(first)
     place = f"{where}: {'.'.join(path)}"
     if first["type"] == "extra_forbidden":
         allowed = _fields(path[:-1])
@@ -191,6 +193,12 @@ def _sentence(error: ValidationError, where: str) -> InputError:
         choices = re.findall(r"'([^']+)'", str(first["ctx"]["expected"]))
         return wrong(place, value, ", ".join(choices) or first["ctx"]["expected"], hint=nearest(str(value), choices))
     return wrong(place, value, _allowed(first["msg"]))
+
+
+def _path(mistake: Mapping[str, Any]) -> list[str]:
+    """Return the keys that lead to a mistake, without pydantic's names of the types that were tried."""
+    path = [str(p) for p in mistake["loc"] if p not in ("float", "ClipSection", "int", "str")]
+    return [p for p in path if not p.startswith(("function-", "list["))]
 
 
 def _texts(value: Any) -> Any:

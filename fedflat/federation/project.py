@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fedflat
+from fedflat.assembly.inputs import data_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.records import settled
@@ -110,17 +111,18 @@ def _taking_turns(recipe: Recipe, unnamed: bool) -> tuple[Recipe, str]:
     method = algorithm_of(recipe)
     if not unnamed or not method.private:
         return recipe, ""
-    if why := _unfit(recipe, method, trust_of(recipe, method)):
+    clients = recipe.data.clients or data_of(recipe, None, None).clients  # a table's are its own
+    if why := _unfit(recipe, method, trust_of(recipe, method), clients):
         return recipe, KEPT.format(why=why)
     kind = "banded" if recipe.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
-    apart = int((recipe.data.clients or 0) / recipe.cohort.size)
+    apart = int(clients / recipe.cohort.size)
     dump = recipe.dump()
     dump["cohort"] |= {"sampling": "min-separation", "separation": apart}
     dump["privacy"]["noise"] = {"kind": kind}
     return Recipe.of(dump), " ".join(_template("turns.txt").format(apart=apart, kind=kind).split())
 
 
-def _unfit(recipe: Recipe, method: Algorithm, trust: str) -> str:
+def _unfit(recipe: Recipe, method: Algorithm, trust: str, clients: int) -> str:
     """Return why a schedule with correlated noise cannot stand in; empty where it can."""
     privacy, cohort = recipe.privacy, recipe.cohort
     if privacy.epsilon is None:
@@ -131,7 +133,7 @@ def _unfit(recipe: Recipe, method: Algorithm, trust: str) -> str:
         return "correlated noise needs one constant clip"
     if privacy.noise.kind != "independent" or privacy.noise_cohort is not None or cohort.min or cohort.max:
         return "other keys of the recipe belong to secret coins"
-    if cohort.size != int(cohort.size) or 2 * cohort.size > (recipe.data.clients or 0):
+    if cohort.size != int(cohort.size) or 2 * cohort.size > clients:
         return "the cohort is no whole number of at most half of the clients"
     return ""
 

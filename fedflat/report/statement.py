@@ -185,7 +185,8 @@ def _times(value: object) -> str:
 
 def cells(audit: Record) -> list[str]:
     """Return an audit as a table row: what was audited, claimed, proven, audited, confidence, verdict."""
-    claimed, proven = (metrics.epsilon_text(number(audit.get(key))) for key in ("claimed", "proven"))
+    missing = "–" if audit.get("kind") == "noise" else metrics.NO_EPSILON  # it looks at no ε
+    claimed, proven = (metrics.epsilon_text(number(audit.get(key)), missing) for key in ("claimed", "proven"))
     sure = number(audit.get("confidence"))
     confidence = "–" if sure is None else f"{100 * sure:.10g} %"
     return [str(audit.get("kind")), claimed, proven, audited_text(audit), confidence, verdict(audit)]

@@ -97,6 +97,9 @@ class Records:
         A run that charges nothing, as of a method without privacy, has them in private/run.json alone.
         """
         if self.entries:
+            hint = "fedflat.privacy.verify.verify(ledger.read(path), epsilon) checks a Guard's."
+            found = f"{self.folder}, with a ledger of a Guard"
+            require("given_key" not in (self.first or {}), "ledger", found, "a run's folder", hint=hint)
             refuse_older("ledger", self.folder, (self.first or {}).get("terms"))
         elif self.opening is not None:
             refuse_older(OPENING, self.folder, self.opening.terms)
