@@ -227,8 +227,11 @@ def _try_scale(rule: Callable[[Tensor, float], Tensor]) -> None:
     norms, clip = torch.tensor([0.0, 1e-3, 0.5, 2.0, 1e6], dtype=torch.float64), MethodScale(rule)
     allowed = "a function of a message's norm and C"
     with _refusing("algorithm.scale", rule, allowed):
-        if not torch.equal(clip.scale(norms, 1.0), clip.scale(norms, 1.0)):
+        factors = clip.scale(norms, 1.0)
+        if not torch.equal(factors, clip.scale(norms, 1.0)):
             raise Fault("other factors for the same norms", allowed)
+        if not factors.any():
+            raise Fault("no factor above 0 (negative ones and NaN count as 0)", allowed)
 
 
 def _try_mask(algorithm: Algorithm, form: Form) -> None:

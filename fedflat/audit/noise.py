@@ -131,7 +131,8 @@ def _small(recipe: Recipe, data: FederatedData) -> tuple[Recipe, FederatedData]:
         "noise_multiplier": privacy.noise_multiplier or 1.0, "randomness": privacy.randomness,
         "benchmark": is_seeded(recipe),
     }  # fmt: skip
-    return Recipe.of(small, [f"privacy.{key}={value}" for key, value in values.items()]), Maker(data).everybody("empty", CLIENTS)
+    overrides = [f"privacy.{key}={value}" for key, value in values.items()]
+    return Recipe.of(small, overrides), Maker(data).everybody("empty", CLIENTS)
 
 
 def _noise(job: Job) -> tuple[Floats, list[dict[str, Any]], float]:

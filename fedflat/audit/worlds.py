@@ -206,9 +206,9 @@ class Movement:
     """How far one pair of worlds is apart, in units of the bound that accounting uses for a message.
 
     total: m·‖difference‖ of the noiseless means. weights: the same of the released weights, None where the server's
-    optimiser is not linear or a server step is a user's own. floor: what the rounding of float32 weights may add to it. stopped: why there is no number.
-    refused: whether the combination was refused beforehand, by one sentence, which is no fault. neither: whether no
-    world came to an end.
+    optimiser is not linear or a server step is a user's own. floor: what the rounding of float32 weights may add to it.
+    stopped: why there is no number. refused: whether the combination was refused beforehand, by one sentence, which is
+    no fault. neither: whether no world came to an end.
     """
 
     engine: str
