@@ -60,14 +60,10 @@ def as_user(
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     process = subprocess.Popen(
-        ["bash", "-c", words] if isinstance(words, str) else words,
-        cwd=folder,
+        ["bash", "-c", words] if isinstance(words, str) else words, cwd=folder,
         env=environment(home or folder.with_name(f"{folder.name}-home")) | more,
-        stdin=theirs if stdin is None else subprocess.PIPE,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-    )
+        stdin=theirs if stdin is None else subprocess.PIPE, stdout=theirs, stderr=theirs, start_new_session=True,
+    )  # fmt: skip
     os.close(theirs)
     shown: list[bytes] = []
 

@@ -64,6 +64,13 @@ def test_a_comparison_in_eighty_columns(runs: Path, call: Call, tmp_path: Path) 
     assert [each["surface"] is not None for each in own if "surface" in each] == [True]
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(runs: Path, call: Call, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for words in (("--out", str(tmp_path / "file")), ("--out", str(tmp_path / "file" / "below"))):
+        status, _, err = call(str(runs / "heads"), *FAST, *words)
+        assert status == 2 and "cannot be written" in err and "points" not in err
+
+
 def test_json_is_one_document_and_only_that(runs: Path, call: Call, tmp_path: Path) -> None:
     words = (str(runs / "both" / "dp-fedsam-0"), *FAST, "--directions", "1", "--json", "--out", str(tmp_path))
     status, out, err = call(*words)

@@ -102,6 +102,7 @@ def test_no_key_of_the_data_is_ignored_beside_clients() -> None:
 
 
 def test_a_key_without_its_section_is_pointed_at() -> None:
+    assert [key.path for key in reference.explain("model.name")] == ["model"]
     with pytest.raises(InputError, match=r"Did you mean privacy\.epsilon\?"):
         reference.explain("epsilon")
     with pytest.raises(InputError, match=r"Did you mean cohort\.size\?"):
@@ -137,6 +138,12 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         ),
         ("privacy.clip={kind: constant, value: 1, quantile: 0.3}", r"privacy\.clip\.quantile: found 0.3"),
         ("privacy.clip={kind: adaptive, initial: 1, values: 2}", r"privacy\.clip\.values: found 2"),
+        ("privacy.clip={kind: adaptve, initial: 1}", r"privacy\.clip\.kind: found adaptve; .*Did you mean adaptive\?"),
+        (
+            "privacy.clip={kind: adaptive, initial: 1, quantile: 1.5}",
+            r"clip\.quantile: found 1.5; allowed: a number < 1",
+        ),
+        ("privacy.clip={initial: 1}", r"found no privacy\.clip\.kind"),
     ],
 )
 def test_a_key_of_another_choice_is_refused_not_ignored(override: str, sentence: str) -> None:

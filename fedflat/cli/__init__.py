@@ -99,7 +99,7 @@ def recipe_of(name: str | Path | None, override: list[str] | None) -> Recipe:
 
         if best := recipe_for(str(name)):
             name, sentence = best
-            print(sentence, file=sys.stderr)
+            print("\n".join(wrapped(sentence)), file=sys.stderr)
     return Recipe.load(name or QUICK_START, override or [])
 
 

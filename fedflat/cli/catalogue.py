@@ -124,7 +124,7 @@ def report(runs: list[Path], *, out: Path | None = None, plates: cli.Plates = No
     check_unsealed(page.parent)
     print(write_report(runs, page))
     if (page.parent / "private" / page.name).is_file():
-        print(f"{page.parent / 'private' / page.name}: with what is private to the simulation, for its owner only")
+        print(f"{page.parent / 'private' / page.name}: private to the simulation, for its owner only")
     for run in filter(locked, runs):
         print(f"Left out of {run}: what is private to the simulation ({LOCKED})")
     if plates is not None:

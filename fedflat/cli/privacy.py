@@ -50,7 +50,7 @@ class Options(Numbers):
         max_cohort: Largest cohort (truncated).
         min_cohort: Minimum cohort: fewer shares abort a round (distributed).
         max_participations: Rounds a client takes part in at most (local).
-        sampling: Only poisson, truncated or fixed cohorts.
+        sampling: Only this cohort law: poisson, truncated, fixed, full, …
         trust: Only central, distributed or local.
         accountant: Only pld, rdp or fft (budget: also gdp, an approximation).
     """

@@ -45,9 +45,12 @@ def explain(path: str) -> list[Key]:
     Raises:
         InputError: no such key, with the nearest; a key without its section names its places.
     """
-    if keys := [key for key in recipe_keys() if f"{key.path}.".startswith(f"{path}.")]:
+    known = recipe_keys()
+    if keys := [key for key in known if f"{key.path}.".startswith(f"{path}.")]:
         return keys
-    paths = [key.path for key in recipe_keys()]
+    if keys := [key for key in known if f"{key.path}.name" == path and key.kind.startswith("a name")]:
+        return keys
+    paths = [key.path for key in known]
     same = [candidate for candidate in paths if candidate.rpartition(".")[2] == path]
     hint = f"Did you mean {' or '.join(same)}?" if same else nearest(path, paths)
     raise wrong("explain", path, "a recipe key, for example privacy.clip (fedflat explain lists all)", hint=hint)

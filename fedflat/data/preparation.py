@@ -24,7 +24,7 @@ import torch
 import yaml
 from pydantic import TypeAdapter
 
-from fedflat.core.checks import wrong
+from fedflat.core.checks import require, wrong
 from fedflat.data import decoding
 from fedflat.data.encoding import Encoding, check_columns
 
@@ -93,6 +93,7 @@ class Preparation:
             InputError: a column is missing, or a value cannot be used; row and column are named.
         """
         check_columns("predict", self.reads, frame.columns)
+        require(not frame.empty, "predict", "a table of 0 rows", "at least one row")
         if self.encoding is not None:
             return self.encoding.inputs_of(frame, lambda row: f"row {row}")
         if self.kind == "chars":

@@ -142,6 +142,29 @@ def test_worlds_of_a_recipe_and_where_there_are_none(monkeypatch):
     assert "not run" in table([none])
 
 
+OWN = """import torch, fedflat
+class Twice:
+    def initial(self, shared): return {}
+    def __call__(self, mean, view): return 2 * mean, {}
+def largest(update, view):
+    return torch.where(update.abs() >= update.abs().topk(5).values[-1], update, 0 * update)
+def own(): return fedflat.Algorithm("own", transforms=(largest,), server=(Twice(),), momentum=0.0)
+"""
+
+
+def test_own_pieces_for_one_vector_and_server_steps_that_scale_are_audited(tmp_path, monkeypatch):
+    from fedflat.audit import audit_method, movements
+
+    (tmp_path / "mine.py").write_text(OWN)
+    name = f"{tmp_path / 'mine.py'}:own"
+    assert not audit_method(name, runs=200).exceeds_proven
+    monkeypatch.setattr(movements, "SECONDS", 0.0)
+    monkeypatch.setattr(movements, "shared_noise", lambda stage: ())
+    data = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in clients()]
+    found = movements.audit_worlds(recipe(algorithm={"name": name}), model=model(), clients=data)
+    assert 0.1 < found.details["movement"] <= 1.002
+
+
 def test_a_run_of_data_given_in_python_says_so(tmp_path, monkeypatch):
     from fedflat.audit import movements
 

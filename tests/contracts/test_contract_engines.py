@@ -13,13 +13,9 @@ import fedflat
 pytestmark = pytest.mark.usefixtures("noise_of_any_engine")
 
 ENGINES: list[dict[str, Any]] = [
-    {"backend": "sequential"},
-    {"backend": "vectorized", "block": 2},
-    {"backend": "vectorized"},
-    {"backend": "vectorized", "block": 1},
-    {"backend": "vectorized", "block": 3},
-    {"backend": "auto"},
-]
+    {"backend": "sequential"}, {"backend": "vectorized", "block": 2}, {"backend": "vectorized"},
+    {"backend": "vectorized", "block": 1}, {"backend": "vectorized", "block": 3}, {"backend": "auto"},
+]  # fmt: skip
 IN_EVERY_WAY = ("dp-fedavg", "dp-fedsam-blur", "fed-smp-topk", "dp-fedpgn", "dp-scaffold", "dp2-fedsam")
 """On all of these: one of each form, a rule, a transform, a mask, a broadcast vector, a state, a head. The others on
 the first three."""

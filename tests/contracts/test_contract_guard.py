@@ -22,7 +22,8 @@ from fedflat.guard import GIVEN, SOURCE, Guard
 from fedflat.pieces.mechanisms import GridNoise, gaussian
 from fedflat.privacy.ledger import Ledger, read
 from fedflat.privacy.plan import build_plan
-from fedflat.privacy.verify import recompute
+from fedflat.privacy.verify import recompute, verify
+from fedflat.simulation.inspection import inspect_run
 
 D = 20_000
 NUMBERS: dict[str, Any] = {"clients": 20, "rounds": 5, "noise_multiplier": 1.5}
@@ -199,6 +200,14 @@ def test_numpys_whole_numbers_are_rounds(tmp_path: Path) -> None:
 def test_a_round_is_released_once(tmp_path: Path) -> None:
     assert not same_noise_twice(tmp_path / "sound", Guard)
     assert same_noise_twice(tmp_path / "twin", Again)
+
+
+def test_a_guards_ledger_is_no_run_and_is_checked_by_its_entries(tmp_path: Path) -> None:
+    with made(tmp_path) as guard:
+        guard.release(0, zeros(guard, 0, 50))
+        assert verify(read(tmp_path / "ledger.jsonl"), guard.epsilon).ok
+    with pytest.raises(InputError, match=r"a Guard; allowed: a run's folder"):
+        inspect_run(tmp_path)
 
 
 def test_rounds_go_forwards_to_the_planned_end(tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ def test_as_it_was_it_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     [
         (lambda norms, c: norms.sum(), "shape"),
         (lambda norms, c: c, "float"),
+        (lambda norms, c: -c / norms, "no factor above 0"),
         (lambda norms, c: c * torch.rand(1), "random"),
         (lambda norms, c: norms / math.inf if norms else 1 / 0, "ZeroDivisionError"),
     ],

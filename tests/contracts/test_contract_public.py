@@ -126,15 +126,11 @@ WORLDS: dict[str, Pair] = {
     "many": (np.tile(LAST[0], (100, 1)), np.full(500, 2)),
 }
 NAMED: dict[str, Any] = {
-    "rounds": 2,
-    "algorithm": "dp-fedavg",
-    "data": {"examples_per_client": 4},
-    "model": {"name": "mlp", "hidden": 4},
-    "local": {"epochs": 2, "batch_size": 3},
-    "cohort": {"size": 6},
+    "rounds": 2, "algorithm": "dp-fedavg", "data": {"examples_per_client": 4}, "model": {"name": "mlp", "hidden": 4},
+    "local": {"epochs": 2, "batch_size": 3}, "cohort": {"size": 6},
     "privacy": {"clip": {"kind": "adaptive", "initial": 0.5, "count_noise": 3.0}, "noise_multiplier": 1.0},
     "engine": {"backend": "vectorized"},
-}
+}  # fmt: skip
 GIVEN: dict[str, Any] = {key: NAMED[key] for key in ("rounds", "cohort")} | {
     "algorithm": "dp-scaffold", "privacy": {"clip": 0.5, "noise_multiplier": 1.0}, "engine": {"backend": "sequential"},
 }  # fmt: skip

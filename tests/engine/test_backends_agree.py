@@ -50,14 +50,10 @@ def module() -> nn.Module:
 
 def recipe(method: str, **engine: Any) -> dict[str, Any]:
     return {
-        "rounds": 2,
-        "seed": 2,
-        "algorithm": {"name": method},
+        "rounds": 2, "seed": 2, "algorithm": {"name": method},
         "local": {"steps": 3, "batch_size": 4, "lr": 0.3, "weight_decay": 0.01, "max_grad_norm": 2.0},
-        "cohort": {"size": 5},
-        "privacy": {"clip": 0.2, "noise_multiplier": 1.0, "delta": 1e-5},
-        "engine": engine,
-    }
+        "cohort": {"size": 5}, "privacy": {"clip": 0.2, "noise_multiplier": 1.0, "delta": 1e-5}, "engine": engine,
+    }  # fmt: skip
 
 
 @functools.cache

@@ -23,12 +23,9 @@ from fedflat.engine.problem import ModuleProblem
 
 SIZES = (5, 0, 8, 1)
 ON_RAY = {
-    "rounds": 1,
-    "algorithm": "fedavg",
-    "local": {"steps": 1, "batch_size": 2},
-    "cohort": {"size": 2},
+    "rounds": 1, "algorithm": "fedavg", "local": {"steps": 1, "batch_size": 2}, "cohort": {"size": 2},
     "engine": {"backend": "ray"},
-}
+}  # fmt: skip
 
 
 def pairs(shape: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:

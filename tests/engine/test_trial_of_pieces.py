@@ -169,13 +169,10 @@ def _release(transform: Any, backend: str, *, present: bool) -> Tensor:
     pairs = [(torch.randn(4, 6, generator=generator), torch.arange(4) % 3) for _ in range(4)]
     pairs[0] = (pairs[0][0] * 1e3, pairs[0][1]) if present else (torch.zeros(0, 6), torch.zeros(0).long())
     recipe = {
-        "rounds": 1,
-        "algorithm": "dp-fedavg",
-        "local": {"steps": 1, "batch_size": 4, "lr": 0.3},
-        "privacy": {"clip": 0.05, "noise_multiplier": 0, "delta": 1e-5},
-        "cohort": {"size": 4},
+        "rounds": 1, "algorithm": "dp-fedavg", "local": {"steps": 1, "batch_size": 4, "lr": 0.3},
+        "privacy": {"clip": 0.05, "noise_multiplier": 0, "delta": 1e-5}, "cohort": {"size": 4},
         "engine": {"backend": backend, "block": 4} if backend != "sequential" else {"backend": backend},
-    }
+    }  # fmt: skip
     method = Algorithm("own", transforms=(transform,))
     found = fedflat.run(recipe, model=nn.Sequential(nn.Linear(6, 3)), clients=pairs, algorithm=method).model
     return torch.cat([p.detach().flatten().double() for p in found.parameters()])

@@ -18,15 +18,12 @@ from fedflat.federation.task import Task
 from fedflat.federation.wire import Answered
 
 BASE: dict[str, Any] = {
-    "name": "small",
-    "rounds": 2,
+    "name": "small", "rounds": 2,
     "data": {"dataset": "digits", "clients": 4, "partition": "iid", "max_examples": 120, "max_test": 60},
-    "model": {"name": "mlp", "hidden": 4},
-    "algorithm": {"name": "dp-fedsam", "rho": 0.05},
-    "local": {"steps": 3, "batch_size": 8, "lr": 0.2},
-    "cohort": {"size": 4},
+    "model": {"name": "mlp", "hidden": 4}, "algorithm": {"name": "dp-fedsam", "rho": 0.05},
+    "local": {"steps": 3, "batch_size": 8, "lr": 0.2}, "cohort": {"size": 4},
     "privacy": {"clip": 0.1, "noise_multiplier": 0},
-}
+}  # fmt: skip
 
 Handler = Callable[[Any], Any]
 

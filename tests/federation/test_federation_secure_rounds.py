@@ -286,16 +286,13 @@ def test_hostile_answers_to_the_steps_end_in_an_abort_or_a_dropout(tmp_path: Pat
         return of
 
     cases = {
-        "keys of another": (dealing.KEYS, {"keys": wire.write_map({1: b"x" * 100})}),
-        "no keys": (dealing.KEYS, {}),
+        "keys of another": (dealing.KEYS, {"keys": wire.write_map({1: b"x" * 100})}), "no keys": (dealing.KEYS, {}),
         "unsigned keys": (dealing.KEYS, {"keys": wire.write_map({0: b"x" * 100})}),
-        "no boxes": (dealing.SHARES, {"boxes": b""}),
-        "cut boxes": (dealing.SHARES, {"boxes": b"x" * 30}),
+        "no boxes": (dealing.SHARES, {"boxes": b""}), "cut boxes": (dealing.SHARES, {"boxes": b"x" * 30}),
         "float vector": (dealing.VECTOR, {}, np.ones(512, np.float32)),
-        "short vector": (dealing.VECTOR, {}, np.ones(3, np.int64)),
-        "no signature": (dealing.CONSENT, {}),
+        "short vector": (dealing.VECTOR, {}, np.ones(3, np.int64)), "no signature": (dealing.CONSENT, {}),
         "false signature": (dealing.CONSENT, {"signature": b"x" * 64}),
-    }
+    }  # fmt: skip
     for name, (stage, facts, *vector) in cases.items():
         task, clients = deployed(tmp_path / name, ddgauss())
         grid = grid_of(task, clients)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from stand_in import deployed, grid_of, settings, small
 
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.cohorts import MinSeparation
 from fedflat.core.types import RoundState
@@ -214,6 +215,14 @@ def test_where_secret_coins_stay(changes: dict[str, Any], said: str) -> None:
     assert said in note
     assert bool(note) == bool(said)
     assert _taking_turns(recipe, False) == (recipe, "")
+
+
+def test_clients_of_a_table_that_nobody_counted_take_turns(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("who,x,y\n" + "".join(f"{who},{who % 3},{who % 2}\n" for who in range(9)))
+    table = {"dataset": str(tmp_path / "t.csv"), "by": "who", "inputs": ["x"], "target": "y", "max_per_client": 1}
+    privacy = {"noise_multiplier": None, "epsilon": 5.0}
+    recipe = Recipe.of({**small(cohort={"size": 3}, privacy=privacy).dump(), "data": table, "model": "linear"})
+    assert _taking_turns(recipe, True)[0].cohort.separation == 3
 
 
 def test_turns_that_do_not_fit_are_refused(tmp_path: Path) -> None:

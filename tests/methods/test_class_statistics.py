@@ -28,13 +28,10 @@ def released(
     module: nn.Module, backend: str, clip: float = 1e6, twin: Algorithm | None = None, **changes: Any
 ) -> Tensor:
     recipe = {
-        "rounds": 1,
-        "algorithm": "class-statistics",
-        "cohort": {"size": len(SIZES)},
-        "local": {"steps": 3, "batch_size": 4},
-        "privacy": {"clip": clip, "noise_multiplier": 0.0},
+        "rounds": 1, "algorithm": "class-statistics", "cohort": {"size": len(SIZES)},
+        "local": {"steps": 3, "batch_size": 4}, "privacy": {"clip": clip, "noise_multiplier": 0.0},
         "engine": {"backend": backend},
-    }
+    }  # fmt: skip
     return train(prepare(Recipe.of(recipe | changes), module, federation(), algorithm=twin)).state.shared * len(SIZES)
 
 

@@ -26,13 +26,10 @@ CLIENTS = 5
 
 def recipe(method: str = "dp-fedadam", **sections: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
-        "rounds": 2,
-        "algorithm": {"name": method},
-        "local": {"steps": 2, "batch_size": 4, "lr": 0.2},
-        "cohort": {"size": 4.0},
-        "privacy": {"clip": 0.5, "noise_multiplier": 1.5, "delta": 1e-3},
+        "rounds": 2, "algorithm": {"name": method}, "local": {"steps": 2, "batch_size": 4, "lr": 0.2},
+        "cohort": {"size": 4.0}, "privacy": {"clip": 0.5, "noise_multiplier": 1.5, "delta": 1e-3},
         "engine": {"backend": "sequential"},
-    }
+    }  # fmt: skip
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values} if isinstance(values, Mapping) else values
     return base

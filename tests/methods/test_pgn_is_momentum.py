@@ -9,12 +9,9 @@ import fedflat
 
 BETA, CLIP, RATE = 0.3, 0.05, 2.0
 TINY: dict[str, Any] = {
-    "rounds": 5,
-    "data": {"dataset": "digits", "clients": 20, "max_examples": 200},
-    "model": {"name": "linear"},
-    "local": {"steps": 1, "batch_size": 16, "lr": 0.7, "momentum": 0.0},
-    "cohort": {"size": 20, "sampling": "full"},
-}
+    "rounds": 5, "data": {"dataset": "digits", "clients": 20, "max_examples": 200}, "model": {"name": "linear"},
+    "local": {"steps": 1, "batch_size": 16, "lr": 0.7, "momentum": 0.0}, "cohort": {"size": 20, "sampling": "full"},
+}  # fmt: skip
 
 
 def final(algorithm: dict[str, Any], clip: float, **server: float) -> torch.Tensor:

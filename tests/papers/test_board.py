@@ -31,6 +31,14 @@ def test_a_data_sets_name_takes_the_best_recipe_for_what_is_installed(monkeypatc
     assert board.recipe_for("cifar") is None
 
 
+def test_an_announced_recipe_has_the_settings_that_were_measured() -> None:
+    own = [row for row in board.load()["rows"] if row["method"]["name"] == board._method(board.task_of(row).recipe)]
+    for (task, epsilon), row in board.best(own).items():
+        if task.alpha in (0.6, None) and not task.public and epsilon == board.MEASURED_AT:
+            recipe = Recipe.load(task.recipe)
+            assert Recipe.load(task.recipe, [f"{key}={value}" for key, value in row["setting"].items()]) == recipe
+
+
 def test_the_command_shows_all_rows() -> None:
     _assemble()
     shown, listed = (CliRunner().invoke(app, ["leaderboard", *more]).output for more in ([], ["--json"]))

@@ -14,12 +14,9 @@ from fedflat.engine.batches import class_shares
 from fedflat.pieces.gradients import label_prior
 
 RECIPE: dict[str, Any] = {
-    "rounds": 3,
-    "algorithm": "dp-fedavg-la",
-    "local": {"steps": 2, "batch_size": 50, "lr": 0.5},
-    "cohort": {"size": 6},
+    "rounds": 3, "algorithm": "dp-fedavg-la", "local": {"steps": 2, "batch_size": 50, "lr": 0.5}, "cohort": {"size": 6},
     "privacy": {"clip": 0.2, "noise_multiplier": 0.5},
-}
+}  # fmt: skip
 
 
 def skewed(clients: int = 6, classes: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -17,12 +17,9 @@ TENSORS = (slice(0, 6), slice(6, 9), slice(9, 10))
 
 def view(gradient: Tensor | None = None, direction: Tensor | None = None) -> ClientView:
     return ClientView(
-        tensors=TENSORS,
-        gradient=lambda: torch.ones(10) if gradient is None else gradient,
-        steps=4,
-        lr=0.5,
+        tensors=TENSORS, gradient=lambda: torch.ones(10) if gradient is None else gradient, steps=4, lr=0.5,
         broadcast={} if direction is None else {"direction": direction},
-    )
+    )  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)

@@ -215,12 +215,9 @@ def test_events_with_less_noise_than_the_plans_are_not_stated_with_the_plans() -
 
 
 MIXED: dict[str, dict[str, Any]] = {
-    "poisson": {},
-    "fixed": {"sampling": "fixed"},
-    "local": {"trust": "local", "max_participations": 4},
-    "distributed": {"trust": "distributed", "cohort": 50},
-    "everyone": {"cohort": 100},
-}
+    "poisson": {}, "fixed": {"sampling": "fixed"}, "local": {"trust": "local", "max_participations": 4},
+    "distributed": {"trust": "distributed", "cohort": 50}, "everyone": {"cohort": 100},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MIXED)

@@ -23,19 +23,16 @@ STATEMENT: dict[str, Any] = {
 
 def recipe(algorithm: str = "dp-fedsam", seed: int = 0, rounds: int = 300, **changes: Any) -> dict[str, Any]:
     found = {
-        "name": f"cifar10-{algorithm}",
-        "seed": seed,
-        "rounds": rounds,
+        "name": f"cifar10-{algorithm}", "seed": seed, "rounds": rounds,
         "data": {"dataset": "cifar10", "partition": {"kind": "dirichlet", "alpha": 0.6}, "clients": 500},
-        "model": {"name": "resnet18"},
-        "algorithm": {"name": algorithm, "rho": 0.5},
+        "model": {"name": "resnet18"}, "algorithm": {"name": algorithm, "rho": 0.5},
         "local": {"steps": 60, "batch_size": 50, "lr": 0.1, "momentum": 0.5, "lr_decay": 0.998, "weight_decay": 0},
         "cohort": {"size": 50, "sampling": "poisson"},
         "privacy": {"clip": 0.2, "noise_multiplier": 0.95, "delta": 0.002, "trust": "central", "protocol": "sound"},
         "server": {"optimizer": "sgd", "lr": 1.0},
         "engine": {"device": "cpu", "backend": "vectorized", "precision": "float32"},
         "versions": {"fedflat": "0.1.0", "torch": "2.13.0", "python": "3.11.4"},
-    }
+    }  # fmt: skip
     return {**found, **changes}
 
 
@@ -53,12 +50,9 @@ def rounds_of(recipe: dict[str, Any], top: float, private: bool, adaptive: bool)
         accuracy = 0.1 + (top - 0.1) * done + 0.008 * draw.standard_normal()
         clip = 0.2 * (1 + 0.5 * math.exp(-turn / 40)) if adaptive else 0.2
         record = {
-            "round": turn,
-            "epsilon": 9.37 * math.sqrt((turn + 1) / total),
-            "clip": clip,
-            "test_loss": 2.3 - 1.5 * done + 0.02 * draw.standard_normal(),
-            "test_accuracy": accuracy,
-        }
+            "round": turn, "epsilon": 9.37 * math.sqrt((turn + 1) / total), "clip": clip,
+            "test_loss": 2.3 - 1.5 * done + 0.02 * draw.standard_normal(), "test_accuracy": accuracy,
+        }  # fmt: skip
         if turn == total - 1:
             record["class_accuracy"] = [float(accuracy + 0.06 * draw.standard_normal()) for _ in range(10)]
         public.append(record)

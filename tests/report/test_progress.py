@@ -170,12 +170,9 @@ def test_a_run_in_python_shows_its_progress_on_stderr(
     recipe |= {"cohort": {"size": 2}, "privacy": {"clip": 0.5, "noise_multiplier": 1.0}}
     seen: list[int] = []
     result = fedflat.run(
-        recipe,
-        nn.Linear(3, 2),
-        pairs,
-        progress=asked,
+        recipe, nn.Linear(3, 2), pairs, progress=asked,
         on_round=lambda released, state: seen.append(0) or len(seen) == 2,
-    )
+    )  # fmt: skip
     found = capsys.readouterr()
     assert len(result.history) == 2 and math.isfinite(result.privacy["proven_epsilon"])  # nothing private was looked at
     assert found.out == "" and found.err.count("round 1/3") == found.err.count("mine · dp-fedavg") == shows
