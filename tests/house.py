@@ -30,13 +30,18 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "code lines of the package": Limit(28_320, 26_000), "files of the package": Limit(193, 200),
+    "code lines of the package": Limit(28_140, 26_000), "files of the package": Limit(193, 200),
     "circles of files": Limit(0, 0), "frames from the command to a step's gradient": Limit(10, 10),
     "comment lines per 60 code lines": Limit(1, 1, least=True), "words of the docs": Limit(50_000, 50_000),
     "words of the README": Limit(850, 900), "files of more than 300 lines": Limit(42),
-    "functions of more than 40 lines": Limit(10), "lines of the tests": Limit(37_760),
+    "functions of more than 40 lines": Limit(10), "names that say nothing": Limit(60),
+    "lines of the tests": Limit(37_745),
 }  # fmt: skip
 """The only place where limits are kept. They are today's values: nothing may grow."""
+SAYING_NOTHING = (
+    "found", "own", "told", "shown", "said", "kept", "made", "what", "thing", "each", "standing", "ahead", "alone",
+    "about", "whole",
+)  # fmt: skip
 
 
 def sources(root: Path = PACKAGE) -> dict[str, str]:
@@ -121,6 +126,13 @@ def long_functions(text: str) -> int:
     return found
 
 
+def empty_names(text: str) -> int:
+    """Return how many variables and arguments bear one of the names in ``SAYING_NOTHING``."""
+    nodes = list(ast.walk(ast.parse(text)))
+    names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return sum(name in SAYING_NOTHING for name in [*names, *(node.arg for node in nodes if isinstance(node, ast.arg))])
+
+
 def frames() -> list[str]:
     """Run one round by the command with the sequential back end; return the package's frames at its last gradient."""
     import torch
@@ -169,6 +181,7 @@ def measures() -> dict[str, float]:
         code, len(files), len(circles(files)), len(frames()), round(60 * comments / code, 2),
         words((HERE / "docs").glob("*.md")), words([HERE / "README.md"]),
         sum(text.count("\n") > 300 for text in files.values()), sum(map(long_functions, files.values())),
+        sum(map(empty_names, files.values())),
         sum(path.read_text(encoding="utf-8").count("\n") for path in (HERE / "tests").rglob("*.py")),
     )  # fmt: skip
     return dict(zip(LIMITS, found, strict=True))

@@ -1,6 +1,6 @@
 """The house's measures count what they say, and today's limits hold (``python -m tests.house`` prints them)."""
 
-from house import LIMITS, broken, circles, lines, long_functions
+from house import LIMITS, broken, circles, empty_names, lines, long_functions
 
 
 def test_lines_without_blanks_comments_and_docstrings() -> None:
@@ -20,6 +20,15 @@ def test_a_long_function_is_found() -> None:
     body = "    x = 1\n"
     assert long_functions("def f():\n" + 39 * body) == 0 and long_functions("def f():\n" + 40 * body) == 1
     assert long_functions("def f():\n    'said'\n" + 39 * body) == 0
+
+
+def test_names_that_say_nothing_are_counted_as_variables_and_arguments() -> None:
+    assert (
+        empty_names(
+            "def f(found, data):\n    for each in found:\n        own = each.own\n    return wrong(found=own)\n"
+        )
+        == 3
+    )
 
 
 def test_a_worse_measure_is_broken() -> None:

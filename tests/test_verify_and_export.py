@@ -439,12 +439,9 @@ SEALS = ("run", "weights", "checksum")
 
 
 EDITS = {
-    "epsilon_at_1e-5": 0.1,
-    "unit": "one row of one client",
-    "noise_source": "256 bits of operating-system entropy",
-    "not_covered": [],
-    "adversaries": [{"adversary": "recipients", "epsilon": 0.1}],
-}
+    "epsilon_at_1e-5": 0.1, "unit": "one row of one client", "noise_source": "256 bits of operating-system entropy",
+    "not_covered": [], "adversaries": [{"adversary": "recipients", "epsilon": 0.1}],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field", EDITS)

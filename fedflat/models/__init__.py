@@ -97,8 +97,8 @@ def is_sized(name: str) -> bool:
 
 def _parameters(factory: Callable[..., nn.Module]) -> tuple[list[str], bool]:
     """Return the names that a callable takes, and whether it takes any other as well."""
-    signature = inspect.signature(factory).parameters.items()
-    return [key for key, p in signature if p.kind in NAMED], any(p.kind is p.VAR_KEYWORD for _, p in signature)
+    parameters = inspect.signature(factory).parameters.items()
+    return [key for key, p in parameters if p.kind in NAMED], any(p.kind is p.VAR_KEYWORD for _, p in parameters)
 
 
 __all__ = [

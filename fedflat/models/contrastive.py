@@ -34,7 +34,7 @@ class ContrastiveOptions:
         whole("model.body.cells", self.cells, 1)
 
     def with_digest(self) -> ContrastiveOptions:
-        """Return them with the digest of the network in the file. Raises InputError where it is not the one asked."""
+        """Return them with the digest of the network in the file. Raises InputError where another was asked for."""
         digest = digest_of(self.tensors())
         if self.sha256 not in (None, digest):
             raise wrong("model.body.sha256", f"{self.sha256} for a network of {digest}", "the digest of the network")

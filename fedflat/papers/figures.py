@@ -52,13 +52,13 @@ class Line:
         if not self.changes:
             return unvaried
         full = Recipe.of(paper, self.changes, where=paper.name)
-        small, sizes = scaled(full, scale).dump(), unvaried.dump()
+        small, plain = scaled(full, scale).dump(), unvaried.dump()
         for room, name in (key.split(".") for key in SIZES):
             if f"{room}.{name}" in self.varied:
-                _shrink(small, room, name, [paper.dump(), full.dump(), sizes])
+                _shrink(small, room, name, [paper.dump(), full.dump(), plain])
             elif room != "local":
                 # A varied q would change these as well.
-                small[room][name] = sizes[room][name]
+                small[room][name] = plain[room][name]
         marks = "_".join(re.sub(r"[^\w.+-]+", "-", text) for text in self.changes)
         return Recipe.of({**small, "name": f"{unvaried.name}_{marks}"}, overrides, where=unvaried.name)
 
@@ -324,11 +324,11 @@ def _axis(panel: Panel, ran: Ran) -> list[Figure]:
 def _point(line: Line, runs: Sequence[Run]) -> tuple[float, float, float] | None:
     """Return the mean accuracy and the ends of its 95 % t interval (the mean itself for one seed)."""
     cell = replace(line.cell, measure=line.cell.base)
-    accuracy = spread(None if value is None else value / 100 for value in (measured(cell, run) for run in runs))
-    if accuracy is None:
+    stats = spread(None if value is None else value / 100 for value in (measured(cell, run) for run in runs))
+    if stats is None:
         return None
-    half = accuracy.half or 0.0
-    return accuracy.mean, max(0.0, accuracy.mean - half), min(1.0, accuracy.mean + half)
+    half = stats.half or 0.0
+    return stats.mean, max(0.0, stats.mean - half), min(1.0, stats.mean + half)
 
 
 def _bars(panel: Panel, ran: Ran) -> list[Figure]:

@@ -146,15 +146,15 @@ def _series(
     spent: by ε too, where it is known at every point. share: the values are shares, and so are the band's edges.
     """
     values = by_round(map(points, group.runs))
-    means = {turn: mean for turn, sample in values.items() if (mean := spread(sample)) is not None}
-    turns = _thin_with_highest(means, most)
-    sds = [means[turn].sd or 0.0 for turn in turns]
+    stats = {turn: one for turn, sample in values.items() if (one := spread(sample)) is not None}
+    turns = _thin_with_highest(stats, most)
+    sds = [stats[turn].sd or 0.0 for turn in turns]
     x: dict[str, Values] = {"round": tuple(float(turn + 1) for turn in turns)}
     # Seeds of one setting spend the same; where they do not, the largest is the one that holds for all.
     epsilons = {turn: max(sample) for turn, sample in by_round(map(metrics.spent, group.runs)).items()} if spent else {}
     if epsilons and turns and all(turn in epsilons for turn in turns):
         x["epsilon"] = tuple(epsilons[turn] for turn in turns)
-    y = tuple(means[turn].mean for turn in turns)
+    y = tuple(stats[turn].mean for turn in turns)
     return Series(group.label, x, y, *_band(y, sds, share), group.style)
 
 
@@ -283,8 +283,8 @@ def class_bars(figure: Figure, groups: Sequence[Group]) -> Figure | None:
     """Return the accuracy by class at the last evaluation: one series per group, the mean over its seeds."""
     series = []
     for group in groups:
-        means = [spread(values) for values in zip(*[row for row in map(last_classes, group.runs) if row])]
-        points = [(float(index), accuracy.mean) for index, accuracy in enumerate(means) if accuracy is not None]
+        spreads = [spread(values) for values in zip(*[row for row in map(last_classes, group.runs) if row])]
+        points = [(float(index), stats.mean) for index, stats in enumerate(spreads) if stats is not None]
         x = {"round": tuple(index for index, _ in points)}
         series.append(Series(group.label, x, tuple(value for _, value in points), style=group.style))
     every = {tuple(class_names(run)) for group in groups for run in group.runs}

@@ -161,7 +161,7 @@ def columns(table: Comparison) -> list[Column]:
 
 
 def _mean(row: Row, name: str, written: Callable[[float], str]) -> str:
-    return "–" if (average := row.spreads[name]) is None else written(average.mean)
+    return "–" if (stats := row.spreads[name]) is None else written(stats.mean)
 
 
 def _final_text(row: Row) -> str:

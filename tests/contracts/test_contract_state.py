@@ -238,12 +238,9 @@ class First:
 
 
 NOISY: list[dict[str, Any]] = [
-    {},
-    {"privacy": {"secure_rng": True}},
-    {"privacy": {"clip": {"kind": "per-tensor", "values": 0.1}}},
-    {"privacy": {"trust": "local"}},
-    {"privacy": {"trust": "distributed"}, "cohort": {"min": 4}},
-]
+    {}, {"privacy": {"secure_rng": True}}, {"privacy": {"clip": {"kind": "per-tensor", "values": 0.1}}},
+    {"privacy": {"trust": "local"}}, {"privacy": {"trust": "distributed"}, "cohort": {"min": 4}},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["update", "ddgauss"])

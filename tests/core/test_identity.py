@@ -141,13 +141,10 @@ def _mode(value: float) -> Any:
 ONLY: dict[str, Callable[[float], Any]] = {
     "what a member of an enumeration does": lambda value: _mode(value).A,
     "what a missing key of a map gives": lambda value: defaultdict(plus(value)),
-    "a global of an inner function": _global,
-    "a constant of a user's module": _setting,
+    "a global of an inner function": _global, "a constant of a user's module": _setting,
     "a field named training": lambda value: Trained(training=value),
-    "a field named grad": lambda value: Trained(grad=value),
-    "the order of layers": _order,
-    "the order of a map inside a list": _nested,
-    "the owner of a built-in method": lambda value: [value].__getitem__,
+    "a field named grad": lambda value: Trained(grad=value), "the order of layers": _order,
+    "the order of a map inside a list": _nested, "the owner of a built-in method": lambda value: [value].__getitem__,
     "a function's attribute": lambda value: _attribute(plus(1.0), value),
     "a number's attribute": lambda value: _attribute(Counted(1), value),
     "a tensor's attribute": lambda value: _attribute(torch.ones(2), value),
@@ -156,7 +153,7 @@ ONLY: dict[str, Callable[[float], Any]] = {
     "a tensor's class": lambda value: torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {"act": plus(value)})),
     "order in memory": lambda value: torch.ones(2, 3).as_strided((2, 3), (3, 1) if value > 1 else (1, 2)),
     "bf16": lambda value: torch.ones(2, dtype=torch.bfloat16 if value > 1 else torch.float32),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", ONLY)

@@ -50,14 +50,11 @@ def test_another_shape_is_refused() -> None:
 
 def test_the_mask_follows_public_data() -> None:
     recipe = {
-        "rounds": 2,
-        "data": {"dataset": "digits", "clients": 20},
-        "model": "linear",
+        "rounds": 2, "data": {"dataset": "digits", "clients": 20}, "model": "linear",
         "algorithm": {"name": "fed-smp-topk", "public": "held-out", "keep": 0.2},
-        "local": {"steps": 3, "batch_size": 8},
-        "cohort": {"size": 10},
+        "local": {"steps": 3, "batch_size": 8}, "cohort": {"size": 10},
         "privacy": {"clip": 1.0, "noise_multiplier": 1.0},
-    }
+    }  # fmt: skip
     first = fedflat.run(recipe)
     assert first.history[-1]["round"] == 1
     other = fedflat.run({**recipe, "algorithm": {"name": "fed-smp-topk", "keep": 0.2}})

@@ -31,13 +31,10 @@ def pairs(clients: int = 6) -> list[tuple[Tensor, Tensor]]:
 
 def settings(**privacy: Any) -> dict[str, Any]:
     return {
-        "rounds": 3,
-        "algorithm": {"name": "dp-fedavg"},
-        "local": {"steps": 2, "batch_size": 3, "lr": 0.2},
-        "cohort": {"size": 3},
-        "privacy": {"clip": 0.3, "noise_multiplier": 1.0, "delta": 1e-5, **privacy},
+        "rounds": 3, "algorithm": {"name": "dp-fedavg"}, "local": {"steps": 2, "batch_size": 3, "lr": 0.2},
+        "cohort": {"size": 3}, "privacy": {"clip": 0.3, "noise_multiplier": 1.0, "delta": 1e-5, **privacy},
         "engine": {"backend": "sequential"},
-    }
+    }  # fmt: skip
 
 
 def weights(found: Any) -> Tensor:

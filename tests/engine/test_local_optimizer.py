@@ -31,13 +31,10 @@ def module() -> nn.Module:
 
 def trained(backend: str, method: str = "fedavg", rounds: int = 1, **local: Any) -> torch.Tensor:
     recipe = {
-        "rounds": rounds,
-        "algorithm": method,
-        "local": {**LOCAL, **local},
-        "cohort": {"size": len(SIZES)},
+        "rounds": rounds, "algorithm": method, "local": {**LOCAL, **local}, "cohort": {"size": len(SIZES)},
         "privacy": {"clip": 0.05, "noise_multiplier": 0.0},
         "engine": {"backend": backend, "device": "cpu", "precision": "fp32"},
-    }
+    }  # fmt: skip
     result = fedflat.run(recipe, model=module(), clients=clients())
     return torch.cat([p.detach().flatten() for p in result.model.parameters()])
 

@@ -146,12 +146,9 @@ def test_two_copies_never_go_on_at_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 ENGINES: dict[str, tuple[Any, Any]] = {
-    "device": ("cpu", "auto"),
-    "backend": ("sequential", "vectorized"),
-    "precision": ("fp32", "bf16"),
-    "block": (2, 3),
+    "device": ("cpu", "auto"), "backend": ("sequential", "vectorized"), "precision": ("fp32", "bf16"), "block": (2, 3),
     "processes": (1, 2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in EngineSection.model_fields if name != "compile"])

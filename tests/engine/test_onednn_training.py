@@ -169,12 +169,9 @@ def test_one_run_in_every_back_end() -> None:
     """``workers`` bit for bit, blocks up to rounding, and the tensors were in use."""
     clients = [(images(n, (1, 16, 16), n), torch.arange(n) % 4) for n in (9, 5, 14, 1)]
     recipe: dict[str, Any] = {
-        "rounds": 2,
-        "algorithm": {"name": "dp-fedavg"},
-        "local": {"steps": 3, "batch_size": 6, "lr": 0.1},
-        "cohort": {"size": 3},
-        "privacy": {"clip": 0.2, "noise_multiplier": 1.0, "delta": 1e-5},
-    }
+        "rounds": 2, "algorithm": {"name": "dp-fedavg"}, "local": {"steps": 3, "batch_size": 6, "lr": 0.1},
+        "cohort": {"size": 3}, "privacy": {"clip": 0.2, "noise_multiplier": 1.0, "delta": 1e-5},
+    }  # fmt: skip
     # One thread each, as the workers have: some processors' products of two threads round otherwise.
     engines = {"sequential": {"backend": "sequential", "processes": 1}}
     engines |= {name: {"backend": name, "processes": 2} for name in ("workers", "vectorized")}

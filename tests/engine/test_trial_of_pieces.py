@@ -132,12 +132,9 @@ def test_a_piece_made_for_one_length_is_tried_at_that_length() -> None:
 @pytest.mark.parametrize("backend", ["sequential", "vectorized", "auto"])
 def test_a_run_stops_before_training(backend: str) -> None:
     recipe = {
-        "rounds": 1,
-        "algorithm": "dp-fedavg",
-        "privacy": {"noise_multiplier": 1.0},
-        "cohort": {"size": 2},
+        "rounds": 1, "algorithm": "dp-fedavg", "privacy": {"noise_multiplier": 1.0}, "cohort": {"size": 2},
         "engine": {"backend": backend},
-    }
+    }  # fmt: skip
     clients = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(3)]
     with pytest.raises(InputError, match=r"algorithm.transforms\[0\] \(half\)"):
         fedflat.run(recipe, model=NETWORK, clients=clients, algorithm=Algorithm("own", transforms=(half,)))

@@ -81,15 +81,12 @@ def recipe_of(s: ref.Setting, backend: str, clients: int, batch_size: int = 100)
     keys = set(OPTIONS[s.method]) | {f.name for f in fields(s) if getattr(s, f.name) != f.default}
     chosen = {"rescale", "finetune_steps", "finetune_lr", "scope", "floor", "adaptive", *OPTIONS[s.method]} & keys
     return {
-        "seed": SEED,
-        "rounds": s.rounds,
-        "algorithm": {"name": s.method, **{k: getattr(s, k) for k in chosen}},
+        "seed": SEED, "rounds": s.rounds, "algorithm": {"name": s.method, **{k: getattr(s, k) for k in chosen}},
         "local": {"batch_size": batch_size, **{k: getattr(s, k) for k in LOCAL_KEYS}},
-        "cohort": {"size": s.cohort or clients},
-        "privacy": {"clip": s.clip, "noise_multiplier": s.noise_multiplier},
+        "cohort": {"size": s.cohort or clients}, "privacy": {"clip": s.clip, "noise_multiplier": s.noise_multiplier},
         "server": {**{"optimizer" if k == "kind" else k: v for k, v in s.server.items()}, "weights": s.weights},
         "engine": {"backend": backend},
-    }
+    }  # fmt: skip
 
 
 def compare(s: ref.Setting, net: ref.Net, backend: str, clients: list[ref.Batch] | None = None, **more: Any) -> Any:
