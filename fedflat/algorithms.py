@@ -5,19 +5,16 @@ method of your own is one more such function in a file of yours: ``algorithm: {n
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from fedflat.core.checks import in_range, whole, wrong
-from fedflat.core.types import Algorithm, Phase
+from fedflat.core.types import Algorithm, Factory, Phase
 from fedflat.pieces import server, state
 from fedflat.pieces.clipping import SmoothedNormalisation
 from fedflat.pieces.gradients import HoldBias, blur, compose, label_prior, look_ahead, pgn, proximal, sam
 from fedflat.pieces.transforms import ClassSums, add_back_direction, lus, random_mask, rescale, top_k, top_mask
-
-Factory = Callable[..., Algorithm]
-"""Makes a method from the recipe's ``algorithm`` keys."""
 
 __all__ = ["ALGORITHMS", "Algorithm", "Factory", "Phase"]
 

@@ -22,11 +22,13 @@ MAY_IMPORT = {
     "engine": _LOW | {"privacy", "data", "records"}, "guard": _LOW | {"privacy", "pieces", "engine"},
     "backends": _LOW | {"data", "records", "engine"},
     "methods": _LOW | {"privacy", "pieces", "data", "engine", "config"}, "assembly": _LIVE | {"backends", "methods"},
-    "report": _LOW | {"privacy"}, "simulation": _LIVE | {"backends", "methods", "assembly", "report"},
-    "estimator": {"core", "data", "simulation"}, "landscape": _LIVE | {"backends", "assembly", "report", "simulation"},
-    "papers": _LIVE | {"backends", "methods", "assembly", "report", "simulation", "landscape"},
-    "audit": _LIVE | {"backends", "methods", "assembly", "simulation"},
-    "federation": _LIVE | {"backends", "methods", "assembly", "report", "simulation"},
+    "report": _LOW | {"privacy"},
+    "simulation": _LIVE - {"pieces", "algorithms"} | {"backends", "methods", "assembly", "report"},
+    "estimator": {"core", "data", "simulation"},
+    "landscape": {"core", "records", "engine", "backends", "config", "assembly", "report"},
+    "papers": _LIVE - {"pieces", "records", "engine"} | {"methods", "assembly", "report", "simulation", "landscape"},
+    "audit": {"core", "privacy", "data", "records", "engine", "config", "assembly", "simulation"},
+    "federation": _LIVE - {"models", "algorithms"} | {"backends", "methods", "assembly", "report", "simulation"},
 }  # fmt: skip
 """Every room but the command line: it imports rooms above it in this table, and itself."""
 

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedflat.algorithms import Factory
 from fedflat.assembly.plans import NOT_HELD, PREFIX, THEIRS, algorithm_of, is_proxy, public_examples
 from fedflat.assembly.tasks import check_outputs, try_loss
 from fedflat.config.reading import GIVEN
@@ -24,7 +23,7 @@ from fedflat.config.sections import DataSection, NamedSection, Partition
 from fedflat.core.checks import require, wrong
 from fedflat.core.loss import CROSS_ENTROPY, CustomLoss, Objective
 from fedflat.core.rng import stream
-from fedflat.core.types import Algorithm
+from fedflat.core.types import Algorithm, Factory
 from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.clients import FederatedData, bounded, from_pairs, hold_back, with_test
 from fedflat.data.own import clients as own_clients

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedflat.algorithms import Factory
 from fedflat.assembly import plans, records
 from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
 from fedflat.assembly.piece_check import try_pieces
@@ -31,7 +30,7 @@ from fedflat.core.identity import identity_of
 from fedflat.core.loss import CustomLoss, Objective
 from fedflat.core.params import Layout, flatten, last_linear, layout_of, zero
 from fedflat.core.rng import fresh_key, noise_key
-from fedflat.core.types import Algorithm, Broadcast, RoundState
+from fedflat.core.types import Algorithm, Broadcast, Factory, RoundState
 from fedflat.data.clients import FederatedData
 from fedflat.data.sources import public_training
 from fedflat.engine import device as place

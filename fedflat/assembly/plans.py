@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fedflat.algorithms import ALGORITHMS, Factory
+from fedflat.algorithms import ALGORITHMS
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import PrivacySection, ServerSection
 from fedflat.core.checks import nearest, one_of, require, wrong
 from fedflat.core.imports import calling, imported
 from fedflat.core.params import Layout
-from fedflat.core.types import MOMENTUM, Algorithm, Average, Clip, Local, MeanView, Optimizer
+from fedflat.core.types import MOMENTUM, Algorithm, Average, Clip, Factory, Local, MeanView, Optimizer
 from fedflat.data.clients import FederatedData
 from fedflat.data.preparation import DATASETS
 from fedflat.methods import noise as noising

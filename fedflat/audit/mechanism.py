@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.algorithms import ALGORITHMS
 from fedflat.audit import bench as room
 from fedflat.audit.bench import DELTA, Bench, Client, Neighbours, World
 from fedflat.audit.bounds import AuditResult, Floats, assumptions, choose_event, event_bound
 from fedflat.audit.worlds import Recorder
-from fedflat.core.checks import in_range, one_of, whole
+from fedflat.core.checks import in_range, whole
 from fedflat.engine.job import Job
 from fedflat.engine.reduce import GridAccumulator, PlainSum
 from fedflat.engine.round import accumulator_of, broadcast_of
@@ -202,12 +201,10 @@ def audit_method(
 ) -> AuditResult:  # fmt: skip
     """Return the lower bound on ε of one round of a method, beside the claimed and the proven ε.
 
-    name: of ``ALGORITHMS`` (or path.py:function). options: its keys. sections: recipe sections ``privacy`` and
+    name: a packaged method (or path.py:function). options: its keys. sections: recipe sections ``privacy`` and
     ``server`` to audit with (a clip of another kind, an optimiser). runs: per world and canary.
     Raises InputError for an unknown name, fewer than 200 runs, a confidence outside (0.5, 1).
     """
-    if ":" not in name:
-        one_of("audit", name, ALGORITHMS)
     whole("runs", runs, 200)
     in_range("confidence", confidence, 0.5, 1, open_low=True, open_high=True)
     began = time.perf_counter()

@@ -340,6 +340,10 @@ class Algorithm:
         return next(p for p in reversed(self.phases) if p.part in ("all", "shared"))
 
 
+Factory = Callable[..., Algorithm]
+"""Makes a method from the recipe's ``algorithm`` keys."""
+
+
 @dataclass(frozen=True)
 class Broadcast:
     """All a client receives at the start of a round.

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from fedflat.algorithms import Factory
 from fedflat.assembly.inputs import Clients, as_given
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.records import is_seeded, resolved, write_frozen
@@ -22,7 +21,7 @@ from fedflat.core.checks import require, wrong
 from fedflat.core.loss import CustomLoss
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
-from fedflat.core.types import Algorithm
+from fedflat.core.types import Algorithm, Factory
 from fedflat.data.clients import FederatedData
 from fedflat.engine.device import PROCESSES
 from fedflat.engine.job import Job, Metric, OnRound, Outcome, RoundResult
