@@ -185,10 +185,10 @@ def _sentence(error: ValidationError, where: str) -> InputError:
     if first["type"] == "missing":
         return wrong(place, "nothing", "a value; the key is required")
     if first["type"] == "model_type":
-        section, hint = f"a section with some of {', '.join(_fields(path))}", ""
+        wanted, hint = f"a section with some of {', '.join(_fields(path))}", ""
         if not isinstance(value, str | int | float | list | None):
             value, hint = f"{type(value).__name__}(…)", f"Beside the recipe: fedflat.run(recipe, {path[0]}=…)."
-        return wrong(place, value, section, hint=hint)
+        return wrong(place, value, wanted, hint=hint)
     if first["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", str(first["ctx"]["expected"]))
         return wrong(place, value, ", ".join(choices) or first["ctx"]["expected"], hint=nearest(str(value), choices))

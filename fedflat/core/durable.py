@@ -165,12 +165,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Write beside and rename: another process never sees half a file. Raises OSError."""
     from safetensors.torch import save_file
 
-    copies = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    arrays = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
     os.close(handle)
     try:
-        save_file(copies, name, metadata={**(metadata or {}), "sha256": digest_of(copies)})
+        save_file(arrays, name, metadata={**(metadata or {}), "sha256": digest_of(arrays)})
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)

@@ -235,7 +235,7 @@ def _recorded(
     token = torch.zeros(len(samples[0]), device=samples[0].device)
     recorder = _Recorder([*samples, *vectors.values(), token])
 
-    def one(client: list[Tensor], token: Tensor) -> Tensor:
+    def one(tensors: list[Tensor], token: Tensor) -> Tensor:
         def ask(name: str, classes: int, at: Tensor) -> Tensor:
             def answer(points: Tensor) -> Tensor:
                 # The stand-in's own arithmetic is not part of the piece.
@@ -246,7 +246,7 @@ def _recorded(
 
             return cast(Tensor, _Asked.apply(at, token, answer))  # type: ignore[no-untyped-call]
 
-        return call(client, vectors, _Closed(), ask)
+        return call(tensors, vectors, _Closed(), ask)
 
     before = global_generators()
     try:
@@ -337,10 +337,10 @@ class Isolated:
             recording = self._recordings.get((shapes, facts))
             if recording is None or not recording.fits(view.broadcast, block[0].shape[0]):
 
-                def inner(client: list[Tensor], vectors: dict[str, Tensor], generator: Any, ask: Ask) -> Tensor:
-                    state = dict(zip(names, client[len(tensors) :]))
+                def inner(values: list[Tensor], vectors: dict[str, Tensor], generator: Any, ask: Ask) -> Tensor:
+                    state = dict(zip(names, values[len(tensors) :]))
                     seen = replace(view, state=state, broadcast=vectors, generator=generator)
-                    return call(client[: len(tensors)], seen, ask)
+                    return call(values[: len(tensors)], seen, ask)
 
                 try:
                     recording = record(inner, block, view.broadcast, check=shapes not in self._checked)

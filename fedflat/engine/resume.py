@@ -279,7 +279,7 @@ def update_plan(job: Job, ledger: Ledger, start: int, round: int) -> None:
 
 
 def charge_drawn(job: Job, ledger: Ledger, round: int) -> bool:
-    """Charge a round once more if another key drew it before, as it may have been released; return whether it was."""
+    """Charge a round again if another key drew it before, since that may be released; return whether it is charged."""
     if again := job.folder is not None and bool(ledger.drawn_before(round)):
         ledger.charge_again(f"{job.why}: drawn again with a fresh key", round=round)
     return again

@@ -129,15 +129,15 @@ def within_cap(parts: RoundParts, state: RoundState, cohort: np.ndarray) -> tupl
     if not apart and cap is None:
         return cohort, state
     name, before = (LAST_ROUND, NEVER) if apart else (COUNTS, 0)
-    turns = state.slots.get(name)
-    turns = torch.full((sampler.clients,), before, dtype=torch.int64) if turns is None else turns.clone()
+    past = state.slots.get(name)
+    past = torch.full((sampler.clients,), before, dtype=torch.int64) if past is None else past.clone()
     if isinstance(sampler, MinSeparation) and apart:
-        allowed = separated(turns.numpy(), cohort, state.round, sampler.separation)
-        turns[torch.from_numpy(allowed)] = state.round
+        allowed = separated(past.numpy(), cohort, state.round, sampler.separation)
+        past[torch.from_numpy(allowed)] = state.round
     else:
-        allowed = cohort[turns.numpy()[cohort] < (cap or 0)]
-        turns[torch.from_numpy(allowed)] += 1
-    return allowed, dataclasses.replace(state, slots={**state.slots, name: turns})
+        allowed = cohort[past.numpy()[cohort] < (cap or 0)]
+        past[torch.from_numpy(allowed)] += 1
+    return allowed, dataclasses.replace(state, slots={**state.slots, name: past})
 
 
 def finish_round(

@@ -17,7 +17,6 @@ import yaml
 from fedflat.core.checks import in_range, nearest, one_of, whole, wrong
 from fedflat.core.cohorts import FromRound, Poisson
 from fedflat.core.types import Sampler
-from fedflat.methods.plans import most_messages
 from fedflat.privacy.accounting.curves import compose_epsilon
 from fedflat.privacy.accounting.epsilon import calibrate
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
@@ -75,6 +74,8 @@ class Published(Accounted):
         sampler = plan.sampler
         if isinstance(sampler, FromRound):
             return float(sampler.size)
+        from fedflat.methods.plans import most_messages  # which loads what discrete noise needs
+
         most = most_messages(sampler.clients, sampler.q, plan.rounds, plan.delta / 100)
         return float(min(most, sampler.clients))
 

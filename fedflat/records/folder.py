@@ -84,7 +84,7 @@ class RunFolder:
 
     def flush_lines(self) -> None:
         """Make every line written so far durable."""
-        files = [self.path / name for records in (METRICS, PRIVATE) for name in (records, seals_of(records))]
+        files = [self.path / name for lines in (METRICS, PRIVATE) for name in (lines, seals_of(lines))]
         there = [path for path in files if path.exists()]
         for path in [*there, *dict.fromkeys(path.parent for path in there)]:  # their names too
             flush(path)
