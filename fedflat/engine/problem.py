@@ -221,10 +221,10 @@ class BlockProblem(ModuleProblem):
         self._buffers.restore()
         span = self.layout.span(part)
         before, after = weights[:, : span.start], weights[:, span.stop :]
-        inputs, targets, shares = batch.inputs, batch.targets, batch.weights
-        shares = torch.ones(targets.shape[:2], device=inputs.device) if shares is None else shares
+        inputs, targets, counted = batch.inputs, batch.targets, batch.weights
+        counted = torch.ones(targets.shape[:2], device=inputs.device) if counted is None else counted
         per_client = torch.func.vmap(torch.func.grad_and_value(self._client_loss, has_aux=True), randomness="error")
-        vectors, (loss, right) = per_client(weights[:, span], before, after, inputs, targets, shares)
+        vectors, (loss, right) = per_client(weights[:, span], before, after, inputs, targets, counted)
         return Gradient(vectors, loss.detach(), right.detach())
 
     def _client_loss(
