@@ -178,7 +178,7 @@ def _job(recipe: Recipe, ingredients: _Ingredients, device: torch.device) -> Job
     onednn = ingredients.objective.cross_entropy and place.serves(module, layout, precision, data.inputs)
     # Bits of a module on a GPU are another machine's; the identity must not follow them.
     code = [pristine if part is ingredients.module else part for part in ingredients.user_code]
-    run = identity(settled(recipe, parts, data.clients, pristine), ingredients.digest, pristine, layout, code)
+    origin = identity(settled(recipe, parts, data.clients, pristine), ingredients.digest, pristine, layout, code)
     refuse_change(untouched, everything=True)  # features were computed on it
     objective = ingredients.objective
     if isinstance(objective.own, nn.Module):
@@ -191,9 +191,10 @@ def _job(recipe: Recipe, ingredients: _Ingredients, device: torch.device) -> Job
     engine = recipe.engine
     with exact(problem.device):
         backend = backend_for(engine.backend, engine.block, engine.processes, parts, problem, data, recipe.seed)
-        run = replace(run, noise=noising.mixed_by(parts.plan), engine=records.engine_facts(recipe, problem, backend))
+        facts = records.engine_facts(recipe, problem, backend)
+        origin = replace(origin, noise=noising.mixed_by(parts.plan), engine=facts)
     # Code that cannot be told apart from other code gets fresh noise, whatever the seed says.
-    seeded = records.is_seeded(recipe) and run.method is not None
+    seeded = records.is_seeded(recipe) and origin.method is not None
     job = Job(
         parts=parts,
         data=data,
@@ -202,12 +203,12 @@ def _job(recipe: Recipe, ingredients: _Ingredients, device: torch.device) -> Job
         initial_weights=flatten(module, layout).cpu(),
         threshold=threshold,
         seed=recipe.seed,
-        key=noise_key(recipe.seed, *run.facts) if seeded else fresh_key(),
+        key=noise_key(recipe.seed, *origin.facts) if seeded else fresh_key(),
         evaluation=Evaluation(
             **recipe.evaluation.model_dump(include={"every", "personal_every", "batch_size", "keep"}),
             threads=engine.processes or torch.get_num_threads(),
         ),
-        identity=run,
+        identity=origin,
         made_for=_made_for(ingredients.data, named=recipe.model.name != GIVEN),
     )
     if ingredients.public is not None:

@@ -432,12 +432,12 @@ def world_recipe(recipe: Recipe, clients: int, engine: Engine, rounds: int, case
     return Recipe.of(dump | changes)
 
 
-def _without_public_examples(options: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+def _without_public_examples(options: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Return a method's options without public examples taken from clients, which would move two clients."""
-    keys = dict(options)
-    if keys["name"] in ("ae-dpfl", "ae-fl"):
-        return keys | {"public": "test", "queries": rounds * int(keys.get("labels_per_draw", 1)), "student_epochs": 1}
-    return keys | {"public": None} if "public" in keys else keys
+    if options["name"] in ("ae-dpfl", "ae-fl"):
+        queries = rounds * int(options.get("labels_per_draw", 1))
+        return options | {"public": "test", "queries": queries, "student_epochs": 1}
+    return options | {"public": None} if "public" in options else options
 
 
 def headless(module: nn.Module) -> nn.Module:

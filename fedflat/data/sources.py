@@ -67,9 +67,9 @@ def _loaded(options: DataSection, seed: int) -> tuple[FederatedData, Pair | None
     meaning, train, given_test = _digits() if options.dataset == "digits" else _read(options)
     _refuse_unused(options, meaning, given_test is not None)
     # A file called mnist.csv need not hold MNIST.
-    private = meaning.name not in DATASETS or is_path(options.dataset)
-    train, test = _public_test(train, given_test, options, seed, private)
-    train = _at_most(train, options, seed, private)
+    unlisted = meaning.name not in DATASETS or is_path(options.dataset)
+    train, test = _public_test(train, given_test, options, seed, unlisted)
+    train = _at_most(train, options, seed, unlisted)
     # Clients are counted after those left out for testing.
     number = None if options.test_clients is not None else options.clients
     labels = _one_label(train.targets, options.partition.kind)
@@ -79,9 +79,9 @@ def _loaded(options: DataSection, seed: int) -> tuple[FederatedData, Pair | None
         held_back=tuple(part[:0] for part in parts), test_inputs=_resident(test.inputs, meaning) if test else None,
         test_targets=test.targets if test else None, classes=meaning.classes, name=meaning.name,
         vocabulary=meaning.vocabulary, padding=meaning.padding, preparation=meaning.preparation,
-        stated=not private or bool(meaning.preparation.names), compared=private and _compared(train, given_test),
+        stated=not unlisted or bool(meaning.preparation.names), compared=unlisted and _compared(train, given_test),
     )  # fmt: skip
-    if private:
+    if unlisted:
         refuse_private_test(data)
     if options.test_clients is not None:
         data = _without_test_clients(data, train, options, options.test_clients)
@@ -102,11 +102,11 @@ def _compared(train: Table, test: Table | None) -> bool:
     return refuse_users(train.natural, test.natural, "data.test")
 
 
-def _at_most(train: Table, options: DataSection, seed: int, private: bool) -> Table:
+def _at_most(train: Table, options: DataSection, seed: int, unlisted: bool) -> Table:
     """Return at most ``max_examples`` of the training rows."""
     if options.max_examples is None:
         return train
-    if private and options.natural:  # one row more would give everybody other rows
+    if unlisted and options.natural:  # one row more would give everybody other rows
         hint = "data.max_per_client bounds each client by itself."
         raise wrong("data.max_examples", options.max_examples, "nothing where every row is some client's", hint=hint)
     chosen = stream(seed, "max_examples").permutation(len(train.targets))[: options.max_examples]
@@ -205,11 +205,11 @@ def _named_test(options: DataSection, train: Split, there: Split | None, written
 
 
 def _public_test(
-    train: Table, test: Table | None, options: DataSection, seed: int, private: bool
+    train: Table, test: Table | None, options: DataSection, seed: int, unlisted: bool
 ) -> tuple[Table, Table | None]:
     """Split off a public test set if there is none, unless the rows are somebody's own; keep the first ``max_test``."""
     if test is None:
-        fraction = (0.0 if private else 0.2) if options.test_fraction is None else options.test_fraction
+        fraction = (0.0 if unlisted else 0.2) if options.test_fraction is None else options.test_fraction
         order = stream(seed, "public test split").permutation(len(train.targets))
         if count := int(fraction * len(order)):
             test, train = train.take(order[:count]), train.take(order[count:])

@@ -181,6 +181,8 @@ class Culprits:
 
     def note(self, round: int, excluded: Mapping[int, str]) -> set[int]:
         """Add one round's exclusions, durably; return the clients that are put off from now on."""
+        if not excluded:
+            return set()
         before = self.off
         line = json.dumps({"round": round, "excluded": {str(client): excluded[client] for client in sorted(excluded)}})
         durable.append(self.path, line.encode() + b"\n")
@@ -226,8 +228,8 @@ class CheckIns:
 
         asked = read_journal(self.path, parse, "nobody's last turn is known")
         if lost := self.charged.difference(round for round, _ in asked):
-            hint = "which was charged; somebody may come back early (ε counts each start on its own, and holds)"
-            log.warning("%s: no line for round %s, %s", self.path, min(lost), hint)
+            effect = "which was charged; somebody may come back early (ε counts each start on its own, and holds)"
+            log.warning("%s: no line for round %s, %s", self.path, min(lost), effect)
         for round, clients in asked:
             if round in self.charged:
                 self._last[clients] = np.maximum(self._last[clients], round)

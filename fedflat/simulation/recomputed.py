@@ -405,8 +405,9 @@ def ledger_faults(run: Records) -> Iterator[str]:
         InputError: the recipe is none from which a plan follows.
     """
     plan, entries, before = run.plan, run.entries, 0.0
-    noise, rounds = plan.mechanism, {entry["round"] for entry in entries}
-    if not plan.private or (isinstance(noise, ScheduledPlan) and entries[0].get("factor") != noise.factor.digest):
+    mechanism, rounds = plan.mechanism, {entry["round"] for entry in entries}
+    other = isinstance(mechanism, ScheduledPlan) and entries[0].get("factor") != mechanism.factor.digest
+    if not plan.private or other:
         return  # another machine's factorisation: ``remade`` says so
     yield from (f"no line for round {number}" for number in sorted(set(range(max(rounds))) - rounds))
     for place, entry in enumerate(entries):
@@ -556,8 +557,8 @@ def check_page(run: Records) -> tuple[Verdict, str]:
 
     path, text = run.folder, (run.folder / REPORT).read_text("utf-8", "replace")
     titles = [html.unescape(title) for title in re.findall(r"<(?:h1|title)>([^<]*)<", text)]
-    published = public(read_run(path))
-    names = dict.fromkeys([published.name, str(published.recipe.get("name") or published.algorithm)])
+    released = public(read_run(path))
+    names = dict.fromkeys([released.name, str(released.recipe.get("name") or released.algorithm)])
     if not run.exported and titles and re.fullmatch(NAME, titles[-1]):  # the folder was renamed since
         names[titles[-1]] = None
     ours = _figures(headline(run.statement)) if run.statement else set()
@@ -565,7 +566,7 @@ def check_page(run: Records) -> tuple[Verdict, str]:
         return "wrong", f"its title names ε = {', '.join(sorted(strange))}, which the statement does not"
     allowed: set[str] = set()
     for name in names:
-        again = render([dataclasses.replace(published, name=name)])
+        again = render([dataclasses.replace(released, name=name)])
         if _of_any_folder(again) == _of_any_folder(text):
             return "ok", "shows what the records say"
         allowed |= _figures(again)
