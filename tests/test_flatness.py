@@ -69,6 +69,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(runs: Path, 
     for words in (("--out", str(tmp_path / "file")), ("--out", str(tmp_path / "file" / "below"))):
         status, _, err = call(str(runs / "heads"), *FAST, *words)
         assert status == 2 and "cannot be written" in err and "points" not in err
+    assert call(str(tmp_path / "misspelt"), *FAST)[0] == 2 and not (tmp_path / "misspelt").exists()
 
 
 def test_json_is_one_document_and_only_that(runs: Path, call: Call, tmp_path: Path) -> None:

@@ -127,12 +127,9 @@ def _small(recipe: Recipe, data: FederatedData) -> tuple[Recipe, FederatedData]:
     """Return the recipe for a few clients that all take part, and their federation, which holds no data."""
     small = world_recipe(recipe, CLIENTS, Engine("sequential"), ROUNDS, Case("empty", noise=True))
     privacy = recipe.privacy
-    values = {
-        "noise_multiplier": privacy.noise_multiplier or 1.0, "randomness": privacy.randomness,
-        "benchmark": is_seeded(recipe),
-    }  # fmt: skip
-    overrides = [f"privacy.{key}={value}" for key, value in values.items()]
-    return Recipe.of(small, overrides), Maker(data).everybody("empty", CLIENTS)
+    values = [f"privacy.noise_multiplier={privacy.noise_multiplier or 1.0}", f"privacy.randomness={privacy.randomness}"]
+    values.append(f"privacy.benchmark={is_seeded(recipe)}")
+    return Recipe.of(small, values), Maker(data).everybody("empty", CLIENTS)
 
 
 def _noise(job: Job) -> tuple[Floats, list[dict[str, Any]], float]:

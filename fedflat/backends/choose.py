@@ -103,7 +103,7 @@ def _isolated(parts: RoundParts, problem: ModuleProblem) -> tuple[RoundParts, st
     try:
         parts = replace(parts, algorithm=isolated(parts.algorithm, parts.layout, parts.local))
     except Refused as error:
-        warnings.warn(f"{error}, so clients train one by one, which is slower (docs/own.md)", stacklevel=4)
+        warnings.warn(f"{error}, so clients train one by one, which is slower (docs/method.md)", stacklevel=4)
         return parts, f"a piece that trains clients one by one ({error})"
     if rule:
         return parts, f"{rule}, which has a vmap rule of its own or looks behind vmap"

@@ -132,11 +132,11 @@ def landscape(
         noise=tuple(_numbers("--noise", noise, float)), draws=draws, seed=seed, threads=threads,
     )  # fmt: skip
     settings.check()
-    folder = out or runs[0]
-    cli.write_files(folder, {})  # before minutes of work
+    if out is not None:
+        cli.write_files(out, {})  # before minutes of work
     with _progress(quiet=as_json) as (on_stage, on_points):
         record = plain(flatness.measure(runs, settings, on_stage, on_points))
-    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    folder, text = out or runs[0], json.dumps(record, ensure_ascii=False, allow_nan=False)
     cli.write_files(folder, {"landscape.json": text + "\n"})
     page = write_page(record, folder / "landscape.html")
     print(text if as_json else f"{landscape_table(record)}\n\n{page}")

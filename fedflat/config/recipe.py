@@ -164,8 +164,8 @@ def _sentence(error: ValidationError, where: str) -> InputError:
     """Return the first mistake of a pydantic error as the one error sentence."""
     mistakes = error.errors()
     # Where a number or a section may stand and a section was given, its own mistake is meant.
-    number = [m["loc"][-1] in ("float", "int", "str") and isinstance(m["input"], Mapping | list) for m in mistakes]
-    mistakes = [m for m, other in zip(mistakes, number) if not other] or mistakes
+    scalar = [{*m["loc"][-1:]} < {"float", "int", "str"} and isinstance(m["input"], Mapping | list) for m in mistakes]
+    mistakes = [m for m, other in zip(mistakes, scalar) if not other] or mistakes
     missing = [".".join(_path(m)) for m in mistakes if m["type"] == "missing" and "scale" not in m["loc"]]
     if len(missing) == len(mistakes):
         example = "a value for each; for example rounds: 60, cohort: {size: 50}"

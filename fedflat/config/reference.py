@@ -46,9 +46,8 @@ def explain(path: str) -> list[Key]:
         InputError: no such key, with the nearest; a key without its section names its places.
     """
     known = recipe_keys()
-    if keys := [key for key in known if f"{key.path}.".startswith(f"{path}.")]:
-        return keys
-    if keys := [key for key in known if f"{key.path}.name" == path and key.kind.startswith("a name")]:
+    named = [key for key in known if f"{key.path}.name" == path and key.kind.startswith("a name")]
+    if keys := named or [key for key in known if f"{key.path}.".startswith(f"{path}.")]:
         return keys
     paths = [key.path for key in known]
     same = [candidate for candidate in paths if candidate.rpartition(".")[2] == path]

@@ -97,8 +97,7 @@ class Records:
         A run that charges nothing, as of a method without privacy, has them in private/run.json alone.
         """
         if self.entries:
-            hint = "fedflat.privacy.verify.verify(ledger.read(path), epsilon) checks a Guard's."
-            found = f"{self.folder}, with a ledger of a Guard"
+            found, hint = f"{self.folder}, with a ledger of a Guard", "docs/card.md says how a Guard's is checked."
             require("given_key" not in (self.first or {}), "ledger", found, "a run's folder", hint=hint)
             refuse_older("ledger", self.folder, (self.first or {}).get("terms"))
         elif self.opening is not None:
@@ -406,8 +405,9 @@ def ledger_faults(run: Records) -> Iterator[str]:
     """
     plan, entries, before = run.plan, run.entries, 0.0
     mechanism, rounds = plan.mechanism, {entry["round"] for entry in entries}
-    other = isinstance(mechanism, ScheduledPlan) and entries[0].get("factor") != mechanism.factor.digest
-    if not plan.private or other:
+    if not plan.private:
+        return
+    if isinstance(mechanism, ScheduledPlan) and entries[0].get("factor") != mechanism.factor.digest:
         return  # another machine's factorisation: ``remade`` says so
     yield from (f"no line for round {number}" for number in sorted(set(range(max(rounds))) - rounds))
     for place, entry in enumerate(entries):

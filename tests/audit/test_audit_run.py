@@ -13,6 +13,7 @@ from fedflat.cli.audit import table
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
+from fedflat.pieces.clipping import NormClip
 from fedflat.simulation import run as simulation
 
 CLIENTS, FEATURES = 20, 40
@@ -163,6 +164,8 @@ def test_own_pieces_for_one_vector_and_server_steps_that_scale_are_audited(tmp_p
     data = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in clients()]
     found = movements.audit_worlds(recipe(algorithm={"name": name}), model=model(), clients=data)
     assert 0.1 < found.details["movement"] <= 1.002
+    monkeypatch.setattr(NormClip, "scale", lambda self, norms, threshold: 3 * threshold / norms.clamp_min(1e-9))
+    assert movements.audit_worlds(recipe(algorithm={"name": name}), model=model(), clients=data).exceeds_proven
 
 
 def test_a_run_of_data_given_in_python_says_so(tmp_path, monkeypatch):

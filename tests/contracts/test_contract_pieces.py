@@ -111,12 +111,9 @@ def released(make: Callable[[], Algorithm], backend: str, present: bool) -> Tens
     x, y = data[0]
     data[0] = (x * 1e3, y) if present else (x[:0], y[:0])
     changes = {
-        "rounds": 1,
-        "local": {"steps": 3, "batch_size": 3, "lr": 0.3},
-        "cohort": {"size": len(data)},
-        "privacy": {"clip": C, "noise_multiplier": 0.0},
-        "engine": {"backend": backend},
-    }
+        "rounds": 1, "local": {"steps": 3, "batch_size": 3, "lr": 0.3}, "cohort": {"size": len(data)},
+        "privacy": {"clip": C, "noise_multiplier": 0.0}, "engine": {"backend": backend},
+    }  # fmt: skip
     found = fedflat.run(recipe("dp-fedavg", changes), module(), data, algorithm=make()).model
     return torch.cat([p.detach().double().reshape(-1) for p in found.parameters()])
 
