@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from fedflat.core.checks import RunError, turning, wrong
+from fedflat.core.checks import RunError, counted, turning, wrong
 from fedflat.core.durable import lock_file
 from fedflat.core.process import how_it_ended, waiting
 from fedflat.federation import processes, project
@@ -35,6 +35,8 @@ from fedflat.report.progress import Progress
 PATIENCE, GRACE = 120.0, 8.0
 """Seconds that programs may take to start (they import torch and flwr, on a loaded machine all at once), and to end
 before they are killed: longer than a worker's own."""
+NODE = 350
+"""MB that one SuperNode takes at most with a small model (338 in the quick start)."""
 LOOK = 0.2
 """Seconds between looks whether the SuperLink listens: it takes several to start."""
 BESIDE = re.compile("ERROR ends with the process beside it: (.*)")
@@ -80,6 +82,8 @@ class Federation:
         processes.check_trusted(self.project / "certificates", self.host)
         for client in chosen:  # said now, and not by one that has ended
             signing_key(project.client_folder(self.project, client) / "auth.key")
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        print(announced(len(chosen), memory >> 20), file=sys.stderr)
         self.start_superlink()
         for client in chosen:
             self.start_node(client)
@@ -229,6 +233,14 @@ def _whole_run(project: Path) -> None:
         print(status)
         if status != "finished:completed":
             raise RunError(f"the run has no result: {federation.status(run, REASON)} (see {federation.log})")
+
+
+def announced(clients: int, memory: int) -> str:
+    """Return what is said before so many clients are started on a machine with ``memory`` MB."""
+    line = f"starting {counted(clients, 'client')}, each a process of about {NODE} MB"
+    if (need := clients * NODE) > memory:
+        line += f"\nWarning: that is {need >> 10} GB, and this machine has {memory >> 10}: processes may be killed"
+    return line
 
 
 def _folder_of_run(project: Path) -> Path:

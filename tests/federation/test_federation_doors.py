@@ -314,6 +314,7 @@ def test_a_launcher_reads_how_a_run_stands(tmp_path: Path) -> None:
     """It asks no door, which may be full; before the SuperLink has noted anything, nothing is known."""
     with pytest.raises(InputError, match=r"found .*nothing; allowed: a folder that fedflat deploy wrote"):
         local._whole_run(tmp_path / "nothing")
+    assert "Warning: that is 92 GB" in local.announced(270, 24_000) and "Warning" not in local.announced(60, 24_000)
     write_project(small(), tmp_path / "fed", port=free_port())
     federation = Federation(tmp_path / "fed")
     federation.logs.touch()
