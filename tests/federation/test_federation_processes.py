@@ -121,7 +121,7 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
         assert [path for needle in sent for path in files_with(tmp_path, needle)] == []  # killed, and in mid-round
         lines = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
         assert lines == [0] and not (run / "privacy.json").exists()
-        assert not federation._flwr(["flwr", "stop", str(first), "fedflat"]).returncode
+        assert federation.wait(first, PATIENCE) == "finished:failed"  # the SuperLink sees by itself that it is gone
         federation.start_node(1)  # it signs off the killed one: Flower alone would refuse it for up to a minute
         third = federation.run(config=f'out="{run}" answer-seconds=25.0 wait-for-nodes=2')
         assert federation.wait(third, PATIENCE) == "finished:completed", logs(federation)
