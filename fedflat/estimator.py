@@ -110,6 +110,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         recipe["cohort"]["sampling"] = "full" if full else "poisson"
         if task == "classification":
             recipe["data"] = {"classes": len(self.classes_)}
+        require(isinstance(self.recipe, Mapping | None), "recipe", self.recipe, "a dict of a recipe's keys, or None")
         for key, value in (self.recipe or {}).items():
             both = isinstance(value, Mapping) and isinstance(recipe.get(key), Mapping)
             recipe[key] = recipe[key] | dict(value) if both else value

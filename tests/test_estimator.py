@@ -120,10 +120,10 @@ def test_a_cross_validation_in_a_pipeline_counts_every_fit() -> None:
         ({}, np.arange(3), "users: found shape"),
         ({}, np.array([" ", *range(1199)], dtype=object), "row 0, users: found a missing value"),
         ({"algorithm": "dp-fedsma"}, None, "Did you mean dp-fedsam"),
-        ({"epsilon": -1}, None, "epsilon"),
+        ({"epsilon": -1}, None, "epsilon"), ({"recipe": "quick-start"}, None, "a dict of a recipe's keys"),
         ({"cohort": 200}, None, "cohort: found 200"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_setting_is_one_line(given: dict[str, Any], users: Any, words: str) -> None:
     x, y = rows()
     with pytest.raises(InputError, match=words) as told:

@@ -172,7 +172,13 @@ def test_an_experiment_leaves_every_file(done: tuple[Comparison, list[RunEvent]]
             assert (run / file).is_file()
         assert [e.state for e in events if e.run == name] == ["waiting", *["running"] * 4, "done"]
     for file in ("table.md", "table.json", "table.tex", "report.html"):
-        assert (found.folder / file).stat().st_size > 100
+        assert (found.folder / file).stat().st_size > 100 < (found.folder / "private" / file).stat().st_size
+    rows = [*json.loads((found.folder / "table.json").read_text())["rows"]]
+    hidden = json.loads((found.folder / "private/table.json").read_text())["rows"]
+    assert all(row["seconds"] is row["gap"] is None for row in rows) and all(
+        row["seconds"] and row["gap"] for row in hidden
+    )
+    assert (found.folder / "private").stat().st_mode & 0o077 == 0
 
 
 def test_the_table_is_that_of_the_runs(done: tuple[Comparison, list[RunEvent]]) -> None:

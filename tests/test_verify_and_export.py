@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import fedflat
 from fedflat.cli import wrapped
+from fedflat.cli.catalogue import report
 from fedflat.core.checks import InputError, RunError
 from fedflat.federation.tips import signed_tip
 from fedflat.privacy.ledger import HEADER, Ledger, event, seal
@@ -38,7 +39,7 @@ from fedflat.simulation import run as simulation
 from fedflat.simulation.export import attest
 from fedflat.simulation.inspection import check_fields, check_pages, check_signed, check_strangers, inspect_run
 from fedflat.simulation.recomputed import Records, differences, ledger_faults, metrics_faults
-from fedflat.simulation.result import export
+from fedflat.simulation.result import export, load
 
 RECIPE = {
     "name": "tiny", "seed": 7654321, "rounds": 3,
@@ -354,6 +355,29 @@ def test_a_run_that_is_not_at_its_end_is_unchecked_and_not_wrong(tmp_path: Path)
     assert "ledger.jsonl" in wrong(out)
     (out / "ledger.jsonl").unlink()
     assert "ledger.jsonl" in wrong(out)
+
+
+def test_a_stopped_run_that_goes_on_has_no_statement_until_it_ends(tmp_path: Path) -> None:
+    """Its first one would say less than the ledger charges, of a run that is killed then."""
+    out, stopped = tmp_path / "run", tmp_path / "stopped"
+    simulation.run(RECIPE, out=out, should_stop=iter((False, True)).__next__)
+    shutil.copytree(out, stopped)
+    with pytest.raises(ZeroDivisionError):
+        simulation.run(RECIPE, out=out, resume=True, on_round=lambda *_: 1 / 0)
+    assert not (out / "privacy.json").exists() and not wrong(out)
+    shutil.copy(stopped / "privacy.json", out)  # as a power cut may leave it
+    uses = (
+        load,
+        lambda run: attest(run, tmp_path / "a"),
+        lambda run: export(run, tmp_path / "b"),
+        lambda run: report([run]),
+    )
+    for use in uses:
+        use(stopped)
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        shutil.rmtree(tmp_path / "b", ignore_errors=True)
+        with pytest.raises(InputError, match=r"fewer rounds than ledger\.jsonl charges"):
+            use(out)
 
 
 def test_a_run_that_began_no_round_is_unchecked(run: Path) -> None:

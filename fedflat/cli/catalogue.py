@@ -109,6 +109,7 @@ def report(runs: list[Path], *, out: Path | None = None, plates: cli.Plates = No
     """
     from fedflat.records.folder import LOCKED, RECIPE, check_unsealed, locked
     from fedflat.report.html import figures_of, write_report
+    from fedflat.report.metrics import run_folders
     from fedflat.simulation.inspection import refuse_damage
 
     for run in runs:
@@ -118,9 +119,9 @@ def report(runs: list[Path], *, out: Path | None = None, plates: cli.Plates = No
         raise wrong("--out", str(page), "a file outside the folders of runs, whose own pages are among their records")
     if out and page.is_file() and b"fedflat report</title>" not in page.read_bytes():
         raise wrong("--out", f"{page}, which is no report of fedflat", "a new file, or an older report")
-    for run in runs if len(runs) > 1 else []:  # their ε are added
-        if (run / "privacy.json").is_file():
-            refuse_damage(run)
+    for folder in [folder for run in runs for folder in run_folders(run)]:
+        if (folder / "privacy.json").is_file():
+            refuse_damage(folder)
     check_unsealed(page.parent)
     print(write_report(runs, page))
     if (page.parent / "private" / page.name).is_file():

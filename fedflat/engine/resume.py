@@ -24,7 +24,7 @@ from fedflat.privacy.statement import is_whole
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import METRICS, OPENING, STATEMENT, set_aside
 from fedflat.records.opening import Opening, software
-from fedflat.records.signing import TIPS, keep_tips, tips_of
+from fedflat.records.signing import SIGNATURE, TIPS, keep_tips, tips_of
 
 Record = dict[str, Any]
 GONE = "the noise key is gone"
@@ -72,6 +72,9 @@ def resume_run(job: Job, ledger: Ledger) -> Start:
     keep_tips(job.folder.path, state.round)
     for note in damage:
         job.say(note)
+    if state.round < job.last_round:  # more is released from here on than the statement of a stopped run counts
+        for name in (STATEMENT, SIGNATURE):
+            (job.folder.path / name).unlink(missing_ok=True)
     _choose_key(job, ledger, state.round, facts.get("sha256", ""))
     return Start(state, heads, history, private)
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from fedflat.core.checks import InputError, RunError, gather, reading, require, wrong
+from fedflat.privacy.statement import is_whole
 from fedflat.report import metrics, pages, wording
 from fedflat.report.html import figures_of
 from fedflat.report.metrics import Run, section
@@ -228,11 +229,12 @@ def listed(folder: Path) -> tuple[list[dict[str, Any]], list[InputError]]:
 
 def _record(run: Run) -> dict[str, Any]:
     files = [file for name in ("metrics.jsonl", "recipe.yaml") if (file := run.path / name).is_file()]
+    intact = "checksum" not in run.privacy or is_whole(run.path / "privacy.json")
     return {
         "run": str(run.path), "method": run.algorithm, "data": section(run.recipe, "data").get("dataset"),
-        "accuracy": metrics.final_accuracy(run), "epsilon": metrics.proven_epsilon(run),
-        "randomness": "seeded" if metrics.seeded(run) else "secret", "rounds": len(run.metrics),
-        "planned": run.recipe.get("rounds"), "state": state_of(run),
+        "accuracy": metrics.final_accuracy(run), "epsilon": metrics.proven_epsilon(run) if intact else None,
+        "randomness": "seeded" if metrics.seeded(run) else "secret", "planned": run.recipe.get("rounds"),
+        "rounds": run.privacy.get("rounds", len(run.metrics)), "state": state_of(run) if intact else "damaged",
         "age": max(0.0, time.time() - max(file.stat().st_mtime for file in files)),
     }  # fmt: skip
 
@@ -241,7 +243,7 @@ def state_of(run: Run) -> str:
     """Return ``done``, ``stopped`` (with a statement, before its last round), ``running`` or ``killed``."""
     # The statement is written at the end of a run, so without one the lock decides.
     if run.privacy:
-        return "done" if len(run.metrics) == run.recipe.get("rounds") else "stopped"
+        return "done" if run.privacy.get("rounds", len(run.metrics)) == run.recipe.get("rounds") else "stopped"
     return "running" if _locked(run.path / "ledger.lock") else "killed"
 
 

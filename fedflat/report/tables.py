@@ -270,6 +270,6 @@ def runs_csv(groups: Sequence[Group]) -> str:
             line = {"label": group.label, "method": run.algorithm, "recipe": facts["recipe"]}
             line |= {key: settings[group.label].get(key) for key in keys} | {"seed": run.seed}
             line |= {key: facts[key] for key in measured} | {key: metrics.last(run.metrics, key) for key in extra}
-            ended = {"ended": metrics.fate(run), "seconds": f"{facts['seconds']:.3f}"}
+            ended = {"ended": metrics.fate(run), "seconds": f"{facts['seconds']:.3f}" if facts["seconds"] else None}
             records.append(line | ended | {"folder": "/".join(run.path.parts[-2:])})
     return cast(str, pandas.DataFrame(records, dtype=object).to_csv(index=False, lineterminator="\n"))

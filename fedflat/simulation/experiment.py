@@ -28,7 +28,7 @@ from fedflat.records.folder import METRICS, RECIPE, STATEMENT, read_lines
 from fedflat.report import metrics, tables
 from fedflat.report.figures import figures_of_groups
 from fedflat.report.groups import Group
-from fedflat.report.html import write_report
+from fedflat.report.html import public, write_report
 from fedflat.report.plates import write_figure
 from fedflat.report.progress import ASKED, RunEvent, State, waiting_text
 from fedflat.simulation.settings import Setting, Task, check_folders, claim, expand, tasks, unused_folder
@@ -360,8 +360,17 @@ def _collect(crew: _WorkerCrew) -> Comparison:
 
 
 def _write_tables(folder: Path, groups: list[Group], table: tables.Comparison) -> None:
-    """Write the table in every form, every run in one file, and the first figure that there is."""
-    for name, text in (tables.files(table) | {"runs.csv": tables.runs_csv(groups)}).items():
+    """Write the table in every form, every run in one file, and the first figure that there is.
+
+    With what is private to the simulation (times, personal accuracies, gaps) they lie in ``private``.
+    """
+    released = [replace(group, runs=tuple(map(public, group.runs))) for group in groups]
+    if released != groups:
+        (folder / "private").mkdir(mode=0o700, exist_ok=True)
+        for name, text in (tables.files(table) | {"runs.csv": tables.runs_csv(groups)}).items():
+            durable.replace(folder / "private" / name, text, mode=0o600)
+    table = tables.comparison_table(released)
+    for name, text in (tables.files(table) | {"runs.csv": tables.runs_csv(released)}).items():
         durable.replace(folder / name, text, mode=0o644)
     figures = {figure.key: figure for figure in figures_of_groups(groups)}
     for key in [key for key in ("by-epsilon", "accuracy", "loss") if key in figures][:1]:

@@ -26,12 +26,11 @@ from fedflat.core.checks import InputError, RunError, first_line, require, wrong
 from fedflat.core.imports import missing
 from fedflat.core.types import RoundState
 from fedflat.models.representation import FILE
-from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import refuse_seeded
 from fedflat.records import checkpoint
 from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, SEALED, STATEMENT, TIMES, locked
 from fedflat.records.signing import SIGNATURE, TIPS, own_key
-from fedflat.report.metrics import Run, proven_epsilon, read_run, uncounted
+from fedflat.report.metrics import Run, proven_epsilon, read_run
 from fedflat.simulation.inspection import refuse_damage
 from fedflat.simulation.recomputed import MODEL, PREPARATION, REPORT, SAYS, exported_recipe
 
@@ -57,8 +56,6 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
     if locked(source):
         raise wrong("export", f"{source}, and {LOCKED}, where its records' seals lie", "the account that owns the run")
     refuse_damage(source)
-    if uncounted(run, read(source / LEDGER)):
-        raise wrong("export", f"{source}, whose ledger has rounds that {STATEMENT} does not count", "a run at its end")
     refuse_seeded("export", run.privacy)
     newest = checkpoint.newest(source / "checkpoints", hidden=False)
     if newest is None:

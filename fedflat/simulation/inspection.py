@@ -24,7 +24,7 @@ from fedflat.core.checks import InputError, counted, require, wrong
 from fedflat.core.durable import digest_of, read_tensors
 from fedflat.models.representation import FILE, KEPT
 from fedflat.privacy.ledger import read
-from fedflat.privacy.statement import checksum
+from fedflat.privacy.statement import checksum, rounds_charged
 from fedflat.privacy.verify import Verification
 from fedflat.records import checkpoint, keys, signing
 from fedflat.records import folder as files
@@ -91,8 +91,13 @@ def refuse_damage(folder: Path) -> None:
                  check_tips, check_statement, check_fields, check_signed):  # fmt: skip
         for check in checks(run):
             if check.verdict == "wrong" and ".damaged" not in check.record and check.record not in (REPORT, *CARDS):
-                hint = f"See fedflat verify {folder}."
-                raise wrong(str(folder / check.record), check.about, "the record as it was written", hint=hint)
+                place, hint = str(folder / check.record), f"See fedflat verify {folder}."
+                fault = check.about.removeprefix(f"{place}: found ").partition("; allowed:")[0]
+                raise wrong(place, fault, "the record as it was written", hint=hint)
+    stated = (run.statement or {}).get("rounds_charged")
+    if isinstance(stated, int) and stated < rounds_charged(0, run.entries):
+        found, hint = f"a statement of fewer rounds than {LEDGER} charges", f"fedflat run --resume {folder} goes on."
+        raise wrong(str(folder / STATEMENT), found, "a run at its end", hint=hint)
 
 
 def check_opening(run: Records) -> Iterator[Check]:

@@ -112,11 +112,13 @@ def test_the_runs_of_a_folder(tmp_path: Path) -> None:
     begun(tmp_path / "b", 2)
     write_run(tmp_path / "c", rounds=1)
     (tmp_path / "c" / "recipe.yaml").write_text("{broken", encoding="utf-8")
+    write_run(tmp_path / "forged", rounds=3, statement={"checksum": "0" * 64})
     sound, damaged = listed(tmp_path)
-    assert len(sound) == 2 and len(damaged) == 1 and "recipe.yaml: found unreadable YAML" in str(damaged[0])
+    assert len(sound) == 3 and len(damaged) == 1 and "recipe.yaml: found unreadable YAML" in str(damaged[0])
     found = {Path(each["run"]).name: each for each in sound}
     assert found["done"]["state"] == "done" and found["done"]["epsilon"] == 9.37 and found["done"]["data"] == "cifar10"
     assert found["b"]["state"] == "killed" and found["b"]["epsilon"] is None and found["b"]["rounds"] == 2
+    assert found["forged"]["state"] == "damaged" and found["forged"]["epsilon"] is None
     assert json.dumps(list(found.values()))
     with pytest.raises(InputError, match="no such folder"):
         listed(tmp_path / "nothing")
