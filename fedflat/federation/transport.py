@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ log = logging.getLogger("fedflat.server")
 
 TTL = 3600.0
 """Seconds that a message may be under way."""
+Facts = Callable[[int], Mapping[str, Any]]
+"""Client -> what its question says beside what all of them are told."""
 AT_ONCE = 16
 """Messages pushed or pulled together: what the server holds of a cohort at any time, beside one sum."""
 
@@ -140,16 +142,12 @@ class Flower:
             raise RunError("the model is not finite, and no client trains from it: begin a run in another folder")
         # Packed once: a model for each client of a cohort would fill the memory.
         common = wire.write_broadcast(broadcast)
-
-        def content(pending: PendingReply) -> Any:
-            return wire.write_request(common, pending.client, pending.nonce, self.pin)
-
         tracker = ReplyTracker(broadcast.round, lambda content: wire.read_answer(content, self.dimension))
         off = self.culprits.off
         asked = [client for client in cohort.tolist() if client not in off]
         tracker.refused["missing"] += len(cohort) - len(asked)
         answered = False
-        for _, answer in self.exchange(tracker, asked, content):
+        for _, answer in self.exchange(tracker, asked, common, lambda _: {}):
             answered = True
             yield Trained(torch.from_numpy(answer.update)[None], [max(answer.examples, 1)])
         self.refusals(broadcast.round, tracker.refused)
@@ -167,10 +165,13 @@ class Flower:
             log.warning("round %d: %s broke the protocol, named in %s%s", round, counted, self.culprits.path, more)
 
     def exchange(
-        self, tracker: ReplyTracker, clients: Iterable[int], content: Callable[[PendingReply], Any]
+        self, tracker: ReplyTracker, clients: list[int], common: Any, facts: Facts
     ) -> Iterator[tuple[int, Any]]:
-        """Put one question to each client, take one answer from each in time; yield the checked ones as they come."""
-        self._ask(tracker, list(clients), content)
+        """Put one question to each client, take one answer from each in time; yield the checked ones as they come.
+
+        common: what all of them are told.
+        """
+        self._ask(tracker, clients, common, facts)
         until = time.monotonic() + self.answer_seconds
         while tracker.waiting and time.monotonic() < until:
             came, waiting = False, tracker.waiting
@@ -185,26 +186,27 @@ class Flower:
             tracker.late(self.grid.pull_messages(list(self._late)))
         self._late = tracker.close()
 
-    def _ask(self, tracker: ReplyTracker, clients: list[int], content: Callable[[PendingReply], Any]) -> None:
+    def _ask(self, tracker: ReplyTracker, clients: list[int], common: Any, facts: Facts) -> None:
         connected = self.roster.connected(self.grid.get_nodes())
         log.debug("%d clients are connected", len(connected), extra=log_fields("connected", connected=len(connected)))
         asked = [client for client in clients if client in connected]
         tracker.refused["missing"] += len(clients) - len(asked)
         for start in range(0, len(asked), AT_ONCE):
             awaited = [PendingReply(client, connected[client]) for client in asked[start : start + AT_ONCE]]
-            messages = [self._message(content(pending), pending.node, tracker.round) for pending in awaited]
+            messages = [self._message(common, pending, tracker.round, facts(pending.client)) for pending in awaited]
             for number, pending in zip(self.grid.push_messages(messages), awaited):
                 if number:
                     tracker.sent(number, pending)
                 else:
                     tracker.refused["missing"] += 1
 
-    def _message(self, content: Any, node: int, round: int) -> Any:
+    def _message(self, common: Any, pending: PendingReply, round: int, facts: Mapping[str, Any]) -> Any:
         from flwr.app import Message, RecordDict
 
+        content = wire.write_request(common, pending.client, pending.nonce, self.pin, **facts)
         if self.tip is not None:
             content = RecordDict({**content, RECORD: self.tip(round)})
-        return Message(content, node, "train", ttl=TTL, group_id=str(round))
+        return Message(content, pending.node, "train", ttl=TTL, group_id=str(round))
 
 
 @dataclass(frozen=True)

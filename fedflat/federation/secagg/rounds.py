@@ -21,12 +21,12 @@ from fedflat.core.params import PersonalState
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
 from fedflat.engine.reduce import Clipped, Part
 from fedflat.federation import wire
-from fedflat.federation.replies import PendingReply, ReplyTracker
+from fedflat.federation.replies import ReplyTracker
 from fedflat.federation.secagg import dealing
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg.client import context_of, threshold_of
 from fedflat.federation.secagg.protocol import Aborted, Collector
-from fedflat.federation.transport import Flower, log
+from fedflat.federation.transport import Facts, Flower, log
 from fedflat.methods.ddgauss import SharedDiscreteNoise
 from fedflat.privacy.plan import Plan
 
@@ -95,27 +95,18 @@ class SecureFlower(Flower):
         if self._ended:
             self.grid.pull_messages(list(self._ended))
         tracker, common = ReplyTracker(round, wire.parts_of), wire.records({}, {"round": round})
-        self._ask(tracker, sorted(clients), lambda pending: self._question(common, dealing.END, self._next, pending))
+        step = {"stage": dealing.END, "session": self._next}
+        self._ask(tracker, sorted(clients), common, lambda _: step)
         self._ended = tracker.waiting
 
-    def _question(self, common: Any, stage: str, session: bytes, pending: PendingReply, **facts: bytes) -> Any:
-        more = {"stage": stage, "session": session, **facts}
-        return wire.write_request(common, pending.client, pending.nonce, self.pin, **more)
-
-    def _step(
-        self, stage: str, clients: Iterable[int], facts: Callable[[int], dict[str, bytes]],
-        add: Callable[[int, Any], None],
-    ) -> None:  # fmt: skip
+    def _step(self, stage: str, clients: Iterable[int], facts: Facts, add: Callable[[int, Any], None]) -> None:
         """Put a step's question to clients; ``add`` takes each answer, or raises what makes its client a culprit."""
         self._stage, round, vector = stage, self._broadcast.round, stage == dealing.VECTOR
         common = wire.write_broadcast(self._broadcast) if vector else wire.records({}, {"round": round})
         size = self.mechanism.padded if vector else None
-
-        def content(pending: PendingReply) -> Any:
-            return self._question(common, stage, self._session, pending, **facts(pending.client))
-
+        step = {"stage": stage, "session": self._session}
         tracker = ReplyTracker(round, lambda content: wire.read_answer(content, size, "int64"))
-        for client, answer in self.exchange(tracker, sorted(clients), content):
+        for client, answer in self.exchange(tracker, sorted(clients), common, lambda client: {**step, **facts(client)}):
             try:
                 add(client, answer)
             except (wire.Malformed, Aborted) as fault:
