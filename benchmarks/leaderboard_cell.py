@@ -97,7 +97,7 @@ class Examples:
             parts = tuple(rows[np.isin(rows, known)] for rows in data.parts)
         else:
             targets = data.targets[torch.from_numpy(known)].numpy()
-            found = partition(targets, {"kind": "dirichlet", "alpha": alpha}, clients, seed, None)
+            found = partition(targets, Partition(kind="dirichlet", alpha=alpha), clients, seed)
             parts = tuple(known[rows] for rows in found)
         if held is not None:
             rows = torch.from_numpy(held)

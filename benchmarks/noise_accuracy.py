@@ -30,6 +30,7 @@ import fedflat
 from benchmarks.noise import CLIENTS, COHORT, DELTA, EPSILONS, LAWS, RESULTS, ROUNDS, best, key
 from benchmarks.turns import machine
 from fedflat.backends.features import with_features
+from fedflat.config.sections import Partition
 from fedflat.data.clients import FederatedData
 from fedflat.data.partition import partition
 from fedflat.data.sources import load
@@ -55,7 +56,7 @@ def features(dataset: str) -> FederatedData:
 def federation(dataset: str, seed: int, choosing: bool) -> FederatedData:
     """500 clients; the test set is the data set's own, or the examples of 100 clients more."""
     data, more = features(dataset), HELD_BACK if choosing else 0
-    parts = partition(data.targets.numpy(), {"kind": "dirichlet", "alpha": 0.6}, CLIENTS + more, seed)
+    parts = partition(data.targets.numpy(), Partition(kind="dirichlet", alpha=0.6), CLIENTS + more, seed)
     rows = torch.from_numpy(np.concatenate([*parts[CLIENTS:], np.zeros(0, np.int64)]))
     test: tuple[Any, Any] = (data.inputs[rows], data.targets[rows]) if more else (data.test_inputs, data.test_targets)
     return FederatedData(data.inputs, data.targets, parts[:CLIENTS], (), *test, data.classes, "clients")

@@ -233,8 +233,7 @@ def federation(options: DataSection, seed: int) -> FederatedData:
         if name not in used and getattr(options, name) != DataSection.model_fields[name].default:
             raise wrong(f"data.{name}", getattr(options, name), "nothing: a random process does not use it")
     images, targets = examples(form, form.train + form.test)
-    spec = options.partition.model_dump(exclude_none=True)
-    parts = partition(targets[: form.train].numpy(), spec, options.clients, seed)
+    parts = partition(targets[: form.train].numpy(), options.partition, options.clients, seed)
     if options.max_per_client is not None:
         parts = bounded(parts, options.max_per_client, seed)
     parts, held = hold_back(parts, options.client_test_fraction, seed)

@@ -14,53 +14,49 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fedflat.core.checks import InputError, in_range, one_of, require, whole, wrong
+from fedflat.config.sections import Partition
+from fedflat.core.checks import InputError, require, whole, wrong
 from fedflat.core.rng import stream
 
 if TYPE_CHECKING:
     from fedflat.data.clients import Indices
 
-KINDS: dict[str, tuple[str, ...]] = {"iid": (), "dirichlet": ("alpha",), "classes": ("per_client",), "natural": ("by",)}
-
 
 def partition(
-    labels: npt.NDArray[np.int64], spec: dict[str, Any], clients: int | None, seed: int,
+    labels: npt.NDArray[np.int64], how: Partition, clients: int | None, seed: int,
     natural: npt.NDArray[Any] | None = None,
 ) -> tuple[Indices, ...]:  # fmt: skip
     """Return the training rows of every client: disjoint sorted int64 arrays, exactly ``clients`` of them, some maybe
     empty.
 
-    labels: ``(N,)`` class numbers. spec: ``{kind: iid}`` (equal sizes), ``{kind: dirichlet, alpha: 0.6}``
+    labels: ``(N,)`` class numbers. how: ``{kind: iid}`` (equal sizes), ``{kind: dirichlet, alpha: 0.6}``
     (every class is spread by a Dirichlet(α) draw), ``{kind: classes, per_client: 2}`` (each client sees that
     many classes, every class is used if there are as many clients), ``{kind: natural, by: column}`` (one
     client per value of ``natural``, ``(N,)``; with fewer ``clients`` than values, a seeded random choice of them;
     ``clients`` None takes all).
-    Raises InputError for an unknown kind or key, an impossible value, or more clients than there can be.
+    Raises InputError for more classes or clients than there can be.
     """
-    kind = one_of("data.partition.kind", spec.get("kind", "iid"), KINDS)
-    for key in spec:
-        one_of(f"key of data.partition of kind {kind}", key, ("kind", *KINDS[kind]))
-    if kind == "natural":
-        return _natural(natural, spec.get("by", "its own column"), clients, seed)
+    if how.kind == "natural":
+        return _natural(natural, how.by or "its own column", clients, seed)
     if clients is None:
-        raise wrong("data.clients", "nothing", f"a whole number ≥ 1 (only natural partitions know it; this is {kind})")
-    whole("data.clients", clients, 1)
+        allowed = f"a whole number ≥ 1 (only natural partitions know it; this is {how.kind})"
+        raise wrong("data.clients", "nothing", allowed)
     require(clients <= len(labels), "data.clients", clients, f"at most {len(labels)}, the number of training examples")
     order = stream(seed, "partition order").permutation(len(labels))
-    parts = _run(_partitioner(kind, spec, np.unique(labels).size, clients, seed), labels[order], clients)
+    parts = _run(_partitioner(how, np.unique(labels).size, clients, seed), labels[order], clients)
     return tuple(np.sort(order[part]).astype(np.int64) for part in parts)
 
 
-def _partitioner(kind: str, spec: dict[str, Any], classes: int, clients: int, seed: int) -> Any:
+def _partitioner(how: Partition, classes: int, clients: int, seed: int) -> Any:
     from flwr_datasets import partitioner as flwr
 
     drawn: dict[str, Any] = {"shuffle": False, "seed": int(stream(seed, "partition draw").integers(2**31))}
-    if kind == "iid":
+    if how.kind == "iid":
         return flwr.IidPartitioner(clients)
-    if kind == "dirichlet":
-        alpha = float(in_range("data.partition.alpha", spec.get("alpha", 0.6), 0.0, open_low=True))
+    if how.kind == "dirichlet":
+        alpha = 0.6 if how.alpha is None else how.alpha
         return flwr.DirichletPartitioner(clients, "label", alpha, min_partition_size=0, self_balancing=False, **drawn)
-    count = whole("data.partition.per_client", spec.get("per_client", 2), 1, classes)
+    count = whole("data.partition.per_client", how.per_client or 2, 1, classes)
     # "first-deterministic": client i certainly has class i mod C, so no class is left out when M ≥ C
     return flwr.PathologicalPartitioner(clients, "label", count, class_assignment_mode="first-deterministic", **drawn)
 
@@ -99,7 +95,7 @@ def _natural(ids: npt.NDArray[Any] | None, by: str, clients: int | None, seed: i
     if ids is None:
         raise wrong("data.partition.by", by, "a column that names the client of every example; this data set has none")
     _, codes, counts = np.unique(list(map(str, ids.tolist())), return_inverse=True, return_counts=True)
-    wanted = len(counts) if clients is None else whole("data.clients", clients, 1)
+    wanted = len(counts) if clients is None else clients
     if wanted > len(counts):
         raise wrong("data.clients", wanted, f"at most {len(counts)}, the number of different values of {by}")
     rows = np.split(np.argsort(codes.reshape(-1), kind="stable"), np.cumsum(counts)[:-1])

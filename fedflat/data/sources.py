@@ -73,7 +73,7 @@ def _loaded(options: DataSection, seed: int) -> tuple[FederatedData, Pair | None
     # Clients are counted after those left out for testing.
     number = None if options.test_clients is not None else options.clients
     labels = _one_label(train.targets, options.partition.kind)
-    parts = partition(labels, options.partition.model_dump(exclude_none=True), number, seed, train.natural)
+    parts = partition(labels, options.partition, number, seed, train.natural)
     data = FederatedData(
         inputs=_resident(train.inputs, meaning), targets=train.targets, parts=parts,
         held_back=tuple(part[:0] for part in parts), test_inputs=_resident(test.inputs, meaning) if test else None,
