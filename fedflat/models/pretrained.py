@@ -39,6 +39,8 @@ class ImageTransformer(Headed):
     Features: the class token's last hidden state.
     """
 
+    trained = "body.classifier."
+
     def __init__(self, body: nn.Module, side: int, channels: int) -> None:
         super().__init__()
         self.body = body
@@ -80,6 +82,8 @@ def _hidden_states(
 
 class TextTransformer(Headed):
     """Ids (b, T) int64 -> logits (b, classes). Features: the last hidden state of the first token."""
+
+    trained = "body.classifier."
 
     def __init__(self, body: nn.Module, padding: int) -> None:
         super().__init__()
@@ -269,7 +273,6 @@ class TextEncoder(Headed):
     logarithm of their mean squared difference (0 for unrelated ones): a head so small takes little noise.
     """
 
-    trained = "classifier."
     prior = NATURAL
 
     def __init__(self, body: nn.Module, classes: int, pooling: str) -> None:

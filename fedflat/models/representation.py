@@ -33,7 +33,7 @@ class Headed(nn.Module):
     client's data, as the privacy statement names it.
     """
 
-    trained = "body.classifier."
+    trained = "classifier."
     prior = "none"
 
     def features(self, inputs: Tensor) -> Tensor:
@@ -327,7 +327,6 @@ class Representation(Headed):
     whose features are computed at once.
     """
 
-    trained = "classifier."
     body: PublicBody
     batch = 64
 

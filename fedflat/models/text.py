@@ -160,8 +160,6 @@ class WordCounts(Headed):
     counts of different words have length 1.
     """
 
-    trained = "classifier."
-
     def __init__(self, vocabulary: int, classes: int, padding: int = 0) -> None:
         super().__init__()
         self.vocabulary, self.padding = vocabulary, padding
@@ -183,8 +181,6 @@ class WordOverlap(Headed):
     One feature: the share of ids without their like in the other sentence, from -1 (none) to 1 (all). The first
     sentence ends at ``separator``. A head so small takes little noise.
     """
-
-    trained = "classifier."
 
     def __init__(self, classes: int, padding: int = 0, separator: int = 1) -> None:
         super().__init__()
