@@ -120,10 +120,10 @@ class Monitor(logging.Handler):
 
 
 @contextmanager
-def serve_metrics(address: str, beyond: bool, name: str = "fedflat.server") -> Iterator[None]:
+def serve_metrics(address: str, beyond: bool) -> Iterator[None]:
     """While the block runs, a page about the server at ``address`` (``HOST:PORT``); nothing for an empty one.
 
-    beyond: whether an address that other machines reach is meant. name: the logger whose events are counted.
+    beyond: whether an address that other machines reach is meant.
 
     An address that is taken is said, and the run goes on without its page.
 
@@ -137,7 +137,7 @@ def serve_metrics(address: str, beyond: bool, name: str = "fedflat.server") -> I
     if not (beyond or host == "localhost" or is_loopback(host)):
         raise wrong("metrics", address, "127.0.0.1:PORT; or metrics-beyond-this-machine = true, if that is meant")
     with turning(ImportError, missing("metrics", "prometheus-client", "federation")):
-        monitor, logger = Monitor(), logging.getLogger(name)
+        monitor, logger = Monitor(), logging.getLogger("fedflat.server")
     try:
         server = ThreadingHTTPServer((host, port), page_of(monitor))
     except OSError as error:
