@@ -104,6 +104,21 @@ def reading(where: object, found: str, allowed: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def writing(path: Path, failed: str = "cannot be written", then: str = "") -> Iterator[None]:
+    """Turn what a disk refuses inside the block into one sentence, a RunError. then: what follows from it.
+
+    >>> with writing(Path("ledger"), then="nothing was released"):
+    ...     raise OSError(28, "No space left on device")
+    Traceback (most recent call last):
+    fedflat.core.checks.RunError: ledger: cannot be written (No space left on device); nothing was released
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path}: {failed} ({error.strerror})" + (then and f"; {then}")) from error
+
+
+@contextlib.contextmanager
 def users_code(where: str, allowed: str, during: str = "in a trial", hint: str = "") -> Iterator[None]:
     """Let a user's code run, which may fail in its own way: what it raises becomes the one error sentence.
 

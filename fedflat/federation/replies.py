@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from fedflat.core import durable
-from fedflat.core.checks import RunError, insist
+from fedflat.core.checks import RunError, insist, writing
 from fedflat.core.cohorts import NEVER, Ids, MinSeparation
 from fedflat.core.types import RoundState
 from fedflat.federation.bounds import DAMAGED, REFUSES, TOO_LARGE
@@ -238,9 +238,7 @@ class CheckIns:
         """Return the clients to ask in a round, ascending; they are written down before this returns."""
         chosen = self.sampler.next_of(np.array(sorted(self.present()), dtype=np.int64), self._last, state.round)
         line = json.dumps({"round": state.round, "clients": chosen.tolist()}) + "\n"
-        try:
+        with writing(self.path, then="nobody was asked"):
             durable.append(self.path, line.encode())
-        except OSError as error:
-            raise RunError(f"{self.path}: cannot be written ({error.strerror}); nobody was asked") from error
         self._last[chosen] = state.round
         return chosen

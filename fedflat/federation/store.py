@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core import durable
-from fedflat.core.checks import RunError, reading, require, turning, wrong
+from fedflat.core.checks import reading, require, turning, writing, wrong
 
 HEAD, ROUNDS = "head.safetensors", "rounds.jsonl"
 SESSION, NODE, LOCK, RUNNING, OWNER = "session.json", "node.json", "answer.lock", "supernode.lock", "client.json"
@@ -141,10 +141,8 @@ class Store:
 
     def note_participation(self, round: int) -> None:
         """Count an answer, durably, before it leaves."""
-        try:
+        with writing(self.folder / ROUNDS, then="nothing is sent"):
             durable.append(self.folder / ROUNDS, json.dumps({"round": round}).encode() + b"\n")
-        except OSError as error:
-            raise RunError(f"{self.folder / ROUNDS}: cannot be written ({error.strerror}); nothing is sent") from error
 
 
 def _read(path: Path) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, counted, insist, reading, turning, wrong
+from fedflat.core.checks import InputError, counted, insist, reading, turning, writing, wrong
 from fedflat.federation.replies import read_journal
 from fedflat.federation.wire import Refused
 from fedflat.privacy.ledger import LedgerError, scan
@@ -41,10 +41,8 @@ BEGUN = ".begun"
 def operator_file(run: str, kind: str = "") -> Path:
     """Return a file that is for the operator only: beside the noise keys, not in the run's folder."""
     place = keys.folder().parent / "operator"
-    try:
+    with writing(place, "cannot be made"):
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{place}: cannot be made ({error.strerror})") from error
     return place / f"{run}{kind}.jsonl"
 
 

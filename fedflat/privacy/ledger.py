@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from fedflat.core.checks import InputError, RunError, whole, wrong
+from fedflat.core.checks import InputError, RunError, whole, writing, wrong
 from fedflat.core.durable import append, flush, lock_file
 
 HEADER = b"fedflat privacy ledger, version 1"
@@ -238,7 +238,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         """
         path = Path(path)
         with contextlib.ExitStack() as undo:
-            try:
+            with writing(path, "the ledger cannot be opened for writing"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 # The lock comes before the first look: two writers must not read the same end.
                 lock = _lock(path)
@@ -252,8 +252,6 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
                 stored = scan(path, data)
                 ledger = cls(path, file, lock, stored, key_id)
                 ledger._heal(data, stored)
-            except OSError as error:
-                raise RunError(f"{path}: the ledger cannot be opened for writing ({error.strerror})") from error
             undo.pop_all()
         return ledger
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import yaml
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, one_of, whole, wrong
+from fedflat.core.checks import InputError, one_of, whole, writing, wrong
 from fedflat.privacy import tuning
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import extra_rounds, plain_json
@@ -334,7 +334,5 @@ def write(path: str | Path, statement: Mapping[str, Any], run: str = "", weights
     ids = {name: value for name, value in (("run", run), ("weights", weights)) if value}
     body = plain_json("privacy statement", {**statement, **ids})
     text = json.dumps({**body, "checksum": checksum(body)}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    try:
+    with writing(path, "the privacy statement could not be written"):
         durable.replace(path, text, mode=0o644)
-    except OSError as error:
-        raise RunError(f"{path}: the privacy statement could not be written ({error.strerror})") from error

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, require, wrong
+from fedflat.core.checks import InputError, require, writing, wrong
 from fedflat.core.durable import flush, plain
 
 METRICS, PRIVATE, LEDGER = "metrics.jsonl", "private/private.jsonl", "ledger.jsonl"
@@ -72,15 +72,12 @@ class RunFolder:
             self._line(PRIVATE, {"note": PRIVATE_NOTE, **private} if private.get("round") == 0 else private)
 
     def _line(self, name: str, record: Mapping[str, Any]) -> None:
-        try:
+        with writing(self.path / name, then="the run stops, resume it later."):
             (self.path / name).parent.mkdir(mode=0o700, exist_ok=True)
             line = json.dumps(plain(record)) + "\n"
             # The line before its seal: a kill leaves a line without one, whose round runs again, never a seal alone.
             self._add(name, line)
             self._add(seals_of(name), f"{record['round']} {self._seal(name, line)}\n")
-        except OSError as error:
-            failure = f"cannot be written ({error.strerror})"
-            raise RunError(f"{self.path / name}: {failure}; the run stops, resume it later.") from error
 
     def flush_lines(self) -> None:
         """Make every line written so far durable."""

@@ -9,13 +9,12 @@ each was used for: a second copy of the run's ledger, which a backup of the fold
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, require, wrong
+from fedflat.core.checks import InputError, RunError, require, writing, wrong
 from fedflat.core.rng import KEY_BYTES, fresh_key
 from fedflat.privacy.ledger import Entry, LedgerError, scan
 
@@ -75,7 +74,7 @@ def create(run: str) -> bytes:
         RunError: the file cannot be written.
     """
     path, key = path_of(run), fresh_key()
-    with _writing(path, "nothing was released", "the noise key"):
+    with writing(path, "the noise key cannot be written", "nothing was released"):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         durable.create(path, key)
     return key
@@ -118,6 +117,7 @@ def forget(run: str) -> bool:
 
 
 MARK = "the mark of the noise key"
+FAILED = f"{MARK} cannot be written"
 _CHECKPOINT = re.compile(rb"(\d+) ([0-9a-f]{64})")
 """A line of a mark's checkpoints: finished rounds, checksum."""
 
@@ -133,7 +133,7 @@ class Mark:
 
     def note_checkpoint(self, round: int, checksum: str) -> None:
         """Note a checkpoint that is about to be written, durably. Raises RunError."""
-        with _writing(self._begun, "the run stops, resume it later."):
+        with writing(self._begun, FAILED, "the run stops, resume it later."):
             durable.append(self._begun, f"{round} {checksum}\n".encode())
 
     def begin(self, round: int, checksum: str) -> None:
@@ -142,7 +142,7 @@ class Mark:
         good = [line for line in lines if _CHECKPOINT.fullmatch(line)]
         if checksum or len(good) < len(lines):
             new = [f"{round} {checksum}".encode()] if checksum else []
-            with _writing(self._begun, "nothing was released"):
+            with writing(self._begun, FAILED, "nothing was released"):
                 durable.replace(self._begun, b"".join(line + b"\n" for line in (*good, *new)))
 
     def checkpoints(self, round: int) -> list[str]:
@@ -189,17 +189,9 @@ class Mark:
         Raises:
             RunError: it cannot be written.
         """
-        with _writing(self.path, "nothing was released"):
+        with writing(self.path, FAILED, "nothing was released"):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             durable.replace(self.path, lines)
-
-
-@contextmanager
-def _writing(path: Path, then: str, name: str = MARK) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"{path}: {name} cannot be written ({error.strerror}); {then}") from error
 
 
 def compare(run: str, entries: Sequence[Entry]) -> tuple[list[Entry], str]:

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives import serialization as forms
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, reading, require, wrong
+from fedflat.core.checks import InputError, reading, require, writing, wrong
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, STATEMENT, metrics_digest, read_lines, single_keys
 
@@ -216,10 +216,8 @@ def write(path: Path, envelope: Envelope) -> None:
     Raises:
         RunError: the disk refuses.
     """
-    try:
+    with writing(path, "the signature cannot be written"):
         durable.replace(path, json.dumps(envelope, indent=1) + "\n", mode=0o644)
-    except OSError as error:
-        raise RunError(f"{path}: the signature cannot be written ({error.strerror})") from error
 
 
 def read(path: Path) -> Any:

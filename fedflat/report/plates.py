@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedflat.core.checks import RunError
+from fedflat.core.checks import writing
 from fedflat.report.figures import Figure, Series
 from fedflat.report.groups import COLOURS, DASHES
 from fedflat.report.pages import DECADES, logarithmic_up
@@ -62,11 +62,9 @@ def _save(sheet: Sheet, folder: Path, stem: str, kinds: Sequence[str] = KINDS) -
     # Drawn before the folder is made, so that a failure leaves no empty folder.
     contents = {folder / f"{stem}.{kind}": drawn_as(sheet, kind) for kind in kinds}
     for target, content in contents.items():
-        try:
+        with writing(target):
             folder.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-        except OSError as error:
-            raise RunError(f"{target}: cannot be written ({error.strerror})") from error
     return list(contents)
 
 
