@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 from typer import Argument, Option
 from typer.models import ParameterInfo
 
-from fedflat.core.checks import counted, readable, wrong
+from fedflat.core.checks import counted, making, readable
 
 if TYPE_CHECKING:
     from fedflat.config.recipe import Recipe
@@ -191,9 +191,7 @@ def print_plates(figures: Any, folder: Path, landscapes: Any = (), quiet: bool =
 
 def write_files(folder: Path, files: Mapping[str, str], option: str = "--out") -> None:
     """Write texts by name into a folder that may be new. Raises InputError where it cannot be written."""
-    try:
+    with making(option, f"{folder}, which cannot be written", "a folder to write"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (folder / name).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise wrong(option, f"{folder}, which cannot be written ({error.strerror})", "a folder to write") from error

@@ -104,6 +104,15 @@ def reading(where: object, found: str, allowed: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def making(where: str, place: object, allowed: str = "a folder you may write to") -> Iterator[None]:
+    """Turn what a disk refuses inside the block into the one error sentence on a place that the user gave."""
+    try:
+        yield
+    except OSError as error:
+        raise wrong(where, f"{place} ({error.strerror})", allowed) from error
+
+
+@contextlib.contextmanager
 def writing(path: Path, failed: str = "cannot be written", then: str = "") -> Iterator[None]:
     """Turn what a disk refuses inside the block into one sentence, a RunError. then: what follows from it.
 

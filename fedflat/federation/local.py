@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from fedflat.core.checks import RunError, counted, turning, wrong
+from fedflat.core.checks import RunError, counted, making, turning, wrong
 from fedflat.core.durable import lock_file
 from fedflat.core.process import how_it_ended, waiting
 from fedflat.federation import processes, project
@@ -65,10 +65,8 @@ class Federation:
         self.log = self.logs / "superlink.log"
 
     def __enter__(self) -> Federation:
-        try:
+        with making("PROJECT", self.logs):
             self.logs.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise wrong("PROJECT", f"{self.logs} ({error.strerror})", "a folder you may write to") from error
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core import durable
-from fedflat.core.checks import reading, require, turning, writing, wrong
+from fedflat.core.checks import making, reading, require, turning, writing, wrong
 
 HEAD, ROUNDS = "head.safetensors", "rounds.jsonl"
 SESSION, NODE, LOCK, RUNNING, OWNER = "session.json", "node.json", "answer.lock", "supernode.lock", "client.json"
@@ -48,10 +48,8 @@ class Store:
     folder: Path
 
     def __post_init__(self) -> None:
-        try:
+        with making("state", self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise wrong("state", f"{self.folder} ({error.strerror})", "a folder you may write to") from error
 
     def answer_lock(self) -> IO[bytes]:
         """Return the lock of the folder: one answer at a time, which counts what it counts before the next asks."""

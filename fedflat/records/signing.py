@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives import serialization as forms
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, reading, require, writing, wrong
+from fedflat.core.checks import InputError, making, reading, require, writing, wrong
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, STATEMENT, metrics_digest, read_lines, single_keys
 
@@ -80,14 +80,12 @@ class Operator:
         for file in (path, public):  # a public half may be all that tells which key others have pinned
             hint = "a key is never overwritten, nor a public half without its private one"
             require(not os.path.lexists(file), "keys", f"{file}, which exists", f"another --key; {hint}")
-        try:
+        with making("keys", path, "a new file in a folder you may write to"):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             durable.create(
                 path, key.private.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.NoEncryption())
             )
             durable.replace(public, pem(key.public), mode=0o644)
-        except OSError as error:
-            raise wrong("keys", f"{path} ({error.strerror})", "a new file in a folder you may write to") from error
         return key
 
     @classmethod

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fedflat.core.checks import InputError, RunError, first_line, require, wrong
+from fedflat.core.checks import InputError, RunError, first_line, making, require, wrong
 from fedflat.core.imports import missing
 from fedflat.core.types import RoundState
 from fedflat.models.representation import FILE
@@ -63,10 +63,8 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
     public, left = _public(run)
     _check_new("export", target)
     extra = programs()  # before the folder: a model that torch.export cannot follow leaves nothing behind
-    try:
+    with making("export", f"{target}, which cannot be created", "a new folder"):
         target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise wrong("export", f"{target}, which cannot be created ({error.strerror})", "a new folder") from error
     try:
         _write(target, source, public, *newest)
         for name, content in extra.items():
@@ -218,7 +216,7 @@ def attest(run: str | Path, out: str | Path, key: Path | None = None) -> list[st
     refuse_seeded("attest", json.loads((source / STATEMENT).read_bytes()))
     _check_new("attest", target)
     public = key if key is not None else own_key(source)
-    try:
+    with making("attest", target):
         target.mkdir(parents=True, exist_ok=True)
         for name in (STATEMENT, LEDGER, SIGNATURE, TIPS):
             if (source / name).is_file():
@@ -228,6 +226,4 @@ def attest(run: str | Path, out: str | Path, key: Path | None = None) -> list[st
         for name, template in (("check.py", "attested_check.txt"), ("README.md", "attested_readme.md")):
             text = resources.files("fedflat.simulation").joinpath(template).read_text(encoding="utf-8")
             (target / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise wrong("attest", f"{target} ({error.strerror})", "a folder you may write to") from error
     return sorted(path.name for path in target.iterdir())
