@@ -100,9 +100,7 @@ def budget(options: Options, *, noise_multiplier: Sigma = None) -> None:
 
     Example: fedflat budget quick-start --rounds 100
     """
-    only = options.only()
-    setting = setting_of(options, only, sigma=noise_multiplier)
-    _print(options, {}, setting, _answered(setting.rows(only), only), ("epsilon",))
+    _answer(options, sigma=noise_multiplier)
 
 
 def calibrate(options: Options, *, epsilon: Annotated[float, Option(metavar="ε", help="The target.")]) -> None:
@@ -110,16 +108,40 @@ def calibrate(options: Options, *, epsilon: Annotated[float, Option(metavar="ε"
 
     Example: fedflat calibrate --epsilon 8 --clients 500 --cohort 50 --rounds 300
     """
-    from fedflat.privacy.accounting.curves import proving
-
     # A larger ε promises nothing.
     in_range("--epsilon", epsilon, 0, 1000, open_low=True)
+    _answer(options, target=epsilon)
+
+
+def _answer(options: Options, sigma: float | None = None, target: float | None = None) -> None:
+    """Print what σ proves, or the least σ for a target ε: the setting, and a table of at most 80 columns.
+
+    What does not apply is left out of it (``--json`` has the reasons, and what was asked for).
+    """
+    from fedflat.privacy.accounting.curves import proving
+    from fedflat.privacy.ledger import plain_json
+
     only = options.only()
-    if "accountant" in only:
+    if target is not None and "accountant" in only:
         proving(only["accountant"])
-    setting = setting_of(options, only, target=epsilon)
-    rows, title = _answered(setting.rows(only, epsilon), only), f"Least noise multiplier σ for ε ≤ {epsilon:g}"
-    _print(options, {"epsilon": epsilon}, setting, rows, ("noise_multiplier", "epsilon"), title)
+    setting = setting_of(options, only, sigma, target)
+    rows = _answered(setting.rows(only, target), only)
+    if options.as_json:
+        asked = {} if target is None else {"epsilon": target}
+        print_json(plain_json("budget", {**asked, "setting": setting.as_dict(), "rows": rows}))
+        return
+    described = ("relation", "adversary") if any(row.get("relation") for row in rows) else ()
+    words = ["trust", "cohorts", "accountant", *("neighbours", "towards")[: len(described)]]
+    notes: dict[str, None] = {}
+    table = [[*words, *([] if target is None else ["σ"]), "ε"]]
+    for row in rows:
+        if row["epsilon"] is not None:
+            cells = [row["trust"], row["sampling"], _accountant(row, notes), *(row[name] or "" for name in described)]
+            least = [] if target is None else [f"{row['noise_multiplier']:.4f}"]
+            table.append([*cells, *least, _epsilon(row)])
+    title = "" if target is None else f"Least noise multiplier σ for ε ≤ {target:g}"
+    header = [line for line in (title, setting.sentence) if line]
+    print("\n".join([*header, setting.text(), "", *columns(table, left=len(words)), *notes]))
 
 
 def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
@@ -136,31 +158,6 @@ def _answered(rows: list[Row], only: dict[str, str]) -> list[Row]:
     return rows
 
 
-TITLES = {"epsilon": "ε", "noise_multiplier": "σ"}
-
-
-def _print(
-    options: Options, asked: Row, setting: Setting, rows: list[Row], numbers: tuple[str, ...], title: str = ""
-) -> None:
-    """Print a setting and a table of at most 80 columns; what does not apply is left out of it (``--json`` has the
-    reasons, and what was asked for)."""
-    from fedflat.privacy.ledger import plain_json
-
-    if options.as_json:
-        print_json(plain_json("budget", {**asked, "setting": setting.as_dict(), "rows": rows}))
-        return
-    described = ("relation", "adversary") if any(row.get("relation") for row in rows) else ()
-    heads = ["trust", "cohorts", "accountant", *("neighbours", "towards")[: len(described)]]
-    notes: dict[str, None] = {}
-    table = [[*heads, *(TITLES[name] for name in numbers)]]
-    for row in rows:
-        if row["epsilon"] is not None:
-            words = [row["trust"], row["sampling"], _accountant(row, notes), *(row[name] or "" for name in described)]
-            table.append([*words, *(_cell(row, name) for name in numbers)])
-    header = [line for line in (title, setting.sentence) if line]
-    print("\n".join([*header, setting.text(), "", *columns(table, left=len(heads)), *notes]))
-
-
 def _accountant(row: Row, notes: dict[str, None]) -> str:
     """Return what computed a row; the approximation gets its note."""
     if row["accountant"] == "gdp":
@@ -169,12 +166,10 @@ def _accountant(row: Row, notes: dict[str, None]) -> str:
     return "exact" if row["reason"].startswith("exact") else str(row["accountant"])
 
 
-def _cell(row: Row, name: str) -> str:
+def _epsilon(row: Row) -> str:
     from fedflat.report.metrics import epsilon_text
 
-    if name == "noise_multiplier":
-        return f"{row[name]:.4f}"
-    return ("≈ " if row["accountant"] == "gdp" else "") + epsilon_text(row[name])
+    return ("≈ " if row["accountant"] == "gdp" else "") + epsilon_text(row["epsilon"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,24 +197,10 @@ class Setting(Numbers):
             return calibrate_table(target=target, only=only, **numbers)
         return budget_table(noise_multiplier=float(self.noise_multiplier or 0), only=only, **numbers)
 
-    def checked(self, *needed: str) -> Setting:
-        """Return this setting with δ's default.
-
-        Raises:
-            InputError: one of the numbers ``needed`` is missing, or one is out of range.
-        """
-        from fedflat.privacy.accounting.epsilon import default_delta
-
-        for name in needed:
-            if getattr(self, name) is None:
-                raise wrong(f"--{name.replace('_', '-')}", "nothing", "a number, or a recipe that has it")
-        whole("--rounds", self.rounds or 0)
-        clients = whole("--clients", self.clients or 0, 1)
-        return self if self.delta is not None else replace(self, delta=default_delta(clients))
-
     def as_dict(self) -> Row:
         """Return the setting's numbers as plain values, for ``--json``."""
-        numbers = {name: value for name, value in vars(self).items() if value not in (None, "") and name not in HIDDEN}
+        hidden = ("sentence", "plan")
+        numbers = {name: value for name, value in vars(self).items() if value not in (None, "") and name not in hidden}
         return numbers if self.plan is None else numbers | self.plan.account.record(self.plan)
 
     def text(self) -> str:
@@ -228,9 +209,6 @@ class Setting(Numbers):
         sigma = "" if self.noise_multiplier is None else f", σ = {self.noise_multiplier:.5g}"
         share = f"m = {cohort:g} (q = {cohort / clients:.4g})"
         return f"M = {clients:,}, {share}, T = {self.rounds:,}{sigma}, δ = {self.delta:.4g}{self.source}"
-
-
-HIDDEN = ("sentence", "plan")
 
 
 def _rows_of(plan: Plan, only: dict[str, str], target: float | None) -> list[Row]:
@@ -263,13 +241,12 @@ def setting_of(
         InputError: ``-o`` without a recipe, a number that is missing or out of range, whatever is wrong in the recipe,
             a method without a Gaussian account.
     """
-    needed = ("clients", "cohort", "rounds", *(("noise_multiplier",) if target is None else ()))
     name = options.recipe
     if name is None:
         if options.override:
             hint = "Use --clients, --cohort, --rounds and so on."
             raise wrong("-o", options.override[0], "only with a recipe", hint=hint)
-        return Setting(**options.numbers(), noise_multiplier=sigma).checked(*needed)
+        return _given({**options.numbers(), "noise_multiplier": sigma}, target)
     from fedflat.methods.plans import VotesPlan
     from fedflat.privacy.correlated import ScheduledPlan
 
@@ -280,7 +257,7 @@ def setting_of(
         clients=plan.sampler.clients, cohort=plan.sampler.size, rounds=plan.rounds, delta=plan.delta,
         noise_multiplier=plan.noise_multiplier if target is None else None, max_cohort=cohort.max,
         min_cohort=cohort.min, max_participations=cohort.max_participations, colluders=plan.colluders,
-    ).checked(*needed)  # fmt: skip
+    )  # fmt: skip
     if isinstance(account, ScheduledPlan):
         return replace(setting, plan=plan, sentence=account.sentence if account.kind != "independent" else "")
     if not isinstance(account, VotesPlan):
@@ -288,6 +265,23 @@ def setting_of(
     # Votes are Gaussian rounds: T counts cohort draws, and σ is per class, so σ/√Q is that of a draw.
     drawn = None if setting.noise_multiplier is None else setting.noise_multiplier / math.sqrt(account.labels)
     return replace(setting, rounds=account.total, noise_multiplier=drawn, source=" (T: cohort draws, σ: per draw)")
+
+
+def _given(numbers: Row, target: float | None) -> Setting:
+    """Return the numbers given as options, with δ's default.
+
+    Raises:
+        InputError: one that is needed is missing, or out of range.
+    """
+    from fedflat.privacy.accounting.epsilon import default_delta
+
+    for name in ("clients", "cohort", "rounds", *(("noise_multiplier",) if target is None else ())):
+        if numbers[name] is None:
+            raise wrong(f"--{name.replace('_', '-')}", "nothing", "a number, or a recipe that has it")
+    whole("--rounds", numbers["rounds"])
+    clients = whole("--clients", numbers["clients"], 1)
+    delta = default_delta(clients) if numbers["delta"] is None else numbers["delta"]
+    return Setting(**{**numbers, "delta": delta})
 
 
 def _plan_of(name: str, recipe: Recipe) -> Plan:
