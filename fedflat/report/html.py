@@ -14,7 +14,7 @@ from fedflat.report.card import Card, brief
 from fedflat.report.figures import Figure, Series, class_names, figures_of_groups, figures_of_run, last_classes
 from fedflat.report.groups import Group, differing, group_runs, setting
 from fedflat.report.metrics import Run, epsilon_text, section
-from fedflat.report.pages import PRIVATE, Facts, Section, Table, cards
+from fedflat.report.pages import PRIVATE, Section, Table, cards
 from fedflat.report.statement import facts, readable, statement_of
 from fedflat.report.summary import cautions, remarks
 
@@ -106,7 +106,7 @@ def _run_sections(run: Run, words: dict[str, Any]) -> list[Section]:
     return [
         Section("summary", "", "tiles", _summary(run, words, privacy_card)),
         Section("use", "Use this model", "use", _use(run)),
-        Section("data", "Data", "facts", Facts(tuple(words["data"].items())) if "data" in words else None),
+        Section("data", "Data", "facts", words.get("data")),
         curves,
         Section("guarantee", "Guarantee", "guarantee", {"card": privacy_card, "statement": statement_of(run)}),
         Section("audit", "Audit", "audit", _audit(run)),

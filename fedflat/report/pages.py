@@ -43,11 +43,8 @@ class Table:
     left: int = 1
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Names and their values, in order. A value is a text, a list of values, or Facts."""
-
-    pairs: tuple[tuple[str, Any], ...]
+Facts = dict[str, Any]
+"""Names and their values, in order. A value is a text, a list of values, or Facts."""
 
 
 def page(

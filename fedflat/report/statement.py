@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from markupsafe import Markup
@@ -17,25 +17,19 @@ WORDS: dict[str, Any] = yaml.safe_load(asset("statement.yaml"))
 TITLES: dict[str, str] = WORDS["titles"]
 
 
-class Statement(NamedTuple):
-    """Facts that a page shows openly, and those that it folds in, by title."""
-
-    facts: Facts
-    folds: list[tuple[str, Facts]]
-
-
-def statement_of(run: Run) -> Statement | str:
-    """Return the statement with the keys of the contract first, in reading order; a sentence where there is none."""
+def statement_of(run: Run) -> dict[str, Facts] | str:
+    """Return the statement's ``facts``, with the keys of the contract first, in reading order, and its ``folds``, facts
+    that a page folds in, by title; a sentence where there is none."""
     if not run.privacy:
         return f"{metrics.NO_STATEMENT[:1].upper() + metrics.NO_STATEMENT[1:]}: nothing is proven."
     stated = {key: run.privacy[key] for key in TITLES if key in run.privacy}
     rest = {key: value for key, value in run.privacy.items() if key not in TITLES}
     folded = [(name, rest.pop(key)) for key, name in WORDS["folded"].items() if isinstance(rest.get(key), Mapping)]
     open_facts = facts(_without_repeats(stated) | rest)
-    if metrics.seeded(run):
-        names = {TITLES["proven_epsilon"]: metrics.epsilon_name(run)}
-        open_facts = Facts(tuple((names.get(label, label), value) for label, value in open_facts.pairs))
-    return Statement(open_facts, [(name, facts(tree)) for name, tree in folded if tree])
+    # A seeded run's ε has another name.
+    names = {TITLES["proven_epsilon"]: metrics.epsilon_name(run)}
+    open_facts = {names.get(label, label): value for label, value in open_facts.items()}
+    return {"facts": open_facts, "folds": {name: facts(tree) for name, tree in folded if tree}}
 
 
 def _without_repeats(stated: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +48,7 @@ def facts(tree: Mapping[str, Any], *, verbatim: bool = False) -> Facts:
     """Return a mapping as names and values; nested mappings nest. verbatim: the keys as they are written."""
     if "noise_multiplier" in tree and tree.get("epsilon", 0) is None:
         tree = {**tree, "epsilon": "–"}  # a σ that was given, and no ε asked for
-    return Facts(tuple((str(key) if verbatim else title(key), _value(key, value)) for key, value in tree.items()))
+    return {str(key) if verbatim else title(key): _value(key, value) for key, value in tree.items()}
 
 
 def title(key: str) -> str:
