@@ -121,14 +121,10 @@ def labelled(label: str, text: str, width: int, *, fold: bool = False) -> list[s
 
 def filled(template: str, **values: Any) -> list[str]:
     """Return the lines of a text template of at most 80 columns: ``label| text`` is a labelled line."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from fedflat.report.wording import environment
 
-    from fedflat.report.metrics import epsilon_text
-
-    loader = PackageLoader("fedflat.cli")
-    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     lines: list[str] = []
-    for line in environment.get_template(template).render(values, bound=epsilon_text).splitlines():
+    for line in environment("fedflat.cli").get_template(template).render(values).splitlines():
         if parts := re.match(r"(\w+)\| (.*)", line):
             lines += labelled(parts[1], parts[2], 9)
         else:

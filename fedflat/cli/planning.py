@@ -36,9 +36,7 @@ def plan(
 
 def text(facts: dict[str, Any], plan: Any) -> list[str]:
     """Return the forecast of a plan in at most 80 columns."""
-    from fedflat.report.wording import share_bound
-
-    return filled("plan.txt", facts=facts, plan=plan, time=_time, at_most=share_bound)
+    return filled("plan.txt", facts=facts, plan=plan, time=_time)
 
 
 def _time(seconds: float) -> str:

@@ -31,10 +31,10 @@ def filled(template: str, **values: Any) -> Markup:
 
 
 @functools.cache
-def environment() -> Environment:
-    """Return the environment that templates are read from, with the filters that they call."""
+def environment(package: str = "fedflat.report") -> Environment:
+    """Return the environment that a package's templates are read from, with the filters that they call."""
     env = Environment(
-        loader=PackageLoader("fedflat.report"), autoescape=select_autoescape(["html", "svg"]),
+        loader=PackageLoader(package), autoescape=select_autoescape(["html", "svg"]),
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     env.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "g7": "{:.7g}".format, "markdown": _markdown}
