@@ -183,11 +183,10 @@ def _measured(row: Row, runs: Mapping[tuple[str, str], Mapping[int, Run]], first
         return replace(nothing, missing=row.missing or "the data set cannot be had")
     if not (mine := runs[row.cell.run]):
         return replace(nothing, missing="no run ended")
-    proven = [metrics.proven_epsilon(run) for run in mine.values()]
     projected = [metrics.number(run.privacy.get("simulated_epsilon")) for run in mine.values()]
     row = replace(
         row,
-        proven=max((math.inf if value is None else value for value in proven), default=row.proven),
+        proven=max(map(metrics.bound, mine.values())),
         delta=metrics.number(next(iter(mine.values())).privacy.get("delta")) or row.delta,
         simulated=max((value for value in projected if value is not None), default=row.simulated),
         fates={seed: ending for seed, run in mine.items() if (ending := fate(run))},

@@ -199,8 +199,7 @@ def strata(groups: Sequence[Group]) -> list[list[Group]]:
 
 def final_epsilon(group: Group) -> float | None:
     """Return the largest proven ε of the group's runs; None where a run has none."""
-    every = [metrics.proven_epsilon(run) for run in group.runs]
-    return None if None in every else max(value for value in every if value is not None)
+    return metrics.proven_epsilon(max(group.runs, key=metrics.bound))
 
 
 def _same(one: float | None, other: float | None) -> bool:

@@ -265,6 +265,11 @@ def proven_epsilon(run: Run) -> float | None:
     return number(run.privacy.get("proven_epsilon" if "proven_epsilon" in run.privacy else "epsilon"))
 
 
+def bound(run: Run) -> float:
+    """Return the ε that is proven for what ran; infinite where none is."""
+    return math.inf if (epsilon := proven_epsilon(run)) is None else epsilon
+
+
 def seeded(run: Run) -> bool:
     """Return whether the run's noise follows its seed, so that its ε is only that of the mechanism."""
     return is_seeded(run.privacy) if run.privacy else section(run.recipe, "privacy").get("randomness") == "seeded"

@@ -93,16 +93,13 @@ def _row(group: Group, first: Group) -> Row:
     def against(measure: Callable[[Run], float | None]) -> Difference | None:
         return None if group is first else paired_difference(by_seed(first, measure), by_seed(group, measure))
 
-    proven = [metrics.proven_epsilon(run) for run in group.runs]
-    # No finite ε counts as the largest.
-    weakest = max(range(len(proven)), key=lambda place: (proven[place] is None, proven[place] or 0.0))
     # Where seeds differ in ε, the largest is reported.
-    reported = group.runs[weakest]
+    reported = max(group.runs, key=metrics.bound)
     return Row(
         method=group.label,
         seeds=len(group.runs),
         spreads={name: spread(map(measure, group.runs)) for name, measure in MEASURES.items()},
-        proven_epsilon=proven[weakest],
+        proven_epsilon=metrics.proven_epsilon(reported),
         claimed_epsilon=metrics.claimed_epsilon(reported),
         delta=metrics.number(reported.privacy.get("delta")),
         randomness="seeded" if any(map(metrics.seeded, group.runs)) else "secret",
