@@ -131,7 +131,6 @@ def landscape(
         on=on, clients=tuple(_numbers("--clients", clients or "", int)), rho=rho,
         noise=tuple(_numbers("--noise", noise, float)), draws=draws, seed=seed, threads=threads,
     )  # fmt: skip
-    settings.check()
     if out is not None:
         cli.write_files(out, {})  # before minutes of work
     with _progress(quiet=as_json) as (on_stage, on_points):

@@ -44,7 +44,8 @@ class Settings:
     """What is measured. examples: of the chosen data (None: all). clients: whose local models are measured as well.
 
     on: ``test`` (public data) or ``train`` (all clients' data for the global model, the client's own for a local one;
-    private to the simulation). noise: sizes relative to the weights; the tables show the middle one.
+    private to the simulation). noise: sizes relative to the weights; the tables show the middle one. Raises
+    InputError for a setting that is impossible.
     """
 
     points: int = 41
@@ -62,8 +63,7 @@ class Settings:
     seed: int = 0
     threads: int | None = None
 
-    def check(self) -> None:
-        """Raise InputError for a setting that is impossible."""
+    def __post_init__(self) -> None:
         surfaces.steps_of(self.points, self.span)
         whole("--directions", self.directions, 1, 2)
         one_of("--on", self.on, ("test", "train"))
@@ -96,7 +96,6 @@ def measure(
     folders: run folders, or folders that hold some. on_stage: told the model's name and the surface's points (0: none)
     before each; on_points: points finished. Returns what surfaces.json holds. Raises InputError.
     """
-    settings.check()
     groups, notes = group_runs(read_runs(folders)), list[str]()
     measured: list[Numbers] = []
     for group in groups:

@@ -117,4 +117,4 @@ def test_weight_noise_is_relative_and_the_same_for_every_run() -> None:
 )
 def test_impossible_settings_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="allowed"):
-        Settings(**given).check()
+        Settings(**given)
