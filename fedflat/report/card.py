@@ -96,7 +96,7 @@ def _with_ledgers(runs: Sequence[Run]) -> list[Published]:
     # Of one name, they are told apart by their place among the arguments: a card is public, a path of this machine not.
     marks = ("" if names.count(name) == 1 else f" ({place})" for place, name in enumerate(names, 1))
     labels = {path: f"{name}{mark}" for (path, name), mark in zip(paths.items(), marks)}
-    every = [published(run, labels) for run in runs]
+    every = [published(run, labels[str(run.path)]) for run in runs]
     for run, its in zip(runs, every):
         if uncounted(run, its.entries):
             found = f"{run.path}, whose ledger has rounds that privacy.json does not count"

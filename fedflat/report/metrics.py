@@ -464,21 +464,20 @@ def costs(runs: Sequence[Run]) -> tuple[Cost, ...]:
     for run in runs:
         members.setdefault(str(section(run.recipe, "data").get("dataset")), []).append(run)
     return tuple(
-        Cost(name, total([published(run, names) for run in mine]), len({_clients(run) for run in mine}) == 1)
+        Cost(name, total(list(map(published, mine, _names(mine)))), len({_clients(run) for run in mine}) == 1)
         for name, mine in members.items()
-        for names in [_names(mine)]
     )
 
 
-def _names(runs: Sequence[Run]) -> Mapping[str, str]:
-    """Return each path's run by name, with its method and seed where two runs have the same name."""
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Return each run's name, with its method and seed where two runs have the same one."""
     plain = [run.name for run in runs]
     labels = [r.name if plain.count(r.name) == 1 else f"{r.algorithm} seed {r.seed}" for r in runs]
-    return {str(r.path): s if labels.count(s) == 1 else str(r.path) for r, s in zip(runs, labels)}
+    return [s if labels.count(s) == 1 else str(r.path) for r, s in zip(runs, labels)]
 
 
-def published(run: Run, names: Mapping[str, str]) -> Published:
-    """Return a run as its folder states it. names: path -> what it is called."""
+def published(run: Run, name: str) -> Published:
+    """Return a run as its folder states it. name: what it is called."""
     try:
         entries = read(run.path / "ledger.jsonl")
     except InputError:
@@ -486,7 +485,7 @@ def published(run: Run, names: Mapping[str, str]) -> Published:
     # Without its ledger nobody sees what a run charged, nor whether its noise was used twice.
     unread = not entries and number(run.privacy.get("rounds_charged"))
     epsilon = None if unread or uncounted(run, entries) else proven_epsilon(run)
-    return Published(names[str(run.path)], epsilon, number(run.privacy.get("delta")) or 0.0, entries, run.path)
+    return Published(name, epsilon, number(run.privacy.get("delta")) or 0.0, entries, run.path)
 
 
 def uncounted(run: Run, entries: Sequence[Mapping[str, Any]]) -> int:
