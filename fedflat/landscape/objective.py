@@ -81,11 +81,10 @@ class Objective:
         """Return the loss and accuracy of every point ``(P, 2)``; on_chunk: points finished."""
         dtype = torch.float64 if self.inputs.dtype == torch.float64 else torch.float32
         inputs = self.inputs.to(dtype) if self.inputs.is_floating_point() else self.inputs
-        evaluate = self._together if self.dense else self._one_by_one
 
         def one(module: nn.Module, chunk: slice) -> np.ndarray:
             with torch.no_grad():
-                return evaluate(module, points.take(chunk).to(dtype), inputs)
+                return self._measured(module, points.take(chunk).to(dtype), inputs)
 
         results = []
         # Chunks follow from model and data alone, so that threads do not change the numbers.
@@ -107,20 +106,14 @@ class Objective:
         logits = torch.func.functional_call(module, dict(self.layout.views(vector)), (inputs[rows],))
         return example_loss(logits, self.targets[rows])
 
-    def _one_by_one(self, module: nn.Module, weights: Tensor, inputs: Tensor) -> np.ndarray:
-        """Return, point by point, loss and accuracy ``(n, 2)`` at weights ``(n, D)``."""
-        batches = _slices(len(inputs), CONVOLUTION_BATCH if inputs.dim() == 4 else DENSE_BATCH // 4)
+    def _measured(self, module: nn.Module, weights: Tensor, inputs: Tensor) -> np.ndarray:
+        """Return loss and accuracy ``(n, 2)`` at weights ``(n, D)``: of a dense model by batched matrix products."""
         total = torch.zeros(len(weights), 2, dtype=torch.float64)
-        for row, vector in zip(total, weights, strict=True):
-            for rows in batches:
-                row.add_(torch.stack([measure.double().sum() for measure in self._at(module, inputs, rows, vector)]))
-        return (total / len(inputs)).numpy()
-
-    def _together(self, module: nn.Module, weights: Tensor, inputs: Tensor) -> np.ndarray:
-        """Return a dense model at several points by batched matrix products."""
-        total = torch.zeros(len(weights), 2, dtype=torch.float64)
-        for rows in _slices(len(inputs), DENSE_BATCH):
-            measures = torch.func.vmap(partial(self._at, module, inputs, rows))(weights)
+        batch = DENSE_BATCH if self.dense else CONVOLUTION_BATCH if inputs.dim() == 4 else DENSE_BATCH // 4
+        for rows in _slices(len(inputs), batch):
+            at = partial(self._at, module, inputs, rows)
+            # Of any other model a chunk is one point.
+            measures = torch.func.vmap(at)(weights) if self.dense else at(weights[0])
             total += torch.stack([measure.double().sum(-1) for measure in measures], dim=-1)
         return (total / len(inputs)).numpy()
 
