@@ -3,9 +3,10 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self, cast
+
+import yaml
 
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError, wrong
@@ -19,7 +20,8 @@ from fedflat.report.groups import Group, flatten, spread
 from fedflat.report.metrics import FATES, Run, fate
 from fedflat.report.progress import RunEvent
 
-FILE = Path(__file__).parent / "figures.yaml"
+ENTRIES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text("utf-8"))
+"""What ``figures.yaml`` says of each figure, by its name, as ``000 figure-4``."""
 SIZES = ("local.steps", "local.epochs", "data.clients", "cohort.size")
 """Keys that a small scale shrinks: a value on the axis is shrunk by as much as the table's own."""
 
@@ -118,12 +120,12 @@ class PaperFigure:
 
 def figure_names() -> list[str]:
     """Return every figure there is, as ``000 figure-4``."""
-    return list(_entries())
+    return list(ENTRIES)
 
 
 def abouts() -> dict[str, str]:
     """Return what each figure shows, by name."""
-    return {name: entry["about"] for name, entry in _entries().items()}
+    return {name: entry["about"] for name, entry in ENTRIES.items()}
 
 
 def is_figure(text: str) -> bool:
@@ -138,20 +140,13 @@ def find_figure(paper: str, name: str) -> PaperFigure:
     """
     digits = re.fullmatch(r"fig(?:ure)?[\s._-]*(\d+)[a-z]?", name.strip().lower())
     number, asked = asked_for(paper, name, f"figure-{digits[1]}" if digits else name.strip().lower(), figure_names())
-    entry = _entries()[f"{number} {asked}"]
+    entry = ENTRIES[f"{number} {asked}"]
     panels = []
     for item in entry["panels"]:
         table = load(f"{number}-{item['of'][0]}")
         options = {key: item[key] for key in ("title", "draw", "x", "shows", "pairs", "clients") if key in item}
         panels.append(Panel(table=table, lines=tuple(_lines(table, item)), **options))
     return PaperFigure(number, asked, entry["about"], tuple(entry.get("notes", ())), tuple(panels))
-
-
-@lru_cache(maxsize=1)
-def _entries() -> dict[str, dict[str, Any]]:
-    import yaml
-
-    return cast(dict[str, dict[str, Any]], yaml.safe_load(FILE.read_text(encoding="utf-8")))
 
 
 def _lines(table: Table, entry: Mapping[str, Any]) -> Iterable[Line]:
