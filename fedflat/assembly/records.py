@@ -1,6 +1,5 @@
 """Write down a run before it begins: its recipe, fingerprint, versions, and what its randomness follows."""
 
-import hashlib
 import inspect
 import json
 import math
@@ -17,7 +16,7 @@ from fedflat.assembly.plans import is_public, server_of
 from fedflat.config.reading import GIVEN, dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
-from fedflat.core.durable import write_tensors
+from fedflat.core.durable import digest_of_json, write_tensors
 from fedflat.core.identity import identity_of
 from fedflat.core.imports import DIGEST
 from fedflat.core.params import Layout
@@ -52,7 +51,7 @@ def identity(recipe: Mapping[str, Any], data: str, module: nn.Module, layout: La
     for section, keys in LATER.items():
         facts[section] = {key: value for key, value in facts[section].items() if key not in keys or value != keys[key]}
     return Identity(
-        recipe=hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(),
+        recipe=digest_of_json(facts),
         data=data,
         model=str(identity_of((str(layout), _by_name(module.named_parameters()), _by_name(module.named_buffers())))),
         method=identity_of(tuple(map(_as_in_02, code))) if code else "",

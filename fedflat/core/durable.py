@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 import os
 import tempfile
@@ -174,3 +175,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def digest_of_json(value: Any) -> str:
+    """Return the SHA-256 of the canonical JSON of a value: with its keys in order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -7,7 +7,6 @@ has a stable key under ``checklist``. A claimed figure is never shown without th
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 from collections import Counter
@@ -312,7 +311,7 @@ def headline(statement: Mapping[str, Any]) -> str:
 def checksum(statement: Mapping[str, Any]) -> str:
     """SHA-256 of the canonical JSON of a statement without its own checksum."""
     body = {key: value for key, value in statement.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return durable.digest_of_json(body)
 
 
 def is_whole(path: Path) -> bool:

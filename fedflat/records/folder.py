@@ -258,7 +258,7 @@ def metrics_digest(folder: Path) -> str:
         {name: value for name, value in line.items() if name not in TIMES or not isinstance(value, float | int)}
         for line in lines
     ]
-    return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
+    return durable.digest_of_json(records)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -115,7 +115,7 @@ class Opening:
         """Write private/run.json, readable by its owner only; a kill leaves the old one or the new one."""
         body = {**vars(self), "digests": dict(self.digests), "software": dict(self.software), "terms": dict(self.terms)}
         (folder / OPENING).parent.mkdir(mode=0o700, exist_ok=True)
-        text = json.dumps({**body, "checksum": _checksum(body)}, indent=1)
+        text = json.dumps({**body, "checksum": durable.digest_of_json(body)}, indent=1)
         durable.replace(folder / OPENING, text + "\n", mode=0o600)
 
     @classmethod
@@ -129,7 +129,7 @@ class Opening:
         with reading(path, "a damaged record", "the file that was written at the start"):
             require(path.exists(), str(path), "no such file", "the one this run was opened with")
             body = json.loads(path.read_bytes())
-            if body.pop("checksum") != _checksum(body) or type(body["attempt"]) is not int:
+            if body.pop("checksum") != durable.digest_of_json(body) or type(body["attempt"]) is not int:
                 raise ValueError("its checksum does not match, or its attempt is no whole number")
             return cls(**body)
 
@@ -146,10 +146,6 @@ def keyed(identity: Identity, secret: str) -> dict[str, str | None]:
     key, values = bytes.fromhex(secret), {part: getattr(identity, part) for part in PARTS}
     texts = {part: None if value is None else f"{part}:{value}".encode() for part, value in values.items()}
     return {part: None if text is None else hmac.new(key, text, "sha256").hexdigest() for part, text in texts.items()}
-
-
-def _checksum(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def software(backend: Any, problem: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ may depend on anybody's data, and the charge is written before the first trial s
 """
 
 import contextlib
-import hashlib
 import itertools
 import json
 import math
@@ -345,7 +344,7 @@ def charge(plan: Plan, public: Mapping[str, Any]) -> dict[str, Any]:
 
 def public_digest(public: Mapping[str, Any]) -> str:
     """Return the SHA-256 of what ``selection.yaml`` says."""
-    return hashlib.sha256(json.dumps(public, sort_keys=True).encode()).hexdigest()
+    return durable.digest_of_json(public)
 
 
 def faults(folder: Path) -> list[str]:
