@@ -367,11 +367,9 @@ def test_a_stopped_run_that_goes_on_has_no_statement_until_it_ends(tmp_path: Pat
     assert not (out / "privacy.json").exists() and not wrong(out)
     shutil.copy(stopped / "privacy.json", out)  # as a power cut may leave it
     uses = (
-        load,
-        lambda run: attest(run, tmp_path / "a"),
-        lambda run: export(run, tmp_path / "b"),
+        load, lambda run: attest(run, tmp_path / "a"), lambda run: export(run, tmp_path / "b"),
         lambda run: report([run]),
-    )
+    )  # fmt: skip
     for use in uses:
         use(stopped)
         shutil.rmtree(tmp_path / "a", ignore_errors=True)

@@ -191,11 +191,8 @@ def test_per_tensor_clip_that_is_accounted_is_no_defect():
 
 
 PUBLISHED = {
-    "000": ("dp-fedsam", 2),
-    "003": ("dp-fedsam-topk", 0),
-    "002": ("dp-fedpgn", 0),
-    "004": ("dp-fedavg-lus", 4),
-}
+    "000": ("dp-fedsam", 2), "003": ("dp-fedsam-topk", 0), "002": ("dp-fedpgn", 0), "004": ("dp-fedavg-lus", 4),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("paper", PUBLISHED)

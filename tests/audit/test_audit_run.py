@@ -21,14 +21,11 @@ CLIENTS, FEATURES = 20, 40
 
 def recipe(**changes):
     given = {
-        "name": "tiny",
-        "rounds": 4,
-        "algorithm": {"name": "dp-fedavg"},
-        "cohort": {"size": 10},
+        "name": "tiny", "rounds": 4, "algorithm": {"name": "dp-fedavg"}, "cohort": {"size": 10},
         "local": {"steps": 1, "batch_size": 4, "lr": 0.1},
         "privacy": {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-3},
         "engine": {"device": "cpu", "backend": "sequential"},
-    }
+    }  # fmt: skip
     return Recipe.of(given | changes)
 
 

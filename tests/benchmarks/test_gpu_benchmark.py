@@ -113,13 +113,10 @@ def report() -> dict[str, Any]:
     }
     row = {"method": "dp-fedavg", "apart": {"sequential": 3e-7, "vectorized": "a | fault\nof two lines"}, "same": False}
     return {
-        "machine": MACHINE,
-        "gpu": GPU | {"cudnn": 9},
-        "date": "2026-01-01",
-        "rounds": 5,
+        "machine": MACHINE, "gpu": GPU | {"cudnn": 9}, "date": "2026-01-01", "rounds": 5,
         "check": [row | {"tolerance": 0.002}],
         "workloads": {"G1": {"workload": dataclasses.asdict(G1), "systems": systems, "precision": "fp32"}},
-    }
+    }  # fmt: skip
 
 
 def test_the_table_is_beside_the_fastest_limit_and_says_what_failed() -> None:

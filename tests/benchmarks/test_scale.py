@@ -52,14 +52,11 @@ def test_the_table_holds_rounds_constants_and_projection() -> None:
     spent = {"seconds": 0.2, "overhead": 0.15, "cpu_overhead": 0.08, "driver": 0.01, "min": 0.19}
     row |= {"same": False, "ray": spent}
     report = {
-        "date": "2026-01-01",
-        "machine": {"cpu": "a cpu", "cores": 2, "load_before": 0.1},
-        "versions": {"ray": "2", "torch": "2"},
-        "rounds": 5,
+        "date": "2026-01-01", "machine": {"cpu": "a cpu", "cores": 2, "load_before": 0.1},
+        "versions": {"ray": "2", "torch": "2"}, "rounds": 5,
         "rows": [row, row | {"same": True, "workers": spent | {"seconds": 3.0, "overhead": 2.5}}],
-        "constants": {"put_per_mb": 0.001},
-        "costs": [vars(COSTS)],
-    }
+        "constants": {"put_per_mb": 0.001}, "costs": [vars(COSTS)],
+    }  # fmt: skip
     text = markdown(report)
     assert "| 1.0 | 100 ms | 200 ms | 150 ms | 20 ms | 2.5 ms | – | – | – | NO |" in text
     assert "| 3.00 s | 2.50 s | 20 ms | yes |" in text

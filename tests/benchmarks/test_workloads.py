@@ -44,11 +44,8 @@ def test_systems_take_turns_and_fill_the_table(tmp_path: Path) -> None:
     found = measure(BY_NAME["W2"], [s for s in SYSTEMS if s.name in ("fedflat", "limit")], 1, tmp_path)
     assert {len(entry["seconds"]) for entry in found["systems"].values()} == {1}
     report = {
-        "date": "",
-        "rounds": 1,
-        "machine": {"cpu": "", "cores": 1, "load_before": 0.0},
-        "workloads": {"W2": found},
-    }
+        "date": "", "rounds": 1, "machine": {"cpu": "", "cores": 1, "load_before": 0.0}, "workloads": {"W2": found},
+    }  # fmt: skip
     assert ratio(report, "W2", "fedflat", "limit") is not None
     assert "| limit |" in markdown(report)
 

@@ -97,14 +97,11 @@ def clients(sizes: tuple[int, ...] = SIZES, seed: int = 2) -> list[tuple[Tensor,
 def recipe(method: str, changes: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     """A recipe in which everybody takes part; ``changes`` replaces whole keys of its sections."""
     made: dict[str, Any] = {
-        "seed": 5,
-        "rounds": 2,
-        "algorithm": {"name": method, **options},
-        "local": {"steps": 2, "batch_size": 100, "lr": 0.3},
-        "cohort": {"size": len(SIZES)},
+        "seed": 5, "rounds": 2, "algorithm": {"name": method, **options},
+        "local": {"steps": 2, "batch_size": 100, "lr": 0.3}, "cohort": {"size": len(SIZES)},
         "privacy": {"clip": 0.2, "noise_multiplier": 1.5, "delta": 1e-5, "randomness": "seeded", "benchmark": True},
         "engine": {"backend": "sequential"},
-    }
+    }  # fmt: skip
     for section, values in (changes or {}).items():
         made[section] = {**made.get(section, {}), **values} if isinstance(values, Mapping) else values
     return made

@@ -34,11 +34,9 @@ def test_one_thread_and_large_pages_unless_the_user_says_otherwise(
     before = {name: os.environ.get(name) for name in NAMES}
     with pytest.raises(KeyError), _worker_environment():
         child = subprocess.run(
-            [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"],
-            capture_output=True,
-            check=True,
-            text=True,
-        )
+            [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"], capture_output=True,
+            check=True, text=True,
+        )  # fmt: skip
         raise KeyError
     assert [json.loads(child.stdout).get(name) for name in NAMES] == ["1", "1", found]
     assert {name: os.environ.get(name) for name in NAMES} == before

@@ -73,11 +73,9 @@ def test_layers_below_the_head_stay_and_the_given_module_is_not_changed() -> Non
     head = module[3].weight.detach().clone()
     data = federation()
     recipe = {
-        "rounds": 1,
-        "algorithm": "class-statistics",
-        "cohort": {"size": 5},
+        "rounds": 1, "algorithm": "class-statistics", "cohort": {"size": 5},
         "privacy": {"clip": 1e6, "noise_multiplier": 0.0},
-    }
+    }  # fmt: skip
     found = fedflat.run(recipe, model=module, clients=data).model
     assert torch.equal(found[1].weight, module[1].weight) and torch.equal(module[3].weight, head)
     x, y = (torch.cat(parts) for parts in zip(*(data.client(i) for i in range(4))))
