@@ -78,21 +78,18 @@ class Client:
         """
         content = without_tip(content, self.store.folder, self.operator)
         try:
-            _, facts = wire.parts_of(content)
-            round, nonce = wire.number(facts, "round"), wire.sixteen(facts, "nonce")
-            self.check_question(facts.get("client"), facts.get("pin"), round)
-            if "stage" in facts:
-                return answer_stage(self, content, round, nonce)
+            if "stage" in (content.get(wire.FACTS) or {}):
+                return answer_stage(self, content)
             if self.job.parts.plan.trust == "distributed":
                 raise Refused("the server asks for an update without secure aggregation")
-            broadcast = wire.read_broadcast(content, self.job.parts.layout.dimension, self.job.parts.broadcast)
+            ask = wire.read_request(content, self.job.parts.layout.dimension, self.job.parts.broadcast)
         except Malformed as fault:
             raise Refused(f"the server's message is malformed: {fault.reason}") from fault
-        self.check(broadcast)
-        update, examples = self.update(broadcast)
+        self.check(ask)
+        update, examples = self.update(ask.broadcast)
         if self.job.parts.plan.trust == "local":
-            self.store.note_participation(round)
-        return wire.write_answer(wire.Answer(round, nonce, update.numpy(), examples))
+            self.store.note_participation(ask.broadcast.round)
+        return wire.write_answer(wire.Answer(ask.broadcast.round, ask.nonce, update.numpy(), examples))
 
     def check_question(self, client: Any, pin: Any, round: int) -> None:
         """Refuse a question to another client, about another recipe, task or roster, or beyond the last round."""
@@ -101,15 +98,16 @@ class Client:
         if round >= self.job.parts.plan.rounds:
             raise Refused(f"the server asks for round {round} of {self.job.parts.plan.rounds}")
 
-    def check(self, broadcast: Broadcast) -> None:
+    def check(self, ask: wire.Request) -> None:
         """Check what a client must not take the server's word for."""
         plan, clip = self.job.parts.plan, self.job.parts.clip
-        if not clip.moves and broadcast.clip != self.job.threshold:
+        self.check_question(ask.client, ask.pin, ask.broadcast.round)
+        if not clip.moves and ask.broadcast.clip != self.job.threshold:
             raise Refused("the server asks for another clip than the recipe's")
         if plan.trust != "local":
             return
-        if broadcast.round in self.store.answered():  # a second noised answer would be one more than is charged
-            raise Answered(f"this client's answer to round {broadcast.round} has left already")
+        if ask.broadcast.round in self.store.answered():  # a second noised answer would be one more than is charged
+            raise Answered(f"this client's answer to round {ask.broadcast.round} has left already")
         allowed = plan.rounds if plan.max_participations is None else plan.max_participations
         if len(self.store.answered()) >= allowed:
             raise Answered(f"this client has taken part {allowed} times, which is all its guarantee allows")

@@ -43,7 +43,7 @@ class Lying:
         monkeypatch.setattr(secure_client, "_encoded", noted)
         dealt: dict[int, Any] = {}
         facts = through_shares(self.clients, dealt=dealt)
-        self.keys = {i: secure_client.Session(**c.store.session()).keys[i] for i, c in enumerate(self.clients)}
+        self.keys = {i: secure_client._keys(c.store.session())[i] for i, c in enumerate(self.clients)}
         mechanism = self.clients[0].job.parts.mechanism.mechanism  # type: ignore[attr-defined]
         context = secure_client.context_of(self.clients[0].task.pin, 0, SESSION)
         self.collector = Collector(context, mechanism.padded, mechanism.bits, 3, keys=self.keys, shared=set(range(5)))

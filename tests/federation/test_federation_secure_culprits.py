@@ -169,9 +169,9 @@ def other_complaints(federation: Federation, dealers: list[int]) -> Callable[[by
 
 def complaint_of(client: Client, dealer: int, **changes: Any) -> bytes:
     """A client's complaint, whether it has a reason or not."""
-    state = secure_client.Session(**client.store.session())
-    own = replace(state.secrets, **changes)
-    return dealing.signed(own, dealing.COMPLAINT, dealing.keys_seen(own.context, state.keys), dealer)
+    state = client.store.session()
+    own = replace(secure_client._secrets(client, state), **changes)
+    return dealing.signed(own, dealing.COMPLAINT, dealing.keys_seen(own.context, secure_client._keys(state)), dealer)
 
 
 def deal_falsely(kind: str, victims: list[int]) -> Callable[..., Any]:
@@ -487,7 +487,7 @@ def test_a_dealer_shows_a_key_only_for_a_complaint_that_its_receiver_signed(fede
     for client in federation.clients:
         client.answer(question(client, dealing.CHECK, facts=for_check(given, client.number)))
     one, two, three = (federation.clients[i] for i in (0, 2, 3))
-    state = secure_client.Session(**one.store.session())
+    context = secure_client._secrets(one, one.store.session()).context
     forged = {
         "of nobody": {9: bytes(64)}, "its own": {0: complaint_of(one, 0)}, "unsigned": {2: bytes(64)},
         "about another": {2: complaint_of(two, 1)}, "another's": {2: complaint_of(three, 0)},
@@ -498,10 +498,10 @@ def test_a_dealer_shows_a_key_only_for_a_complaint_that_its_receiver_signed(fede
     true = wire.write_map({2: complaint_of(two, 0)})
     shown = wire.read_map(one.answer(question(one, dealing.ANSWER, facts={"complaints": true}))["facts"]["keys"])
     assert set(shown) == {2}
-    keys, boxes = state.keys, wire.read_map(given[0]["boxes"])
+    keys, boxes = secure_client._keys(one.store.session()), wire.read_map(given[0]["boxes"])
     points = dealing.points_of(keys[0], given[0]["commitments"], 3)
     for receiver in (1, 2, 3, 4):  # the key opens its own box only
-        cleared = dealing.clears(shown[2], keys[receiver], state.secrets.context, 0, receiver, boxes[receiver], points)
+        cleared = dealing.clears(shown[2], keys[receiver], context, 0, receiver, boxes[receiver], points)
         assert cleared == (receiver == 2)
     with pytest.raises(RunError, match="step answer after step answer"):
         one.answer(question(one, dealing.ANSWER, facts={"complaints": true}))
@@ -544,8 +544,8 @@ def test_nobody_complains_about_a_deal_for_other_keys(federation: Federation, mo
     zero.store.keep_session({**held, "stage": dealing.CHECK, "shares": {}})
     complaints = wire.write_map({2: wire.read_map(said)[0]})
     shown = zero.answer(question(zero, dealing.ANSWER, facts={"complaints": complaints}))["facts"]["keys"]
-    once, seal = wire.read_map(shown)[2], secure_client.Session(**held).keys[2].seal
-    context = secure_client.Session(**two.store.session()).secrets.context
+    once, seal = wire.read_map(shown)[2], secure_client._keys(held)[2].seal
+    context = secure_client._secrets(two, two.store.session()).context
     cipher = dealing._cipher(once, seal, context, 0, 2)
     assert len(cipher.decrypt(bytes(12), box[32:112], box[:32])) == 64  # a true share, in the server's hands
 

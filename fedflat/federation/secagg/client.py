@@ -9,18 +9,16 @@ A step that it cannot answer, or the server's word that the session is over, del
 from __future__ import annotations
 
 import hashlib
-from dataclasses import field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-from pydantic import ConfigDict
-from pydantic.dataclasses import dataclass
-from pydantic_core import to_jsonable_python
 
-from fedflat.core.checks import insist, reading, require, turning, wrong
+from fedflat.core.checks import insist, reading, require, wrong
 from fedflat.core.discrete import SecureBits
 from fedflat.core.rng import fresh_key, stream
 from fedflat.federation import wire
@@ -33,6 +31,7 @@ from fedflat.privacy.plan import Plan
 # federation.client.Client, whose module imports this one: naming the class here would close a circle of files.
 Client = Any
 
+_SECRETS = ("seal", "mask", "seed", "sign")
 _BEFORE = {
     dealing.SHARES: (dealing.KEYS,), dealing.CHECK: (dealing.SHARES,), dealing.ANSWER: (dealing.CHECK,),
     dealing.VECTOR: (dealing.CHECK, dealing.ANSWER), dealing.CONSENT: (dealing.VECTOR,),
@@ -41,31 +40,13 @@ _BEFORE = {
 """What a client must have answered last, before each step but the first."""
 
 
-_Reply = tuple[dict[str, bytes], np.ndarray | None]
-"""What a step answers: facts, and the one vector."""
+@dataclass(frozen=True)
+class _Reply:
+    """What a step answers, and what the session keeps for the next one; None: it is over, and forgotten."""
 
-
-@dataclass(config=ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", hide_input_in_errors=True))
-class Session:
-    """What a client keeps on its disk from one step to the next.
-
-    stage: the step it answered last. keys: everybody's, as it was told. shares: client -> what this one holds of its
-    secrets. survivors: those whose sum it signed.
-    """
-
-    session: bytes
-    round: int
-    secrets: Secrets
-    stage: str = ""
-    threshold: int = 1 << 32  # until all keys are known: no number of clients is enough
-    keys: dict[int, PublicKeys] = field(default_factory=dict)
-    shares: dict[int, Shares] = field(default_factory=dict)
-    survivors: set[int] = field(default_factory=set)
-
-    @property
-    def seen(self) -> bytes:
-        """The hash of what this client was told."""
-        return dealing.transcript(self.secrets.context, self.keys, self.shares, self.survivors)
+    facts: Mapping[str, bytes]
+    saved: Mapping[str, Any] | None
+    vector: np.ndarray | None = None
 
 
 def threshold_of(plan: Plan, clients: int) -> int:
@@ -93,12 +74,14 @@ def signing_key(path: Path) -> EllipticCurvePrivateKey:
     return key
 
 
-def answer_stage(client: Client, content: Any, round: int, nonce: bytes) -> Any:
+def answer_stage(client: Client, content: Any) -> Any:
     """Return the reply's content to one step; raises Malformed or Refused."""
     facts = content[wire.FACTS]
     try:
-        stage, session = str(facts["stage"]), wire.sixteen(facts, "session")
+        stage, round, nonce = str(facts["stage"]), wire.number(facts, "round"), wire.sixteen(facts, "nonce")
+        session = wire.sixteen(facts, "session")
         insist(stage in _STEPS or stage == dealing.END, wire.Malformed("form"))
+        client.check_question(facts.get("client"), facts.get("pin"), round)
         if client.job.parts.plan.trust != "distributed":
             raise wire.Refused("the recipe's trust model is not distributed")
         if stage == dealing.END:
@@ -107,78 +90,105 @@ def answer_stage(client: Client, content: Any, round: int, nonce: bytes) -> Any:
             return wire.write_answer(wire.Answer(round, nonce))
         state = _opened(client, stage, round, session)
         try:
-            reply, vector = _STEPS[stage](client, content, state)
+            reply: _Reply = _STEPS[stage](client, content, state)
         except BaseException:  # the session is over for this client, and so are its secrets
             client.store.end_session()
             raise
     except Aborted as fault:
         raise wire.Refused(f"secure aggregation: {fault}") from fault
     # On disk before the answer leaves: each step is answered once.
-    if stage == dealing.REVEAL:
+    if reply.saved is None:
         client.store.end_session()
     else:
-        state.stage = stage
-        client.store.keep_session(to_jsonable_python(state))
-    return wire.write_answer(wire.Answer(round, nonce, vector, facts=reply))
+        client.store.keep_session({**state, "stage": stage, **reply.saved})
+    return wire.write_answer(wire.Answer(round, nonce, reply.vector, facts=reply.facts))
 
 
-def _opened(client: Client, stage: str, round: int, session: bytes) -> Session:
+def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str, Any]:
     """Return the session so far, if this step is its next; step 0 opens a new one and forgets any other."""
     left = wire.Refused(f"this client's vector of round {round} has left already")
     if stage == dealing.KEYS:
         insist(round not in client.store.answered(), left)
         client.store.end_session()
-        return Session(session, round, Secrets.fresh(client.number, context_of(client.task.pin, round, session)))
-    state, closed = client.store.session(), wire.Refused("a step of a session that is not open")
-    insist(state.get("session") == session.hex() and state.get("round") == round, closed)
+        return {"session": session.hex(), "round": round}
+    state: dict[str, Any] = client.store.session()
+    if state.get("session") != session.hex() or state.get("round") != round:
+        raise wire.Refused("a step of a session that is not open")
     insist(state.get("stage") in _BEFORE[stage], wire.Refused(f"step {stage} after step {state.get('stage')}"))
     # Killed after it noted that the vector leaves.
     insist(stage != dealing.VECTOR or round not in client.store.answered(), left)
-    with turning((TypeError, ValueError), closed):  # a damaged file
-        return Session(**state)
+    return state
 
 
-def _give_keys(client: Client, content: Any, state: Session) -> _Reply:
+def _context(client: Client, state: Mapping[str, Any]) -> bytes:
+    return context_of(client.task.pin, state["round"], bytes.fromhex(state["session"]))
+
+
+def _secrets(client: Client, state: Mapping[str, Any]) -> Secrets:
+    return Secrets(client.number, _context(client, state), *(bytes.fromhex(state[name]) for name in _SECRETS))
+
+
+def _keys(state: Mapping[str, Any]) -> dict[int, PublicKeys]:
+    return dealing.read_keys(bytes.fromhex(state["keys"]))
+
+
+def _shared(state: Mapping[str, Any]) -> set[int]:
+    return {int(i) for i in state["shares"]}
+
+
+def _shares(state: Mapping[str, Any]) -> dict[int, Shares]:
+    return {int(i): Shares(*map(int, pair)) for i, pair in state["shares"].items()}
+
+
+def _written(shares: Mapping[int, Shares]) -> dict[str, list[str]]:
+    """Return shares as values for JSON, whose numbers are not read as large as these everywhere."""
+    return {str(i): [str(share.seed), str(share.mask)] for i, share in shares.items()}
+
+
+def _give_keys(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     require(client.key is not None, "node config", "no key", 'key="…/auth.key" under trust: distributed')
-    keys = {client.number: state.secrets.public(signing_key(client.key))}
-    return {"keys": dealing.write_keys(keys)}, None
+    secrets = Secrets.fresh(client.number, _context(client, state))
+    keys = dealing.write_keys({client.number: secrets.public(signing_key(client.key))})
+    return _Reply({"keys": keys}, {name: getattr(secrets, name).hex() for name in _SECRETS})
 
 
-def _give_shares(client: Client, content: Any, state: Session) -> _Reply:
-    keys = dealing.read_keys(content[wire.FACTS].get("keys"))
-    secagg.verify(keys, client.task.roster.loaded, state.secrets.context)
-    if client.number not in keys or keys[client.number].halves != state.secrets.halves:
+def _give_shares(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
+    secrets, keys = _secrets(client, state), dealing.read_keys(content[wire.FACTS].get("keys"))
+    secagg.verify(keys, client.task.roster.loaded, secrets.context)
+    if client.number not in keys or keys[client.number].halves != secrets.halves:
         raise Aborted("other keys of this client than it gave")
-    state.keys, state.threshold = keys, threshold_of(client.job.parts.plan, len(keys))
-    dealt, state.shares[client.number] = dealing.deal(state.secrets, keys, state.threshold)
-    return {"commitments": dealt.commitments, "boxes": wire.write_map(dealt.boxes)}, None
+    threshold = threshold_of(client.job.parts.plan, len(keys))
+    dealt, shares = dealing.deal(secrets, keys, threshold)
+    more = {"keys": dealing.write_keys(keys).hex(), "threshold": threshold, "shares": _written({client.number: shares})}
+    return _Reply({"commitments": dealt.commitments, "boxes": wire.write_map(dealt.boxes)}, more)
 
 
-def _complain(client: Client, content: Any, state: Session) -> _Reply:
+def _complain(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     """Return signed complaints about those who dealt this client no true shares.
 
     A box that its dealer did not sign is the server's doing: no complaint, no further step.
     """
-    secrets, keys = state.secrets, state.keys
+    secrets, keys = _secrets(client, state), _keys(state)
     boxes = wire.read_map(content[wire.FACTS].get("boxes"), dealing.SIGNED_BOX_BYTES)
     commitments = wire.read_map(content[wire.FACTS].get("commitments"))
     insist(set(commitments) == set(boxes) <= set(keys) - {client.number}, Aborted("boxes that cannot be"))
-    insist(len(boxes) + 1 >= state.threshold, Aborted("too few clients"))
-    seen, complaints = dealing.keys_seen(secrets.context, keys), {}
+    insist(len(boxes) + 1 >= state["threshold"], Aborted("too few clients"))
+    seen = dealing.keys_seen(secrets.context, keys)
+    shares, complaints = _shares(state), {}
     for sender, box in boxes.items():
         if not dealing.is_dealt(keys[sender], seen, sender, client.number, commitments[sender], box):
             raise Aborted("a box that its sender did not sign")
         try:
-            points = dealing.points_of(keys[sender], commitments[sender], state.threshold)
-            state.shares[sender] = dealing.open_box(secrets, sender, box, points)
+            points = dealing.points_of(keys[sender], commitments[sender], state["threshold"])
+            shares[sender] = dealing.open_box(secrets, sender, box, points)
         except Aborted:
             complaints[sender] = dealing.signed(secrets, dealing.COMPLAINT, seen, sender)
-    return {"complaints": wire.write_map(complaints)}, None
+    return _Reply({"complaints": wire.write_map(complaints)}, {"shares": _written(shares)})
 
 
-def _answer_complaints(client: Client, content: Any, state: Session) -> _Reply:
+def _answer_complaints(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     """Return the keys of those boxes that their receivers complain about, with their signatures; of no other."""
-    secrets, keys = state.secrets, state.keys
+    secrets, keys = _secrets(client, state), _keys(state)
     complaints = wire.read_map(content[wire.FACTS].get("complaints"), dealing.SIGNATURE_BYTES)
     seen = dealing.keys_seen(secrets.context, keys)
     for receiver, signature in complaints.items():
@@ -186,22 +196,22 @@ def _answer_complaints(client: Client, content: Any, state: Session) -> _Reply:
         if not dealing.is_signed(receiver, keys[receiver], signature, dealing.COMPLAINT, seen, client.number):
             raise Aborted("a complaint without its client's signature")
     keys_of_boxes = {receiver: dealing.key_of_box(secrets, receiver) for receiver in complaints}
-    return {"keys": wire.write_map(keys_of_boxes)}, None
+    return _Reply({"keys": wire.write_map(keys_of_boxes)}, {})
 
 
-def _give_vector(client: Client, content: Any, state: Session) -> _Reply:
+def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     """Give the masked vector, for those that the server still counts: all their secrets can be put together."""
     # A server that names fewer clients than dealt shares would learn the sum of the few: each client counts for itself.
     shared = set(wire.read_map(content[wire.FACTS].get("shared"), 0))
-    if not shared <= set(state.shares) or client.number not in shared or len(shared) < state.threshold:
+    if not shared <= _shared(state) or client.number not in shared or len(shared) < state["threshold"]:
         raise Aborted("too few clients, or others than dealt true shares")
-    broadcast = wire.read_broadcast(content, client.job.parts.layout.dimension, client.job.parts.broadcast)
-    client.check(broadcast)
-    vector = _encoded(client, broadcast)
+    ask = wire.read_request(content, client.job.parts.layout.dimension, client.job.parts.broadcast)
+    client.check(ask)
+    vector = _encoded(client, ask.broadcast)
     # Noted before the vector leaves: a kill in between costs this round's answer, and never a second vector.
-    client.store.note_participation(state.round)
-    state.shares = {other: state.shares[other] for other in shared}
-    return {}, secagg.masked(state.secrets, state.keys, shared, vector, _mechanism(client).bits)
+    client.store.note_participation(state["round"])
+    masked = secagg.masked(_secrets(client, state), _keys(state), shared, vector, _mechanism(client).bits)
+    return _Reply({}, {"shares": {str(i): state["shares"][str(i)] for i in shared}}, masked)
 
 
 def _mechanism(client: Client) -> DistributedDiscreteGaussian:
@@ -218,18 +228,25 @@ def _encoded(client: Client, broadcast: Any) -> np.ndarray:
     return mechanism.encode(update.to(torch.float64), signs, *bits)
 
 
-def _consent(client: Client, content: Any, state: Session) -> _Reply:
-    state.survivors = set(wire.read_map(content[wire.FACTS].get("survivors"), 0))
-    secagg.check_survivors(client.number, state.survivors, set(state.shares), state.threshold)
-    return {"signature": dealing.signed(state.secrets, dealing.CONSENT, state.seen)}, None
+def _consent(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
+    survivors = set(wire.read_map(content[wire.FACTS].get("survivors"), 0))
+    secagg.check_survivors(client.number, survivors, _shared(state), state["threshold"])
+    signature = dealing.signed(_secrets(client, state), dealing.CONSENT, _seen(client, state, survivors))
+    return _Reply({"signature": signature}, {"survivors": sorted(survivors)})
 
 
-def _reveal(client: Client, content: Any, state: Session) -> _Reply:
+def _seen(client: Client, state: Mapping[str, Any], survivors: set[int]) -> bytes:
+    """Return the hash of what this client was told in the session."""
+    return dealing.transcript(_context(client, state), _keys(state), _shared(state), survivors)
+
+
+def _reveal(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     """Give shares for the survivors that this client signed, and for no others; once."""
+    survivors = set(state["survivors"])
     signatures = wire.read_map(content[wire.FACTS].get("signatures"), dealing.SIGNATURE_BYTES)
-    dealing.require_consent(signatures, state.keys, state.survivors, state.seen, state.threshold)
-    seeds, masks = secagg.reveal(state.shares, state.survivors, set(state.shares))
-    return {"seeds": dealing.write_numbers(seeds), "masks": dealing.write_numbers(masks)}, None
+    dealing.require_consent(signatures, _keys(state), survivors, _seen(client, state, survivors), state["threshold"])
+    seeds, masks = secagg.reveal(_shares(state), survivors, _shared(state))
+    return _Reply({"seeds": dealing.write_numbers(seeds), "masks": dealing.write_numbers(masks)}, None)
 
 
 _STEPS: dict[str, Any] = {
