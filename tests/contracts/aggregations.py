@@ -240,10 +240,7 @@ def rest_is_the_first(aggregation: Aggregation, d: int, tensors: tuple[slice, ..
 
 RULES = (sensitivity_holds, noise_is_the_same, rest_is_the_first)
 TWINS = {
-    per_tensor_clip: (sensitivity_holds,),
-    weighted_mean: (sensitivity_holds,),
-    mask_after_noise: (noise_is_the_same,),
-    realised_denominator: (sensitivity_holds, noise_is_the_same),
-    unclipped_buffer: (rest_is_the_first,),
+    per_tensor_clip: (sensitivity_holds,), weighted_mean: (sensitivity_holds,), mask_after_noise: (noise_is_the_same,),
+    realised_denominator: (sensitivity_holds, noise_is_the_same), unclipped_buffer: (rest_is_the_first,),
     trusting_sum: (sensitivity_holds,),
-}
+}  # fmt: skip

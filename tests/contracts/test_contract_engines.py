@@ -26,12 +26,9 @@ def run(
 ) -> Any:
     """Noise on, minibatches, a cohort that changes: everything but the engine is the same in each run."""
     changes = {
-        "rounds": 3,
-        "local": {"steps": 3, "batch_size": batch},
-        "cohort": {"size": 4.0} if order is None else {},
-        "privacy": {"noise_multiplier": noise},
-        "engine": engine,
-    }
+        "rounds": 3, "local": {"steps": 3, "batch_size": batch}, "cohort": {"size": 4.0} if order is None else {},
+        "privacy": {"noise_multiplier": noise}, "engine": engine,
+    }  # fmt: skip
     federation = clients()
     if order is not None:
         federation = [federation[i] for i in order]

@@ -95,12 +95,10 @@ def test_the_adaptive_clips_count_moves_by_one_half() -> None:
 def _after_a_moving_clip(present: bool, engine: dict[str, Any]) -> float:
     """C after a round without count noise, as the count of messages below C moves it, in units of that count."""
     changes = {
-        "rounds": 2,
-        "local": {"steps": 2, "batch_size": 5, "lr": 30.0},
+        "rounds": 2, "local": {"steps": 2, "batch_size": 5, "lr": 30.0},
         "privacy": {"clip": {"kind": "adaptive", "initial": 0.01, "count_noise": 1e-9}, "noise_multiplier": 0.0},
-        "cohort": {"size": 5},
-        "engine": engine,
-    }
+        "cohort": {"size": 5}, "engine": engine,
+    }  # fmt: skip
     data = clients()
     data[2] = data[2] if present else (data[2][0][:0], data[2][1][:0])
     found = [record["clip"] for record in fedflat.run(recipe("dp-fedavg", changes), module(), data).history]

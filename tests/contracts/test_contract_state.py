@@ -31,10 +31,8 @@ pytestmark = pytest.mark.usefixtures("noise_of_any_engine")
 
 KEEPING = ["dp-scaffold", "fed-normec"]
 ENGINES: list[dict[str, Any]] = [
-    {"backend": "sequential"},
-    {"backend": "vectorized", "block": 2},
-    {"backend": "vectorized", "block": 5},
-]
+    {"backend": "sequential"}, {"backend": "vectorized", "block": 2}, {"backend": "vectorized", "block": 5},
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,9 @@ def table() -> pd.DataFrame:
 
 
 FORM: dict[str, Any] = {
-    "inputs": ["age", "visits", "member", "colour"],
-    "target": "bought",
-    "categories": {"colour": COLOURS},
+    "inputs": ["age", "visits", "member", "colour"], "target": "bought", "categories": {"colour": COLOURS},
     "scale": {"age": (40, 15)},
-}
+}  # fmt: skip
 
 
 def same(a: FederatedData, b: FederatedData) -> None:

@@ -48,11 +48,9 @@ DECLINED = {
     "a norm": lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)),
     "dropout": lambda: nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)),
     "an activation first": lambda: nn.Sequential(nn.ReLU(), nn.Linear(6, 3)),
-    "an activation last": lambda: nn.Sequential(nn.Linear(6, 3), nn.ReLU()),
-    "a frozen parameter": frozen,
-    "a layer used twice": shared,
-    "a forward of its own": Hooked,
-}
+    "an activation last": lambda: nn.Sequential(nn.Linear(6, 3), nn.ReLU()), "a frozen parameter": frozen,
+    "a layer used twice": shared, "a forward of its own": Hooked,
+}  # fmt: skip
 
 
 def block(

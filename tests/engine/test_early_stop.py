@@ -20,12 +20,10 @@ ROUNDS = 6
 
 def recipe(**privacy: object) -> dict[str, object]:
     return {
-        "rounds": ROUNDS,
-        "algorithm": "dp-fedavg",
-        "cohort": {"size": 4},
+        "rounds": ROUNDS, "algorithm": "dp-fedavg", "cohort": {"size": 4},
         "local": {"steps": 1, "batch_size": 4, "lr": 0.1},
         "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "delta": 0.01, **privacy},
-    }
+    }  # fmt: skip
 
 
 def given() -> dict[str, object]:

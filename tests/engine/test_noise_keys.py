@@ -310,11 +310,9 @@ def test_the_quick_start_draws_the_noise_behind_the_readmes_figures() -> None:
 BACKENDS: Any = torch.backends
 SETTINGS: dict[str, tuple[Any, Any, Any]] = {
     "matmul": (torch.set_float32_matmul_precision, "medium", "highest"),
-    "oneDNN": (BACKENDS.mkldnn.set_flags, False, True),
-    "attention": (BACKENDS.cuda.enable_flash_sdp, False, True),
-    "denormals": (torch.set_flush_denormal, True, False),
-    "nnpack": (BACKENDS.nnpack.set_flags, False, True),
-}
+    "oneDNN": (BACKENDS.mkldnn.set_flags, False, True), "attention": (BACKENDS.cuda.enable_flash_sdp, False, True),
+    "denormals": (torch.set_flush_denormal, True, False), "nnpack": (BACKENDS.nnpack.set_flags, False, True),
+}  # fmt: skip
 for part in filter(partial(hasattr, BACKENDS.mkldnn), ("conv", "matmul", "rnn")):  # since PyTorch 2.9
     SETTINGS[part] = partial(setattr, getattr(BACKENDS.mkldnn, part), "fp32_precision"), "bf16", "none"
 

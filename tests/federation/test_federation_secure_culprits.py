@@ -550,6 +550,25 @@ def test_nobody_complains_about_a_deal_for_other_keys(federation: Federation, mo
     assert len(cipher.decrypt(bytes(12), box[32:112], box[:32])) == 64  # a true share, in the server's hands
 
 
+@pytest.mark.parametrize("at", [dealing.SHARES, dealing.VECTOR])
+def test_an_update_by_another_recipe_is_in_no_sum(at: str, federation: Federation, tmp_path: Path) -> None:
+    """A client that moves to a recipe of less noise within a round: a session is bound to the recipe that began it."""
+    small_noise = small(algorithm="ddgauss", rounds=9, data={"clients": N}, cohort={"size": N, "min": 2})
+    other = replace(deployed(tmp_path / "other", small_noise)[0], roster=federation.task.roster)
+    moved = replace(federation.clients[1], task=other, pin="")
+
+    def handle(message: Any) -> Any:
+        if message.content["facts"].get("stage") not in STEPS[STEPS.index(at) :]:
+            return honest(federation.clients[1])(message)
+        message.content["facts"]["pin"] = other.pin
+        return honest(moved)(message)
+
+    federation.grid.handlers[1] = handle
+    total = federation.round()
+    assert is_sum_of(total, [0, 2, 3, 4]) if at == dealing.SHARES else 1 in federation.named()
+    assert other.pin != federation.task.pin and not is_sum_of(total, [*range(N)])
+
+
 def test_a_client_takes_no_other_keys_for_its_own(federation: Federation) -> None:
     """It signed two sets for one session, which the server opened twice: only the later one is its own."""
     one, keys = federation.clients[0], {}
