@@ -361,10 +361,14 @@ def test_a_stopped_run_that_goes_on_has_no_statement_until_it_ends(tmp_path: Pat
     """Its first one would say less than the ledger charges, of a run that is killed then."""
     out, stopped = tmp_path / "run", tmp_path / "stopped"
     simulation.run(RECIPE, out=out, should_stop=iter((False, True)).__next__)
+    write_report([out], out)
     shutil.copytree(out, stopped)
+    with pytest.raises(InputError):  # before anything is charged, nothing goes
+        simulation.run({**RECIPE, "rounds": 4}, out=out, resume=True)
+    assert (out / "privacy.json").exists() and (out / "report.html").exists()
     with pytest.raises(ZeroDivisionError):
         simulation.run(RECIPE, out=out, resume=True, on_round=lambda *_: 1 / 0)
-    assert not (out / "privacy.json").exists() and not wrong(out)
+    assert not (out / "privacy.json").exists() and not (out / "report.html").exists() and not wrong(out)
     shutil.copy(stopped / "privacy.json", out)  # as a power cut may leave it
     uses = (
         load, lambda run: attest(run, tmp_path / "a"), lambda run: export(run, tmp_path / "b"),

@@ -120,7 +120,8 @@ def report(runs: list[Path], *, out: Path | None = None, plates: cli.Plates = No
     if out and page.is_file() and b"fedflat report</title>" not in page.read_bytes():
         raise wrong("--out", f"{page}, which is no report of fedflat", "a new file, or an older report")
     for folder in [folder for run in runs for folder in run_folders(run)]:
-        if (folder / "privacy.json").is_file():
+        # Of one copied without private/ alone nothing could be compared.
+        if (folder / "privacy.json").is_file() and (len(runs) > 1 or (folder / "private").is_dir()):
             refuse_damage(folder)
     check_unsealed(page.parent)
     print(write_report(runs, page))

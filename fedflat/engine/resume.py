@@ -28,6 +28,8 @@ from fedflat.records.signing import SIGNATURE, TIPS, keep_tips, tips_of
 
 Record = dict[str, Any]
 GONE = "the noise key is gone"
+OF_A_STOP = (STATEMENT, SIGNATURE, "report.html", "private/report.html", "card.html", "card.md")
+"""What a run that stopped, and is gone on with, said of its ε: too little from the next round on."""
 _PLANNED = (
     "mechanism", "sampling", "relation", "trust", "clients", "cohort", "q", "noise_multiplier", "delta", "separation",
     "factor",
@@ -72,11 +74,17 @@ def resume_run(job: Job, ledger: Ledger) -> Start:
     keep_tips(job.folder.path, state.round)
     for note in damage:
         job.say(note)
-    if state.round < job.last_round:  # more is released from here on than the statement of a stopped run counts
-        for name in (STATEMENT, SIGNATURE):
-            (job.folder.path / name).unlink(missing_ok=True)
+    ledger.copy_to(lambda line: _follow(ledger.path.parent, line))
     _choose_key(job, ledger, state.round, facts.get("sha256", ""))
     return Start(state, heads, history, private)
+
+
+def _follow(path: Path, line: bytes, mark: keys.Mark | None = None) -> None:
+    """Copy a new ledger line to the run's mark; take away what counts fewer rounds than the ledger does now."""
+    if mark is not None:
+        mark.append(line)
+    for name in OF_A_STOP:
+        (path / name).unlink(missing_ok=True)
 
 
 def _check_noted(job: Job, round: int, facts: Record, entries: Sequence[Entry]) -> None:
@@ -162,7 +170,7 @@ def _choose_key(job: Job, ledger: Ledger, start: int, begun: str) -> None:
         mark.replace(ledger.path.read_bytes() if ledger.entries else b"")
         mark.begin(start, begun)
         # From here each line reaches the mark before the round is released.
-        ledger.copy_to(mark.append)
+        ledger.copy_to(lambda line: _follow(ledger.path.parent, line, mark))
 
 
 def software_of(job: Job) -> Record:
