@@ -29,7 +29,6 @@ from fedflat.records.signing import SIGNATURE, TIPS, keep_tips, tips_of
 Record = dict[str, Any]
 GONE = "the noise key is gone"
 OF_A_STOP = (STATEMENT, SIGNATURE, "report.html", "private/report.html", "card.html", "card.md")
-"""What a run that stopped, and is gone on with, said of its ε: too little from the next round on."""
 _PLANNED = (
     "mechanism", "sampling", "relation", "trust", "clients", "cohort", "q", "noise_multiplier", "delta", "separation",
     "factor",
@@ -80,7 +79,7 @@ def resume_run(job: Job, ledger: Ledger) -> Start:
 
 
 def _follow(path: Path, line: bytes, mark: keys.Mark | None = None) -> None:
-    """Copy a new ledger line to the run's mark; take away what counts fewer rounds than the ledger does now."""
+    """Copy a new ledger line to the run's mark; take away what an earlier stop said of ε."""
     if mark is not None:
         mark.append(line)
     for name in OF_A_STOP:
