@@ -107,7 +107,7 @@ def report(runs: list[Path], *, out: Path | None = None, plates: cli.Plates = No
         runs: Run folders.
         out: The page to write. Default: report.html in the run's folder; of several runs, in the working folder.
     """
-    from fedflat.records.folder import LOCKED, RECIPE, check_unsealed, locked
+    from fedflat.records.folder import LOCKED, RECIPE, SEALED, check_unsealed, locked
     from fedflat.report.html import figures_of, write_report
     from fedflat.report.metrics import run_folders
     from fedflat.simulation.inspection import refuse_damage
@@ -120,8 +120,9 @@ def report(runs: list[Path], *, out: Path | None = None, plates: cli.Plates = No
     if out and page.is_file() and b"fedflat report</title>" not in page.read_bytes():
         raise wrong("--out", f"{page}, which is no report of fedflat", "a new file, or an older report")
     for folder in [folder for run in runs for folder in run_folders(run)]:
-        # Of one copied without private/ alone nothing could be compared.
-        if (folder / "privacy.json").is_file() and (len(runs) > 1 or (folder / "private").is_dir()):
+        # Of one copied without private/ nothing could be compared; the ε of several are added.
+        sealed = (folder / "private").is_dir() or (folder / SEALED).is_file()
+        if (folder / "privacy.json").is_file() and (sealed or len(runs) > 1):
             refuse_damage(folder)
     check_unsealed(page.parent)
     print(write_report(runs, page))

@@ -22,13 +22,13 @@ from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import Entry, Ledger, run_of
 from fedflat.privacy.statement import is_whole
 from fedflat.records import checkpoint, keys
-from fedflat.records.folder import METRICS, OPENING, STATEMENT, set_aside
+from fedflat.records.folder import CARDS, METRICS, OPENING, REPORT, STATEMENT, set_aside
 from fedflat.records.opening import Opening, software
 from fedflat.records.signing import SIGNATURE, TIPS, keep_tips, tips_of
 
 Record = dict[str, Any]
 GONE = "the noise key is gone"
-OF_A_STOP = (STATEMENT, SIGNATURE, "report.html", "private/report.html", "card.html", "card.md")
+OF_A_STOP = (SIGNATURE, REPORT, f"private/{REPORT}", *CARDS, STATEMENT)
 _PLANNED = (
     "mechanism", "sampling", "relation", "trust", "clients", "cohort", "q", "noise_multiplier", "delta", "separation",
     "factor",
@@ -79,10 +79,10 @@ def resume_run(job: Job, ledger: Ledger) -> Start:
 
 
 def _follow(path: Path, line: bytes, mark: keys.Mark | None = None) -> None:
-    """Copy a new ledger line to the run's mark; take away what an earlier stop said of ε."""
+    """Copy a new ledger line to the run's mark; take away what an earlier stop said of ε, not pages made since."""
     if mark is not None:
         mark.append(line)
-    for name in OF_A_STOP:
+    for name in OF_A_STOP if (path / STATEMENT).exists() else ():
         (path / name).unlink(missing_ok=True)
 
 

@@ -21,6 +21,7 @@ from fedflat.core.durable import flush, plain
 
 METRICS, PRIVATE, LEDGER = "metrics.jsonl", "private/private.jsonl", "ledger.jsonl"
 RECIPE, STATEMENT = "recipe.yaml", "privacy.json"
+REPORT, CARDS = "report.html", ("card.html", "card.md")
 SEALED = "SHA256SUMS"
 """The file of checksums of an exported folder."""
 OPENING, LOCK = "private/run.json", "ledger.lock"

@@ -98,7 +98,7 @@ def _with_ledgers(runs: Sequence[Run]) -> list[Published]:
     labels = {path: f"{name}{mark}" for (path, name), mark in zip(paths.items(), marks)}
     every = [published(run, labels[str(run.path)]) for run in runs]
     for run, its in zip(runs, every):
-        if uncounted(run, its.entries):
+        if uncounted(run.privacy, its.entries):
             found = f"{run.path}, whose ledger has rounds that privacy.json does not count"
             raise wrong("card", found, "a run at its end", hint="fedflat run --resume goes on with it.")
     return every

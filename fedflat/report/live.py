@@ -234,16 +234,21 @@ def _record(run: Run) -> dict[str, Any]:
         "run": str(run.path), "method": run.algorithm, "data": section(run.recipe, "data").get("dataset"),
         "accuracy": metrics.final_accuracy(run), "epsilon": metrics.proven_epsilon(run) if intact else None,
         "randomness": "seeded" if metrics.seeded(run) else "secret", "planned": run.recipe.get("rounds"),
-        "rounds": run.privacy.get("rounds", len(run.metrics)), "state": state_of(run) if intact else "damaged",
+        "rounds": _finished(run), "state": state_of(run) if intact else "damaged",
         "age": max(0.0, time.time() - max(file.stat().st_mtime for file in files)),
     }  # fmt: skip
+
+
+def _finished(run: Run) -> int:
+    """Return how many rounds were finished: by the statement where a line of the metrics was lost."""
+    return max(int(metrics.number(run.privacy.get("rounds")) or 0), len(run.metrics))
 
 
 def state_of(run: Run) -> str:
     """Return ``done``, ``stopped`` (with a statement, before its last round), ``running`` or ``killed``."""
     # The statement is written at the end of a run, so without one the lock decides.
     if run.privacy:
-        return "done" if run.privacy.get("rounds", len(run.metrics)) == run.recipe.get("rounds") else "stopped"
+        return "done" if _finished(run) == run.recipe.get("rounds") else "stopped"
     return "running" if _locked(run.path / "ledger.lock") else "killed"
 
 

@@ -484,13 +484,13 @@ def published(run: Run, name: str) -> Published:
         entries = []
     # Without its ledger nobody sees what a run charged, nor whether its noise was used twice.
     unread = not entries and number(run.privacy.get("rounds_charged"))
-    epsilon = None if unread or uncounted(run, entries) else proven_epsilon(run)
+    epsilon = None if unread or uncounted(run.privacy, entries) else proven_epsilon(run)
     return Published(name, epsilon, number(run.privacy.get("delta")) or 0.0, entries, run.path)
 
 
-def uncounted(run: Run, entries: Sequence[Mapping[str, Any]]) -> int:
+def uncounted(statement: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> int:
     """Rounds that the ledger charges and the statement does not: of a run resumed after its end, and then killed."""
-    stated = number(run.privacy.get("rounds_charged"))
+    stated = number(statement.get("rounds_charged"))
     return 0 if stated is None else max(0, rounds_charged(0, entries) - int(stated))
 
 

@@ -365,14 +365,14 @@ def _write_tables(folder: Path, groups: list[Group], table: tables.Comparison) -
     With what is private to the simulation (times, personal accuracies, gaps) they lie in ``private``.
     """
     released = [replace(group, runs=tuple(map(public, group.runs))) for group in groups]
-    if released != groups:
+    if any(run.private for group in groups for run in group.runs):
         (folder / "private").mkdir(mode=0o700, exist_ok=True)
         for name, text in (tables.files(table) | {"runs.csv": tables.runs_csv(groups)}).items():
             durable.replace(folder / "private" / name, text, mode=0o600)
     table = tables.comparison_table(released)
     for name, text in (tables.files(table) | {"runs.csv": tables.runs_csv(released)}).items():
         durable.replace(folder / name, text, mode=0o644)
-    figures = {figure.key: figure for figure in figures_of_groups(groups)}
+    figures = {figure.key: figure for figure in figures_of_groups(released)}
     for key in [key for key in ("by-epsilon", "accuracy", "loss") if key in figures][:1]:
         write_figure(figures[key], folder, ("pdf",))
 

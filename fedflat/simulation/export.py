@@ -28,11 +28,11 @@ from fedflat.core.types import RoundState
 from fedflat.models.representation import FILE
 from fedflat.privacy.statement import refuse_seeded
 from fedflat.records import checkpoint
-from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, SEALED, STATEMENT, TIMES, locked
+from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, REPORT, SEALED, STATEMENT, TIMES, locked
 from fedflat.records.signing import SIGNATURE, TIPS, own_key
 from fedflat.report.metrics import Run, proven_epsilon, read_run
 from fedflat.simulation.inspection import refuse_damage
-from fedflat.simulation.recomputed import MODEL, PREPARATION, REPORT, SAYS, exported_recipe
+from fedflat.simulation.recomputed import MODEL, PREPARATION, SAYS, exported_recipe
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,16 @@ from fedflat.core.checks import InputError, counted, require, wrong
 from fedflat.core.durable import digest_of, read_tensors
 from fedflat.models.representation import FILE, KEPT
 from fedflat.privacy.ledger import read
-from fedflat.privacy.statement import checksum, rounds_charged
+from fedflat.privacy.statement import checksum
 from fedflat.privacy.verify import Verification
 from fedflat.records import checkpoint, keys, signing
 from fedflat.records import folder as files
-from fedflat.records.folder import LEDGER, METRICS, OPENING, PRIVATE, RECIPE, SEALED, STATEMENT, RunFolder, seals_of
+from fedflat.records.folder import CARDS, LEDGER, METRICS, OPENING, PRIVATE, RECIPE, REPORT, SEALED, STATEMENT
 from fedflat.records.opening import Opening
 from fedflat.records.signing import MADE_FOR, SIGNATURE, TIPS
+from fedflat.report.metrics import uncounted
 from fedflat.simulation import recomputed
-from fedflat.simulation.recomputed import CARDS, MODEL, PREPARATION, REPORT, UNREADABLE, Check, Records, Verdict
+from fedflat.simulation.recomputed import MODEL, PREPARATION, UNREADABLE, Check, Records, Verdict
 from fedflat.simulation.settings import CHARGE, WINNER, faults
 
 
@@ -94,10 +95,9 @@ def refuse_damage(folder: Path) -> None:
                 place, hint = str(folder / check.record), f"See fedflat verify {folder}."
                 fault = check.about.removeprefix(f"{place}: found ").partition("; allowed:")[0]
                 raise wrong(place, fault, "the record as it was written", hint=hint)
-    stated = (run.statement or {}).get("rounds_charged")
-    if isinstance(stated, int) and stated < rounds_charged(0, run.entries):
-        found, hint = f"a statement of fewer rounds than {LEDGER} charges", f"fedflat run --resume {folder} goes on."
-        raise wrong(str(folder / STATEMENT), found, "a run at its end", hint=hint)
+    found, hint = f"a statement of fewer rounds than {LEDGER} charges", f"fedflat run --resume {folder} goes on."
+    complete = not uncounted(run.statement or {}, run.entries)
+    require(complete, str(folder / STATEMENT), found, "a run at its end", hint=hint)
 
 
 def check_opening(run: Records) -> Iterator[Check]:
@@ -242,20 +242,20 @@ def check_rounds(run: Records) -> Iterator[Check]:
     """Check that every line of metrics.jsonl and private.jsonl is as it was sealed, and no round is missing."""
     for name in (METRICS,) if run.locked else (METRICS, PRIVATE):
         if not (run.folder / name).exists():
-            if (run.folder / seals_of(name)).exists() or (name == METRICS and run.stated_rounds):
+            if (run.folder / files.seals_of(name)).exists() or (name == METRICS and run.stated_rounds):
                 yield Check(name, "wrong", "missing, although rounds were finished")
         elif run.opening is None:
             yield Check(name, "unchecked", "its seals need private/run.json")
         else:
-            one = _check_seals(run, RunFolder(run.folder, run=run.opening.run), name)
+            one = _check_seals(run, files.RunFolder(run.folder, run=run.opening.run), name)
             yield one._replace(verdict="unchecked", about=WRITING) if run.going and one.verdict == "wrong" else one
 
 
 WRITING = "the run goes on, and lines are being written"
 
 
-def _check_seals(run: Records, folder: RunFolder, name: str) -> Check:
-    text, path = (run.folder / name).read_bytes(), run.folder / seals_of(name)
+def _check_seals(run: Records, folder: files.RunFolder, name: str) -> Check:
+    text, path = (run.folder / name).read_bytes(), run.folder / files.seals_of(name)
     seals = path.read_bytes() if path.exists() else b""
     lines, sealed = text.count(b"\n"), folder.sealed_rounds(name)
     gaps = sorted(set(range(max(run.stated_rounds, max(sealed, default=-1) + 1))) - sealed)
@@ -505,8 +505,8 @@ def check_strangers(run: Records) -> Iterator[Check]:
 
 
 COVERED = (
-    RECIPE, METRICS, seals_of(METRICS), LEDGER, STATEMENT, OPENING, PRIVATE, seals_of(PRIVATE), TIPS, SIGNATURE, FILE,
-    REPORT, *CARDS, "*.damaged*", "checkpoints/round-*.safetensors",
+    RECIPE, METRICS, files.seals_of(METRICS), LEDGER, STATEMENT, OPENING, PRIVATE, files.seals_of(PRIVATE), TIPS,
+    SIGNATURE, FILE, REPORT, *CARDS, "*.damaged*", "checkpoints/round-*.safetensors",
     "private/heads/round-*.safetensors",
 )  # fmt: skip
 """Files that the other checks look at."""

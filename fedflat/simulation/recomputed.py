@@ -31,7 +31,7 @@ from fedflat.privacy.statement import headline
 from fedflat.privacy.verify import ROUNDING, Verification, verify
 from fedflat.records import checkpoint
 from fedflat.records import folder as files
-from fedflat.records.folder import LEDGER, METRICS, OPENING, RECIPE, SEALED, STATEMENT, locked, read_lines, single_keys
+from fedflat.records.folder import LEDGER, METRICS, OPENING, RECIPE, REPORT, SEALED, STATEMENT, locked, read_lines
 from fedflat.records.opening import Opening, refuse_older, versions
 from fedflat.records.signing import tips_of
 
@@ -39,7 +39,7 @@ HERE = versions(("fedflat",))["fedflat"]
 PREPARATION = "preparation.json"
 MOST = 10**6
 """Rounds of a run: a damaged record that names more would fill the memory."""
-MODEL, REPORT, CARDS = "model.safetensors", "report.html", ("card.html", "card.md")
+MODEL = "model.safetensors"
 SAYS = {"format": "pt", "fedflat": "shared weights as released"}
 """What an exported model says of itself besides its round and what it was made for."""
 UNREADABLE = (
@@ -60,7 +60,7 @@ class Check(NamedTuple):
 def _read_json(path: Path) -> Any:
     """Return what a JSON file holds; None where it is missing or damaged, or has a key twice."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        return json.loads(path.read_bytes(), object_pairs_hook=single_keys)
+        return json.loads(path.read_bytes(), object_pairs_hook=files.single_keys)
     return None
 
 
@@ -498,7 +498,7 @@ def released_digest(path: Path, rounds: int) -> str | None:
 def made_for(path: Path) -> Any:
     """Return what an exported folder's weights say that they were made for; None where that cannot be read."""
     with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(read_about(path / MODEL).get("made_for", "{}"), object_pairs_hook=single_keys)
+        return json.loads(read_about(path / MODEL).get("made_for", "{}"), object_pairs_hook=files.single_keys)
     return None
 
 

@@ -82,11 +82,8 @@ class World:
             for path in (self.folder / "metrics.jsonl", self.folder / "private" / "private.jsonl")
         ]
         files = [
-            newest,
-            *([heads] if heads.exists() else []),
-            self.folder / "ledger.jsonl",
-            self.folder / "privacy.json",
-        ]
+            newest, *([heads] if heads.exists() else []), self.folder / "ledger.jsonl", self.folder / "privacy.json",
+        ]  # fmt: skip
         return (*(path.read_bytes() for path in files), records)
 
 
@@ -212,11 +209,9 @@ def test_no_damage_goes_unseen(world: tuple[World, tuple[Any, ...]], tmp_path: P
 
 
 BLIND = {
-    "checkpoints": "run/checkpoints",
-    "records": "run/metrics.jsonl",
-    "opening": "run/recipe.yaml",
+    "checkpoints": "run/checkpoints", "records": "run/metrics.jsonl", "opening": "run/recipe.yaml",
     "mark": "home/fedflat/keys",
-}
+}  # fmt: skip
 """What a twin does not check, and the files whose damage it then leaves silent."""
 
 

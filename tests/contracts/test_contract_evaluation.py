@@ -26,12 +26,10 @@ from fedflat.simulation.export import attest
 
 CLIENTS = 12
 HOSTILE = {
-    "wrong labels": lambda x, y: (x, 1 - y),
-    "no numbers": lambda x, y: (torch.full_like(x, math.nan), y),
-    "huge": lambda x, y: (x * 1e30, y),
-    "many": lambda x, y: (x.repeat(50, 1), (1 - y).repeat(50)),
+    "wrong labels": lambda x, y: (x, 1 - y), "no numbers": lambda x, y: (torch.full_like(x, math.nan), y),
+    "huge": lambda x, y: (x * 1e30, y), "many": lambda x, y: (x.repeat(50, 1), (1 - y).repeat(50)),
     "none": lambda x, y: (x[:0], y[:0]),
-}
+}  # fmt: skip
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
