@@ -12,20 +12,19 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from fedflat.backends.in_process import Sequential, Vectorized
+from fedflat.backends.in_process import LANES, WHOLE, Sequential, Vectorized
 from fedflat.backends.ray import RayTasks
 from fedflat.backends.workers import Workers, portable
 from fedflat.core.checks import one_of, require, wrong
 from fedflat.core.held import own_rule
 from fedflat.core.imports import missing
-from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
 from fedflat.core.rng import stream
-from fedflat.core.types import Broadcast, Local
+from fedflat.core.types import Local
 from fedflat.data.clients import FederatedData, made_rows
 from fedflat.engine.batches import width_of
 from fedflat.engine.device import CPU, PROCESSES, TINY, TOLERANCE, placed
-from fedflat.engine.factored import LowRankProblem
+from fedflat.engine.factored import Factored, LowRankProblem
 from fedflat.engine.isolated import Isolated, Refused, isolated, pieces_of
 from fedflat.engine.mlp import DenseProblem, Linear, layers_of
 from fedflat.engine.problem import BlockProblem, ModuleProblem
@@ -40,7 +39,7 @@ BLOCK_ENTRIES = 32_000_000
 """Weights of a block of clients held at once, in float32 entries (128 MB), when the recipe names no block size."""
 CACHED_ENTRIES = 1_000_000
 """The same for a block that stays in a core's caches."""
-AT_MOST, FACTORS_AT_MOST = 128, 256
+AT_MOST = 128
 """Clients of a block with weights written out and as factors, at most: several times what fills the cores' vector
 units, and a block is still a small part of a cohort."""
 PER_BLOCK, LEAN = 32, 10_000
@@ -149,7 +148,13 @@ class _Makers:
             return Vectorized(sequential, written, size, threads=threads, name=name)
         factors = LowRankProblem(layout, self.layers) if name == "lowrank" else None
         dense, apart = DenseProblem(layout, self.layers, precision), self.problem.device.type == "cpu"
-        return Vectorized(sequential, dense, size, factors, threads, apart, name)
+        blocks = Vectorized(sequential, dense, size, factors, threads, apart, name)
+        return replace(blocks, lanes=LANES if self._laned(size) and _alike(self, blocks) else None)
+
+    def _laned(self, block: int) -> bool:
+        """Return whether places of a block may be alike, which a trial then has to show."""
+        apart = self.layers is not None and self.problem.device.type == "cpu"
+        return apart and self.parts.local.epochs is None and block % WHOLE == 0
 
     @property
     def clients(self) -> int:
@@ -164,19 +169,22 @@ class _Makers:
         """
         per_client = max(self.parts.layout.size, self.width * math.prod(self.data.input_shape))
         per_client = self.held_as_factors() if factors else per_client
-        most = min(FACTORS_AT_MOST if factors else AT_MOST, BLOCK_ENTRIES // max(per_client, 1), self.clients)
+        most = min(AT_MOST, BLOCK_ENTRIES // max(per_client, 1), self.clients)
         most = min(most, CACHED_ENTRIES // self.parts.layout.size) if cached else most
         # A small federation goes into a few blocks without empty places.
         even = {size for turns in range(1, 9) if (size := -(-self.clients // turns)) <= most}
-        sizes = even | {max(1, most >> half) for half in range(9)}
+        halves = {max(1, most >> half) for half in range(9)}
+        sizes = even | halves | {size for size in (WHOLE, 2 * WHOLE) if size <= most}
         beside = PER_BLOCK if factors else PER_BLOCK * min(1.0, LEAN / self.parts.layout.size)
         return min(sorted(sizes, reverse=True), key=lambda size: self.places(size) * (1 + beside / size))
 
     def places(self, block: int) -> float:
         """Return the places computed for each client of the expected cohort: 1 where every block is full."""
         sampler, rng = self.parts.plan.sampler, stream(0, "cohorts to size blocks for")
-        counts = self.clients // block + (np.arange(block) < self.clients % block)
-        return float(rng.binomial(counts, min(1.0, sampler.q), (8, block)).max(1).mean() * block / max(sampler.size, 1))
+        lanes = LANES if self._laned(block) else block
+        counts = self.clients // lanes + (np.arange(lanes) < self.clients % lanes)
+        longest = rng.binomial(counts, min(1.0, sampler.q), (8, lanes)).max(1)
+        return float(np.ceil(longest * lanes / block).mean() * block / max(sampler.size, 1))
 
     @property
     def width(self) -> int:
@@ -234,7 +242,7 @@ def by_shapes(makers: _Makers, block: int | None = None) -> Backend:
 def _is_right(makers: _Makers, name: str, block: int) -> bool:
     """Return whether a back end runs, and its sum of made-up clients is the plain loop's on the processor."""
     # Made-up clients: nothing that is chosen may follow from real ones' data.
-    parts, real = shortened(makers.parts), makers.problem
+    parts, real = makers.parts.shortened(CHECKED_STEPS), makers.problem
     tried = replace(makers, parts=parts, data=made_up(makers.data, parts.local, CHECKED_CLIENTS))
     plain = ModuleProblem(copy.deepcopy(real.module).to(CPU), parts.layout, real.precision, objective=real.objective)
     sequential = Sequential(parts.algorithm, plain, parts.local, placed(tried.data, CPU), makers.seed)
@@ -250,6 +258,29 @@ def _is_right(makers: _Makers, name: str, block: int) -> bool:
     return not written and bool(apart <= TOLERANCE[real.precision])
 
 
+def _alike(makers: _Makers, blocks: Vectorized) -> bool:
+    """Return whether made-up clients send the same bits from other places of their lanes, beside other clients.
+
+    Which instructions run follows from shapes and addresses, not from numbers, and two orders of a sum give other bits
+    somewhere: so what holds for these clients' hundreds of entries holds for any.
+    """
+    parts, clients = makers.parts.shortened(CHECKED_STEPS), np.arange(blocks.block)
+    data = made_up(makers.data, parts.local, 2)
+    rows = tuple((np.arange(len(data.parts[0])) + client) % len(data.inputs) for client in clients)
+    inner = Sequential(parts.algorithm, makers.problem, parts.local, replace(data, parts=rows), makers.seed)
+    broadcast, heads = parts.of_trial(torch.cat([p.detach().reshape(-1) for p in makers.problem.parameters]))
+    with using_threads(1):
+        try:
+            sent = [
+                replace(blocks, inner=inner).trained(order, broadcast, heads).message
+                for order in (clients, np.roll(clients, LANES))
+            ]
+        except Exception:  # a piece may fail; the run then says where
+            return False
+    here, there = (message.dense() if isinstance(message, Factored) else message for message in sent)
+    return torch.equal(here.roll(LANES, 0).view(torch.int32), there.view(torch.int32))
+
+
 def made_up(data: FederatedData, local: Local, clients: int) -> FederatedData:
     """Return clients of made-up examples in the form of ``data``: as many each as is public, whoever has how many."""
     count = min(data.most or MADE_UP, max(1, 2 * local.batch_size))
@@ -262,18 +293,7 @@ def made_up(data: FederatedData, local: Local, clients: int) -> FederatedData:
 
 def sum_of(backend: Backend, parts: RoundParts, first: torch.Tensor, clients: np.ndarray) -> torch.Tensor:
     """Return the clipped sum ``(d,)`` of some clients' messages from w^0, as in a round of its own."""
-    size = parts.layout.dimension
-    threshold = 1.0 if math.isfinite(parts.clip.bound(1.0)) else math.inf
-    vectors = dict.fromkeys(parts.broadcast, torch.linspace(-0.1, 0.1, size) / math.sqrt(size))  # 0 hides faults
-    broadcast = Broadcast(0, first[:size].clone(), threshold, 1.0, vectors=vectors)
-    sink = PlainSum(parts.clip, threshold, parts.message_tensors, parts.message_length)
-    heads = PersonalState(first[size:].clone())
+    broadcast, heads = parts.of_trial(first)
+    sink = PlainSum(parts.clip, broadcast.clip, parts.message_tensors, parts.message_length)
     RoundSum(parts.algorithm, parts.local, broadcast, sink, heads).add_cohort(backend, clients)
     return sink.total
-
-
-def shortened(parts: RoundParts) -> RoundParts:
-    """Return the same parts with few local steps."""
-    few = replace(parts.local, steps=min(parts.local.steps, CHECKED_STEPS), epochs=None)
-    short = tuple(p if p.steps is None else replace(p, steps=min(p.steps, few.steps)) for p in parts.algorithm.phases)
-    return replace(parts, local=few, algorithm=replace(parts.algorithm, phases=short))

@@ -40,6 +40,10 @@ TRACEBACK = 2000
 SWITCH_SECONDS = 2e-4
 """How long a thread that comes back from arithmetic waits for the interpreter (Python: 5 ms). Well below the time
 a small block takes, and long beside the switch itself (microseconds)."""
+LANES, WHOLE = 16, 32
+"""In a block of a multiple of ``WHOLE`` clients, places ``LANES`` apart are alike: 16 float32 fill a line of the cache,
+so both are aligned alike whatever a row's length, and loops over vectors leave no rest that is computed another way.
+"""
 _NO_ROWS = np.zeros(0, np.int64)
 
 
@@ -136,18 +140,20 @@ def as_sent(error: Exception, where: str) -> Exception:
     return RunError(f"{where}: {words}")
 
 
-def placed_in_blocks(clients: np.ndarray, size: int) -> np.ndarray:
-    """Return blocks ``(k, size)`` in which client i has place i mod ``size``; ``EMPTY`` where nobody is.
+def placed_in_blocks(clients: np.ndarray, size: int, lanes: int | None = None) -> np.ndarray:
+    """Return blocks ``(k, size)`` in which client i has a place of lane i mod ``lanes``; ``EMPTY`` where nobody is.
 
-    A client's place follows from its number alone. Of several with the same place, the k-th is in block k.
+    lanes: places so many apart do the same arithmetic, and are one lane; ``size`` unless given. A client's lane follows
+    from its number alone. Of several in one lane, the first fill the first block.
     """
-    place = clients % size
-    order = np.argsort(place, kind="stable")
-    counts = np.bincount(place, minlength=size)
+    lanes = lanes or size
+    lane, deep = clients % lanes, size // lanes
+    order = np.argsort(lane, kind="stable")
+    counts = np.bincount(lane, minlength=lanes)
     turn = np.empty(len(clients), np.int64)
     turn[order] = np.arange(len(clients)) - np.repeat(np.cumsum(counts) - counts, counts)
-    blocks = np.full((int(counts.max(initial=0)), size), EMPTY, np.int64)
-    blocks[turn, place] = clients
+    blocks = np.full((-(-int(counts.max(initial=0)) // deep), size), EMPTY, np.int64)
+    blocks[turn // deep, lane + lanes * (turn % deep)] = clients
     return blocks
 
 
@@ -155,8 +161,8 @@ def placed_in_blocks(clients: np.ndarray, size: int) -> np.ndarray:
 class Vectorized:
     """Trains a cohort block by block; memory is O(block), not O(cohort).
 
-    A message is, bit for bit, a function of its client alone: all blocks have one public shape, a client has the place
-    that follows from its number, and an operation does the same arithmetic at a place whatever is in the others
+    A message is, bit for bit, a function of its client alone: all blocks have one public shape, a client has a place in
+    the lane that follows from its number, and an operation does the same arithmetic in a lane whatever is elsewhere
     (docs/specification.md, "What was measured is what is released"). Places without a client compute on zeros, and are
     left out of the sum.
     inner: the same training, one client at a time. problem: works on weights written out. factors: the low-rank form,
@@ -164,6 +170,7 @@ class Vectorized:
     weights written out. A block that does not fit into memory is halved and tried again.
     threads: cores. apart: each core takes a block of its own, and numbers do not depend on how many there are (for
     problems that touch no module); otherwise they work on one block together, and another number may round differently.
+    lanes: as of ``placed_in_blocks``; None where no trial showed that places are alike.
     """
 
     inner: Sequential
@@ -173,6 +180,7 @@ class Vectorized:
     threads: int = 1
     apart: bool = False
     name: str = "vectorized"
+    lanes: int | None = None
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Train the cohort in blocks; zeros for clients without data."""
@@ -203,12 +211,12 @@ class Vectorized:
     ) -> Iterator[tuple[np.ndarray, Part]]:
         """Train blocks, and give each one's clients and part; end early where memory was short."""
         size = self.block if self.inner.local.epochs is None else 1  # a block steps together
-        blocks = placed_in_blocks(clients, size)
+        blocks = placed_in_blocks(clients, size, self.lanes)
 
         def work(block: np.ndarray) -> Part:
             sizes = np.where(block == EMPTY, EMPTY, self.inner.data.sizes[block]).tolist()
             # In the block's own thread: the round then only merges d numbers.
-            return clipped(Trained.of(block.tolist(), sizes, self._trained(block, broadcast, kept)))
+            return clipped(Trained.of(block.tolist(), sizes, self.trained(block, broadcast, kept)))
 
         with contextlib.closing(_in_order(work, list(blocks), self.threads if self.apart else 1)) as outcomes:
             for block, ready in zip(blocks, outcomes):
@@ -230,11 +238,12 @@ class Vectorized:
             self.threads = 1
             note = f"engine.processes: blocks of {size} clients do not fit into memory side by side; going on with one"
         else:
-            self.block = max(1, size // 2)
+            self.block, self.lanes = max(1, size // 2), None  # nobody tried the lanes of smaller blocks
             note = f"engine.block: {size} clients did not fit into memory; going on with {self.block}"
         warnings.warn(note, stacklevel=2)
 
-    def _trained(self, clients: np.ndarray, broadcast: Broadcast, kept: PersonalState) -> LocalResult:
+    def trained(self, clients: np.ndarray, broadcast: Broadcast, kept: PersonalState) -> LocalResult:
+        """Return what the clients of one block send ``(n, …)``; places with ``EMPTY`` train on zeros."""
         inner, ids = self.inner, clients.tolist()
         rows = [_NO_ROWS if client == EMPTY else inner.data.parts[client] for client in ids]
         order = Order(inner.seed, broadcast.round, inner.local.batch_size)

@@ -86,11 +86,12 @@ class _Rows:
         empty = torch.zeros(0, dtype=torch.float64, device=self.trace.device)
         self.inputs, self.deltas = list[Tensor](), list[Tensor]()
         for rows, width, layer in zip(lengths, columns, layers):
-            self.inputs.append(empty.new_zeros(self.together, rows, width))
+            self.inputs.append(empty.new_empty(self.together, rows, width))  # ``take`` fills what is not set here
+            self.inputs[-1][..., layer.inputs :] = 0.0
             if layer.bias is not None:
                 # The bias is one more input that is always 1.
                 self.inputs[-1][..., layer.inputs] = 1.0
-            self.deltas.append(empty.new_zeros(self.together, rows, layer.outputs))
+            self.deltas.append(empty.new_empty(self.together, rows, layer.outputs))
         self._bases(vectors, empty)
         widest, pairs = max(layer.inputs + layer.outputs for layer in layers), sum(rows**2 for rows in lengths)
         # A count of terms that no client's own rows change, so the test does not follow them either.

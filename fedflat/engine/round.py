@@ -3,10 +3,9 @@
 A simulation and a federation call the same functions; only the transport differs.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from fedflat.core import rounding
 from fedflat.core.cohorts import NEVER, MinSeparation, separated
-from fedflat.core.params import Layout
+from fedflat.core.params import Layout, PersonalState
 from fedflat.core.rng import stream
 from fedflat.core.types import (
     AVERAGE,
@@ -79,6 +78,18 @@ class RoundParts:
         """The slots that every client receives, as the server steps and the server optimiser say."""
         return broadcast_by((*self.algorithm.server, self.algorithm.optimizer))
 
+    def shortened(self, steps: int) -> "RoundParts":
+        """Return the same parts with at most ``steps`` local steps in each phase."""
+        few, method = replace(self.local, steps=min(self.local.steps, steps), epochs=None), self.algorithm
+        phases = tuple(p if p.steps is None else replace(p, steps=min(p.steps, few.steps)) for p in method.phases)
+        return replace(self, local=few, algorithm=replace(method, phases=phases))
+
+    def of_trial(self, first: Tensor) -> tuple[Broadcast, PersonalState]:
+        """Return what clients receive and keep in a round of its own from w^0, ``first (D,)``."""
+        size, threshold = self.layout.dimension, 1.0 if math.isfinite(self.clip.bound(1.0)) else math.inf
+        vectors = dict.fromkeys(self.broadcast, torch.linspace(-0.1, 0.1, size) / math.sqrt(size))  # 0 hides faults
+        return Broadcast(0, first[:size].clone(), threshold, 1.0, vectors=vectors), PersonalState(first[size:].clone())
+
 
 QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
 """What is shown of a distribution over clients: its ends, its middle, and the bands that the report draws."""
@@ -137,7 +148,7 @@ def within_cap(parts: RoundParts, state: RoundState, cohort: np.ndarray) -> tupl
     else:
         allowed = cohort[past.numpy()[cohort] < (cap or 0)]
         past[torch.from_numpy(allowed)] += 1
-    return allowed, dataclasses.replace(state, slots={**state.slots, name: past})
+    return allowed, replace(state, slots={**state.slots, name: past})
 
 
 def finish_round(
@@ -169,7 +180,7 @@ def finish_round(
     steps, rate = steps_of(phase, parts.local), rate_of(phase, parts.local, broadcast)
     view = ServerView(round, steps, rate, parts.layout.tensors("shared"), slots, plan.divisor, plan.sampler.clients)
     for step in parts.algorithm.server:
-        mean, changed = step(mean, dataclasses.replace(view, slots=slots))
+        mean, changed = step(mean, replace(view, slots=slots))
         slots.update(changed)
     shared, changed = parts.optimizer(mean_view(parts, bound, constant, round))(state.shared, mean, slots)
     slots.update(changed)
@@ -221,7 +232,7 @@ def _averaged(parts: RoundParts, state: RoundState) -> RoundState:
     if parts.average is None:
         return state
     average = parts.average(state.round, state.shared, state.slots.get(AVERAGE))
-    return state if average is None else dataclasses.replace(state, slots={**state.slots, AVERAGE: average})
+    return state if average is None else replace(state, slots={**state.slots, AVERAGE: average})
 
 
 def _aborted(
@@ -230,7 +241,7 @@ def _aborted(
     """Release nothing: too few honest shares, or more than the top-up has room for; the charge stays."""
     public = {"round": state.round, "clip": broadcast.clip, "aborted": True}
     hidden = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
-    after = _averaged(parts, dataclasses.replace(state, round=state.round + 1))
+    after = _averaged(parts, replace(state, round=state.round + 1))
     return after, RoundInfo(released=public, private=hidden)
 
 

@@ -20,6 +20,7 @@ from fedflat.core.types import Algorithm, ClientView, GradientFn, Phase
 from fedflat.data.clients import from_pairs
 from fedflat.engine.batches import BlockBatches, Order
 from fedflat.engine.factored import Factored
+from fedflat.engine.mlp import DenseProblem
 from fedflat.engine.reduce import EMPTY, Accumulator, RoundSum
 from fedflat.engine.round import broadcast_of
 
@@ -149,7 +150,7 @@ def test_what_draws_random_numbers_is_refused_in_blocks() -> None:
 # ------------------------------------------------------- with training that makes another rounding another message
 
 
-BLOCKS = [("vectorized", None), ("vectorized", 7), ("vectorized", 16), ("lowrank", None), ("lowrank", 7)]
+BLOCKS = [(name, block) for name in ("vectorized", "lowrank") for block in (None, 7, 16, 32)]
 THERE = np.array([0, 3, 4, 5, 8, 9, 11, 12, 14, 15, 17, 18, 20, 21, 23])
 
 
@@ -166,7 +167,10 @@ def steep(gradient: GradientFn, view: ClientView) -> GradientFn:
 def chaotic(backend: str, block: int | None, own: bool = False) -> Any:
     """SAM with a large radius on contradictory labels: a difference in the last bit becomes one of the clip's size."""
     draw = np.random.default_rng(1)
-    inputs = [torch.from_numpy(2 * draw.standard_normal((6, 24), dtype=np.float32)).repeat(2, 1) for _ in range(24)]
+    inputs = [
+        torch.from_numpy(2 * draw.standard_normal((6, 24), dtype=np.float32)).repeat(2, 1)
+        for _ in range(24 if own else 32)
+    ]
     labels = torch.arange(6).repeat(2).add(torch.arange(2).repeat_interleave(6)) % 3
     network = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 3))
     with seeded_torch(0, "weights"), torch.no_grad():
@@ -194,7 +198,7 @@ def sent_by(made: Any, cohort: np.ndarray) -> dict[int, Tensor]:
 
 def moved_by_a_coin(made: Any) -> int:
     """How many messages are not the same bits, whoever else is in the cohort."""
-    whole, worlds = sent_by(made, THERE), [THERE[1:], np.delete(THERE, 6), THERE[::2], THERE[:1]]
+    whole, worlds = sent_by(made, THERE), [THERE[1:], np.delete(THERE, 2), THERE[::2], THERE[:1]]
     found = [(client, message) for world in worlds for client, message in sent_by(made, world).items()]
     return sum(not torch.equal(whole[client], message) for client, message in found)
 
@@ -206,7 +210,25 @@ def test_a_coin_of_one_client_moves_no_other_clients_message(backend: str, block
     assert made.backend.factors is not None or backend == "vectorized"
 
 
-def in_order(clients: np.ndarray, size: int) -> np.ndarray:
+@pytest.mark.parametrize("believed", [False, True])
+def test_places_that_compute_in_another_way_are_no_lane(believed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = DenseProblem.gradient
+
+    def other(self: DenseProblem, weights: Tensor, part: Any, batch: Any) -> Any:
+        found = plain(self, weights, part, batch)
+        found.vector[16:] *= 1 + 2.0**-20
+        return found
+
+    assert chaotic("vectorized", 32).backend.lanes == chaotic("lowrank", 32).backend.lanes == 16
+    monkeypatch.setattr(DenseProblem, "gradient", other)
+    if believed:  # the twin: no trial
+        monkeypatch.setattr("fedflat.backends.choose._alike", lambda *_: True)
+    made = chaotic("vectorized", 32)
+    assert made.backend.lanes == (16 if believed else None)
+    assert (moved_by_a_coin(made) > 0) == believed
+
+
+def in_order(clients: np.ndarray, size: int, lanes: int | None) -> np.ndarray:
     """Blocks cut from the cohort as it comes, so that a coin moves the places of all behind it: as it was."""
     return np.concatenate([clients, np.full(-len(clients) % size, EMPTY)]).reshape(-1, size)
 
@@ -219,6 +241,11 @@ def test_the_twin_with_places_that_follow_the_cohort_is_caught(block: int, monke
 
 def test_a_place_follows_from_the_clients_number_alone() -> None:
     assert placed_in_blocks(np.array([1, 4, 6, 7, 9]), 3).tolist() == [[6, 1, EMPTY], [9, 4, EMPTY], [EMPTY, 7, EMPTY]]
+    assert placed_in_blocks(np.array([1, 3, 5, 7, 9]), 4, 2).tolist() == [
+        [EMPTY, 1, EMPTY, 3],
+        [EMPTY, 5, EMPTY, 7],
+        [EMPTY, 9, EMPTY, EMPTY],
+    ]
     assert placed_in_blocks(np.arange(6), 3).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert placed_in_blocks(np.array([], dtype=np.int64), 3).shape == (0, 3)
 

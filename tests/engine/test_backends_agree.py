@@ -223,7 +223,7 @@ def test_blocks_are_added_in_order_though_later_ones_end_first() -> None:
 
 def test_a_block_out_of_memory_is_halved_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     job = prepare(Recipe.of(recipe("dp-fedavg", backend="vectorized")), module(), clients())
-    real, seen = type(job.backend)._trained, []
+    real, seen = type(job.backend).trained, []
 
     def short(self: Any, some: np.ndarray, *rest: Any) -> Any:
         seen.append(len(some))
@@ -232,7 +232,7 @@ def test_a_block_out_of_memory_is_halved_and_tried_again(monkeypatch: pytest.Mon
         return real(self, some, *rest)
 
     expected = trained("dp-fedavg", backend="vectorized", block=2)
-    monkeypatch.setattr(type(job.backend), "_trained", short)
+    monkeypatch.setattr(type(job.backend), "trained", short)
     with pytest.warns(UserWarning, match=r"engine\.block: .* did not fit into memory; going on with"):
         found = trained("dp-fedavg", backend="vectorized")
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
@@ -245,7 +245,7 @@ def test_one_client_that_does_not_fit_and_other_errors_end_the_run(monkeypatch: 
     def fails(*_: Any) -> Any:
         raise RuntimeError(text)
 
-    monkeypatch.setattr(type(job.backend), "_trained", fails)
+    monkeypatch.setattr(type(job.backend), "trained", fails)
     for text in ("not enough memory", "shapes cannot be multiplied"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

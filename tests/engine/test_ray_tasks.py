@@ -355,7 +355,7 @@ for backend in "ray", "sequential":
         "local": {"steps": 2, "batch_size": 8},
         "cohort": {"size": 8},
         "privacy": {"clip": 0.2, "noise_multiplier": 1.0, "randomness": "seeded"},
-        "engine": {"backend": backend, "block": 1},
+        "engine": {"backend": backend, "block": 1, "processes": 1},
     })
     found.append(torch.cat([p.detach().reshape(-1) for p in result.model.parameters()]))
 nodes = sum(node["Alive"] for node in ray.nodes())
