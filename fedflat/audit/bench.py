@@ -26,7 +26,7 @@ from fedflat.audit.bounds import Floats
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import ClientContext, Layout
 from fedflat.core.rng import digest, stream
-from fedflat.core.types import Aggregate, Broadcast, Part, RoundState, ServerView
+from fedflat.core.types import Aggregate, Broadcast, Part, RoundState, ServerStep, ServerView
 from fedflat.engine.client import train_client
 from fedflat.engine.job import Job
 from fedflat.engine.problem import Batch, Gradient
@@ -252,10 +252,10 @@ def side_by_side(neighbours: Neighbours, world: World, key: bytes, copies: int) 
     """Return ``copies`` runs in one call of the real ``finish_round``: ``(copies, width)``."""
     bench = neighbours.bench
     method, mask = bench.parts.algorithm, world.broadcast.mask
-    algorithm = replace(method, server=tuple(_EachStep(step, copies) for step in method.server))
+    each: Any = tuple(functools.partial(_step_each, step, copies) for step in method.server)
     # The real server optimiser on each of the copies.
     parts = replace(bench.parts, optimizer=lambda view: functools.partial(_vmap, bench.parts.optimizer(view), copies))
-    parts = replace(parts, algorithm=algorithm)
+    parts = replace(parts, algorithm=replace(method, server=each))
     slots = {name: value.repeat(copies) for name, value in bench.state.slots.items()}
     state = replace(bench.state, shared=bench.state.shared.repeat(copies), slots=slots)
     broadcast = replace(world.broadcast, shared=state.shared, mask=None if mask is None else mask.repeat(copies))
@@ -331,19 +331,9 @@ def _ignore(entry: Mapping[str, Any]) -> None:
     """The audit writes no ledger."""
 
 
-@dataclass(frozen=True)
-class _EachStep:
-    """A real server step on each of ``copies`` copies."""
-
-    step: Any
-    copies: int
-
-    def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        """Only asked before round 0."""
-        return cast(dict[str, Tensor], self.step.initial(shared))
-
-    def __call__(self, mean: Tensor, view: ServerView) -> Stepped:
-        return _vmap(lambda mean, slots: self.step(mean, replace(view, slots=slots)), self.copies, mean, view.slots)
+def _step_each(step: ServerStep, copies: int, mean: Tensor, view: ServerView) -> Stepped:
+    """Return what a real server step makes of each of ``copies`` copies."""
+    return _vmap(lambda mean, slots: step(mean, replace(view, slots=slots)), copies, mean, view.slots)
 
 
 def _vmap(function: Callable[..., Stepped], copies: int, *tensors: Any) -> Stepped:
