@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import ServerSection
 from fedflat.core.checks import RunError, require, wrong
-from fedflat.core.cohorts import make_sampler
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Local, Mechanism, ServerView
@@ -33,8 +32,6 @@ from fedflat.methods.noise import trust_of
 from fedflat.methods.plans import VotesPlan
 from fedflat.pieces.clipping import NormClip, norms_of
 from fedflat.pieces.mechanisms import GaussianNoise, gaussian
-from fedflat.privacy.accounting.epsilon import default_delta
-from fedflat.privacy.trust import default_min_cohort
 
 NO_LABEL = -1
 CACHE_BYTES = 256 * 2**20
@@ -261,18 +258,6 @@ def account_of(recipe: Recipe, method: Algorithm) -> VotesPlan:
     # Under local trust a ballot is always there, so a neighbour changes it.
     replaced = recipe.cohort.sampling == "fixed" or trust_of(recipe, method) == "local"
     return VotesPlan(labels, queries // labels, "replace-one" if replaced else "add-remove")
-
-
-def min_cohort(recipe: Recipe, trust: str, clients: int, draws: int) -> int | None:
-    """Return the minimum cohort of trust distributed; by default the largest whose aborts, over all draws, cost ≤
-    δ/100.
-    """
-    cohort, privacy = recipe.cohort, recipe.privacy
-    if trust != "distributed" or cohort.min is not None:
-        return cohort.min
-    sampler = make_sampler(cohort.sampling, clients, cohort.size, cohort.max)
-    delta = default_delta(clients) if privacy.delta is None else privacy.delta
-    return default_min_cohort(sampler, draws, delta, cohort.colluders)
 
 
 def split(
