@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import InputError, users_code, wrong
+from fedflat.core.checks import InputError, becoming, users_code, wrong
 from fedflat.core.held import equal, global_generators
 from fedflat.core.params import Layout
 from fedflat.core.process import using_threads
@@ -70,11 +70,8 @@ def _refusing(name: str, piece: object, allowed: str = ON_CLIENTS) -> Iterator[N
     method; ``allowed``: what a piece is that does not fail.
     """
     name = f"{name} ({called(piece)})"
-    with users_code(name, allowed):
-        try:
-            yield
-        except Fault as error:
-            raise wrong(name, *error.args) from error
+    with users_code(name, allowed), becoming(lambda fault: wrong(name, *fault.args), Fault):
+        yield
 
 
 def _check_form(result: object, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:

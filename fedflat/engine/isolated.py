@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fedflat.core.checks import InputError
+from fedflat.core.checks import InputError, becoming
 from fedflat.core.held import global_generators
 from fedflat.core.params import ClientContext, Layout
 from fedflat.core.types import Algorithm, Broadcast, ClientView, GradientFn, Local, broadcast_by
@@ -249,13 +249,9 @@ def _recorded(
         return call(tensors, vectors, _Closed(), ask)
 
     before = global_generators()
-    try:
-        with recorder:
-            outcome = torch.func.vmap(one, randomness="error")(samples, token)
-    except Refused:
-        raise
-    except Exception as error:  # torch's own refusals have no type of their own
-        raise Refused(_in_words(error)) from error
+    # Torch's own refusals have no type of their own.
+    with becoming(lambda error: Refused(_in_words(error)), left=Refused), recorder:
+        outcome = torch.func.vmap(one, randomness="error")(samples, token)
     if global_generators() != before:
         raise Refused("draws from a global generator")
     result = recorder.slot(outcome)
@@ -342,10 +338,8 @@ class Isolated:
                     seen = replace(view, state=state, broadcast=vectors, generator=generator)
                     return call(values[: len(tensors)], seen, ask)
 
-                try:
+                with becoming(lambda error: Refused(f"{self.name}: {called(self.piece)} {error}"), Refused):
                     recording = record(inner, block, view.broadcast, check=shapes not in self._checked)
-                except Refused as error:
-                    raise Refused(f"{self.name}: {called(self.piece)} {error}") from error
                 # Learning rates change each round; old recordings would only pile up.
                 if len(self._recordings) >= KEPT:
                     self._recordings.clear()

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import ServerSection
-from fedflat.core.checks import RunError, require, wrong
+from fedflat.core.checks import RunError, becoming, require, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Local, Mechanism, ServerView
@@ -158,11 +158,9 @@ class Voters:
     def _train(self, client: int) -> tuple[Tensor, Mapping[str, Tensor]]:
         rows, weights = self.data.parts[client], self.first.to(self.problem.device, copy=True)
         local_data = ClientBatches(self.data, client, Order(self.seed, 0, self.local.batch_size), rows)
-        try:
-            with seeded_torch(self.seed, "dropout", 0, client):
-                result = _fit(self.problem, self.local, local_data, weights)
-        except RuntimeError as error:
-            raise RunError(f"client {client}, local training: {error}") from error
+        failed = becoming(lambda error: RunError(f"client {client}, local training: {error}"), RuntimeError)
+        with failed, seeded_torch(self.seed, "dropout", 0, client):
+            result = _fit(self.problem, self.local, local_data, weights)
         return self._predict(weights), {"train_loss": result.loss.cpu(), "train_accuracy": result.accuracy.cpu()}
 
     def _predict(self, weights: Tensor) -> Tensor:
