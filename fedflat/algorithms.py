@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedflat.core.checks import in_range, whole, wrong
-from fedflat.core.types import Algorithm, Factory, Phase
+from fedflat.core.types import Algorithm, ClientState, Factory, Phase
 from fedflat.pieces import server, state
 from fedflat.pieces.clipping import SmoothedNormalisation
 from fedflat.pieces.gradients import HoldBias, blur, compose, label_prior, look_ahead, pgn, proximal, sam
@@ -210,7 +210,8 @@ def dp_scaffold(scale: float = 1.0) -> Algorithm:
     scale = in_range("algorithm.scale", scale, 0, open_low=True)
     return Algorithm(
         "dp-scaffold", phases=(Phase(rule=state.ScaffoldGradient()),), transforms=(state.ScaffoldMessage(scale),),
-        server=(state.ServerControl(scale),), client_state=(state.client_control(scale),), vectors=2, momentum=0.0,
+        client_state=(ClientState(state.CONTROL, state.ClientControl(scale)),), server=(state.ServerControl(scale),),
+        vectors=2, momentum=0.0,
         fixed_momentum="Δw/(Kη) is the mean of the corrected gradients only without local momentum",
     )  # fmt: skip
 
@@ -244,7 +245,7 @@ def fed_normec(alpha: float = 0.1) -> Algorithm:
         "fed-normec",
         transforms=(state.Residual(),),
         server=(state.FeedbackDirection(),),
-        client_state=(state.client_memory(),),
+        client_state=(ClientState(state.MEMORY, state.ClientMemory()),),
         scale=SmoothedNormalisation(alpha),
     )
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedflat.core.checks import RunError, in_range, require, whole, wrong
+from fedflat.core.checks import RunError, in_range, require, turning, whole, wrong
 from fedflat.core.params import Layout
 from fedflat.core.rng import KEY_BYTES, digest, fresh_key
 from fedflat.core.types import Algorithm, Local, Mechanism, RoundState
@@ -211,10 +211,9 @@ def _as_it_is(shared: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tupl
 
 def _row(client: int, vector: Any) -> Tensor:
     """Return a vector ``(d,)`` as a tensor of its own type, which nobody else can write to between norm and sum."""
-    try:
+    no_vector = wrong(f"vectors[{client}]", type(vector).__name__, "one vector of numbers")
+    with turning((TypeError, ValueError), no_vector):
         row = vector.detach().clone() if isinstance(vector, Tensor) else torch.from_numpy(np.array(vector))
-    except (TypeError, ValueError) as error:
-        raise wrong(f"vectors[{client}]", type(vector).__name__, "one vector of numbers") from error
     if row.dim() != 1 or not len(row) or row.dtype not in FLOATS or row.layout != torch.strided or row.is_meta:
         kind = "" if row.layout == torch.strided else ", sparse"
         found = f"shape {tuple(row.shape)}, {str(row.dtype).removeprefix('torch.')}{', meta' if row.is_meta else kind}"

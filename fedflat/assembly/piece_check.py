@@ -8,16 +8,15 @@ own piece runs as a recording that cannot reach another row (``engine.isolated``
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import InputError, users_code, wrong
+from fedflat.core.checks import InputError, becoming, users_code, wrong
 from fedflat.core.held import equal, global_generators
 from fedflat.core.params import Layout
 from fedflat.core.process import using_threads
@@ -27,6 +26,7 @@ from fedflat.core.types import (
     Algorithm,
     ClientState,
     ClientView,
+    CommonMask,
     MaskView,
     MeanView,
     Phase,
@@ -45,57 +45,19 @@ Call = Callable[[Tensor, Tensor, np.random.Generator], Any]
 """Two inputs of a piece, ``(k,)``, and a generator -> what it makes of them."""
 
 
-@dataclass(frozen=True)
-class Form:
-    """Where the shared tensors of a made-up vector lie; entries of the personal part behind them."""
-
-    tensors: tuple[slice, ...]
-    personal: int
-
-    @classmethod
-    def of(cls, layout: Layout, most: int) -> "Form":
-        """Return the form of a model's vectors, of each tensor and of the personal part at most so many entries."""
-        ends = accumulate((min(length, most) for length in layout.lengths[: layout.shared]), initial=0)
-        return cls(tuple(slice(a, b) for a, b in pairwise(ends)), min(layout.size - layout.dimension, most))
-
-    @property
-    def shared(self) -> int:
-        """Entries of the shared part."""
-        return int(self.tensors[-1].stop)
-
-    def size(self, phase: Phase) -> int:
-        """Return the entries of the part that a phase trains."""
-        return {"all": self.shared + self.personal, "shared": self.shared, "personal": self.personal}[phase.part]
-
-
 def try_pieces(algorithm: Algorithm, layout: Layout) -> bool:
     """Raise InputError, naming the piece, for one that fails, returns a wrong shape or type, or remembers
     earlier clients; numbers that are not finite are no error.
 
     Returns whether a piece draws random numbers: its clients must then be trained one by one.
     """
-    forms = [Form.of(layout, layout.size)]
-    if layout.size > ENTRIES:
-        # A short vector shows the same faults sooner; only code made for one length needs the long one.
-        forms.insert(0, Form.of(layout, SHORT))
     with using_threads(1):
-        try:
-            return _try_all(algorithm, forms[0])
-        except InputError:
-            if len(forms) == 1:
-                raise
-            return _try_all(algorithm, forms[1])  # a piece may be made for vectors of this length only
-
-
-def _try_all(algorithm: Algorithm, form: Form) -> bool:
-    server = _Server(algorithm, form)
-    draws = _Client(algorithm, form).try_all()
-    if algorithm.scale is not None:
-        _try_scale(algorithm.scale)
-    if algorithm.mask is not None:
-        _try_mask(algorithm, form)
-    server.try_all()
-    return draws
+        if layout.size > ENTRIES:
+            # A short vector shows the same faults sooner; only code made for one length needs the long one.
+            shapes = tuple(torch.Size([min(length, SHORT)]) for length in layout.lengths)
+            with suppress(InputError):  # a piece may be made for vectors of the model's length only
+                return _Trial(algorithm, replace(layout, shapes=shapes)).run()
+        return _Trial(algorithm, layout).run()
 
 
 class Fault(Exception):
@@ -108,11 +70,8 @@ def _refusing(name: str, piece: object, allowed: str = ON_CLIENTS) -> Iterator[N
     method; ``allowed``: what a piece is that does not fail.
     """
     name = f"{name} ({called(piece)})"
-    with users_code(name, allowed):
-        try:
-            yield
-        except Fault as error:
-            raise wrong(name, *error.args) from error
+    with users_code(name, allowed), becoming(lambda fault: wrong(name, *fault.args), Fault):
+        yield
 
 
 def _check_form(result: object, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
@@ -130,23 +89,36 @@ def _numbers(purpose: str, size: int) -> Tensor:
     return torch.from_numpy(stream(0, purpose).standard_normal(size).astype("float32"))
 
 
-@dataclass(frozen=True)
-class _Client:
-    """The trial of what clients run: gradient rules, transforms and states."""
+class _Trial:
+    """A method's pieces on made-up vectors in the form of a model's. slots: the server's, as its steps change them."""
 
-    algorithm: Algorithm
-    form: Form
+    def __init__(self, algorithm: Algorithm, layout: Layout) -> None:
+        self.algorithm, self.layout, self.size = algorithm, layout, layout.dimension
+        self.tensors, self.weights = layout.tensors("shared"), _numbers("w^t", layout.dimension)
+        self.slots: dict[str, Tensor] = {}
 
-    def try_all(self) -> bool:
-        """Try each piece; return whether one draws random numbers."""
-        method, size = self.algorithm, self.form.shared
+    def run(self) -> bool:
+        """Try all of them; return whether one that clients run draws random numbers."""
+        # What clients receive of the server's slots comes before any client's piece.
+        self._try_slots()
+        draws = self._try_clients()
+        if self.algorithm.scale is not None:
+            _try_scale(self.algorithm.scale)
+        if self.algorithm.mask is not None:
+            self._try_mask(self.algorithm.mask)
+        self._try_server()
+        return draws
+
+    def _try_clients(self) -> bool:
+        """Try gradient rules, transforms and states; return whether one draws random numbers."""
+        method, size = self.algorithm, self.size
         phases = {f"algorithm.phases[{index}].rule": phase for index, phase in enumerate(method.phases)}
         if method.finetune is not None:
             phases["algorithm.finetune.rule"] = method.finetune
         draws = [
-            self._try_one(name, phase.rule, functools.partial(self._train, phase), self.form.size(phase))
+            self._try_one(name, phase.rule, functools.partial(self._train, phase), entries)
             for name, phase in phases.items()
-            if phase.rule is not None and self.form.size(phase)
+            if phase.rule is not None and (entries := len(range(self.layout.size)[self.layout.span(phase.part)]))
         ]
         for index, transform in enumerate(method.transforms):
             vectors = method.vectors if index == len(method.transforms) - 1 else 1
@@ -177,9 +149,9 @@ class _Client:
         method = self.algorithm
         names = broadcast_by((*method.server, method.optimizer))
         return ClientView(
-            steps=2, lr=0.1, broadcast={name: _numbers(name, self.form.shared) for name in names},
+            steps=2, lr=0.1, broadcast={name: _numbers(name, self.size) for name in names},
             state={state.name: 0.5 * like for state in method.client_state}, generator=generator,
-            tensors=self.form.tensors, **only,
+            tensors=self.tensors, **only,
         )  # fmt: skip
 
     def _train(self, phase: Phase, start: Tensor, target: Tensor, generator: np.random.Generator) -> Any:
@@ -204,6 +176,88 @@ class _Client:
 
     def _remember(self, state: ClientState, sent: Tensor, before: Tensor, generator: np.random.Generator) -> Any:
         return state.next(sent.repeat(self.algorithm.vectors), self._view(before, generator))
+
+    def _try_mask(self, mask: CommonMask) -> None:
+        """Try the common mask: boolean, of the vector's length, and the same from the same public randomness."""
+        public = (lambda: _numbers("public update", self.size)) if self.algorithm.options.get("public") else None
+        drawn = list[Tensor]()
+        with _refusing("algorithm.mask", mask, "a mask made of what its view holds"):
+            for _ in range(2):
+                generator, vectors = stream(0, "trial of a mask"), (self.weights.clone(), _numbers("w^0", self.size))
+                with seeded_torch(0, "trial of pieces"):
+                    drawn.append(mask(MaskView(*vectors, generator, public)))
+                _check_form(drawn[-1], (self.size,), torch.bool)
+            if not torch.equal(*drawn):
+                raise Fault("another mask from the same public randomness", "draws from view.generator only")
+
+    def _try_slots(self) -> None:
+        """Look at the slots of the server's steps at w^0, and at what clients receive of them."""
+        for index, step in enumerate(self.algorithm.server):
+            with _refusing(f"algorithm.server[{index}]", step, ON_SERVER):
+                self._add(step)
+        if self.algorithm.optimizer is not None:
+            with _refusing("algorithm.optimizer", self.algorithm.optimizer, ON_SERVER):
+                self._check_broadcast(self.algorithm.optimizer)
+
+    def _add(self, step: ServerStep) -> None:
+        """Add a step's slots to the others'; each has a name of its own."""
+        more = step.initial(self.weights.clone())
+        if taken := more.keys() & {*self.slots, AVERAGE}:
+            raise Fault(f"the slot {min(taken)!r} twice", "a name that no other step and not the released average has")
+        self.slots.update(more)
+        self._check_broadcast(step)
+
+    def _check_broadcast(self, piece: object) -> None:
+        """Check what clients receive of the slots: named in a tuple, of the model's length."""
+        names = getattr(piece, "broadcast", ())
+        # A forgotten comma makes a string of the tuple, whose letters would be taken for names.
+        if isinstance(names, str):
+            raise Fault(f"broadcast = {names!r}", f"a tuple of names: ({names!r},), with the comma")
+        for name in names:
+            if name in self.slots and tuple(self.slots[name].shape) != (self.size,):
+                raise Fault(f"the broadcast slot {name!r} of shape {tuple(self.slots[name].shape)}", f"({self.size},)")
+
+    def _try_server(self) -> None:
+        """Try the server's steps in turn, and the method's own optimiser behind them: they see nothing private, so only
+        what they return is looked at.
+        """
+        method = self.algorithm
+        if method.vectors > 1 and not method.server:
+            problem = f"nothing for messages of {method.vectors} vectors"
+            raise wrong("algorithm.server", problem, "a step for their mean")
+        mean = _numbers("a mean", method.vectors * self.size)
+        for index, step in enumerate(method.server):
+            with _refusing(f"algorithm.server[{index}]", step, ON_SERVER):
+                mean = self._twice(functools.partial(self._step, step), mean)
+        if method.optimizer is not None:
+            with _refusing("algorithm.optimizer", method.optimizer, ON_SERVER):
+                self._twice(self._optimize, mean)
+
+    def _step(self, step: ServerStep, mean: Tensor, slots: dict[str, Tensor]) -> Any:
+        return step(mean, ServerView(0, 2, 0.1, self.tensors, slots, 5.0, 20))
+
+    def _optimize(self, mean: Tensor, slots: dict[str, Tensor]) -> Any:
+        """Return one round of the server's optimiser, made anew as in every round."""
+        factory: Any = self.algorithm.optimizer
+        view = MeanView(std=0.1, clip=1.0, divisor=10.0)
+        return factory(self.algorithm.server_lr, view)(self.weights.clone(), mean, slots)
+
+    def _twice(self, call: Callable[[Tensor, dict[str, Tensor]], Any], mean: Tensor) -> Tensor:
+        """Return what the server makes of a mean and its slots, which change."""
+        # Run twice on equal copies: a step with memory outside of its slots would resume to another model.
+        runs = list[dict[str, Tensor]]()
+        for _ in range(2):
+            slots = {name: value.clone() for name, value in self.slots.items()}
+            result = call(mean.clone(), slots)
+            if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+                raise Fault(f"{type(result).__name__} returned", "(a vector, changed slots)")
+            _check_form(result[0], (self.size,))
+            runs.append({**slots, **result[1], "": result[0]})
+        one, other = runs
+        if one.keys() != other.keys() or not all(equal(value, other[name]) for name, value in one.items()):
+            raise Fault("another result for the same mean and slots", "a function of these, its memory in named slots")
+        mean, self.slots = one.pop(""), one
+        return mean
 
 
 def _run(call: Call, inputs: list[Tensor], size: int) -> tuple[Tensor, bool]:
@@ -232,93 +286,3 @@ def _try_scale(rule: Callable[[Tensor, float], Tensor]) -> None:
             raise Fault("other factors for the same norms", allowed)
         if not factors.any():
             raise Fault("no factor above 0 (negative ones and NaN count as 0)", allowed)
-
-
-def _try_mask(algorithm: Algorithm, form: Form) -> None:
-    """Try the common mask: boolean, of the vector's length, and the same from the same public randomness."""
-    mask: Any = algorithm.mask
-    public = (lambda: _numbers("public update", form.shared)) if algorithm.options.get("public") else None
-    shared, initial = _numbers("w^t", form.shared), _numbers("w^0", form.shared)
-    drawn = list[Tensor]()
-    with _refusing("algorithm.mask", mask, "a mask made of what its view holds"):
-        for _ in range(2):
-            with seeded_torch(0, "trial of pieces"):
-                drawn.append(mask(MaskView(shared.clone(), initial.clone(), stream(0, "trial of a mask"), public)))
-            _check_form(drawn[-1], (form.shared,), torch.bool)
-        if not torch.equal(*drawn):
-            raise Fault("another mask from the same public randomness", "draws from view.generator only")
-
-
-class _Server:
-    """The trial of the server's steps, which see nothing private: only what they return is looked at.
-
-    Its slots at w^0, and what clients receive of them, are looked at when this is made, before any client's piece is.
-    """
-
-    def __init__(self, algorithm: Algorithm, form: Form) -> None:
-        self.algorithm, self.form, self.weights = algorithm, form, _numbers("w^t", form.shared)
-        self.slots: dict[str, Tensor] = {}
-        for index, step in enumerate(algorithm.server):
-            with _refusing(f"algorithm.server[{index}]", step, ON_SERVER):
-                self._add(step)
-        if algorithm.optimizer is not None:
-            with _refusing("algorithm.optimizer", algorithm.optimizer, ON_SERVER):
-                self._check_broadcast(algorithm.optimizer)
-
-    def _add(self, step: ServerStep) -> None:
-        """Add a step's slots to the others'; each has a name of its own."""
-        more = step.initial(self.weights.clone())
-        if taken := more.keys() & {*self.slots, AVERAGE}:
-            raise Fault(f"the slot {min(taken)!r} twice", "a name that no other step and not the released average has")
-        self.slots.update(more)
-        self._check_broadcast(step)
-
-    def _check_broadcast(self, piece: object) -> None:
-        """Check what clients receive of the slots: named in a tuple, of the model's length."""
-        names, size = getattr(piece, "broadcast", ()), self.form.shared
-        # A forgotten comma makes a string of the tuple, whose letters would be taken for names.
-        if isinstance(names, str):
-            raise Fault(f"broadcast = {names!r}", f"a tuple of names: ({names!r},), with the comma")
-        for name in names:
-            if name in self.slots and tuple(self.slots[name].shape) != (size,):
-                raise Fault(f"the broadcast slot {name!r} of shape {tuple(self.slots[name].shape)}", f"({size},)")
-
-    def try_all(self) -> None:
-        """Try the steps in turn, and the method's own optimiser behind them."""
-        method, form = self.algorithm, self.form
-        if method.vectors > 1 and not method.server:
-            problem = f"nothing for messages of {method.vectors} vectors"
-            raise wrong("algorithm.server", problem, "a step for their mean")
-        mean = _numbers("a mean", method.vectors * form.shared)
-        for index, step in enumerate(method.server):
-            with _refusing(f"algorithm.server[{index}]", step, ON_SERVER):
-                mean = self._twice(functools.partial(self._step, step), mean)
-        if method.optimizer is not None:
-            with _refusing("algorithm.optimizer", method.optimizer, ON_SERVER):
-                self._twice(self._optimize, mean)
-
-    def _step(self, step: ServerStep, mean: Tensor, slots: dict[str, Tensor]) -> Any:
-        return step(mean, ServerView(0, 2, 0.1, self.form.tensors, slots, 5.0, 20))
-
-    def _optimize(self, mean: Tensor, slots: dict[str, Tensor]) -> Any:
-        """Return one round of the server's optimiser, made anew as in every round."""
-        factory: Any = self.algorithm.optimizer
-        view = MeanView(std=0.1, clip=1.0, divisor=10.0)
-        return factory(self.algorithm.server_lr, view)(self.weights.clone(), mean, slots)
-
-    def _twice(self, call: Callable[[Tensor, dict[str, Tensor]], Any], mean: Tensor) -> Tensor:
-        """Return what the server makes of a mean and its slots, which change."""
-        # Run twice on equal copies: a step with memory outside of its slots would resume to another model.
-        runs = list[dict[str, Tensor]]()
-        for _ in range(2):
-            slots = {name: value.clone() for name, value in self.slots.items()}
-            result = call(mean.clone(), slots)
-            if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-                raise Fault(f"{type(result).__name__} returned", "(a vector, changed slots)")
-            _check_form(result[0], (self.form.shared,))
-            runs.append({**slots, **result[1], "": result[0]})
-        one, other = runs
-        if one.keys() != other.keys() or not all(equal(value, other[name]) for name, value in one.items()):
-            raise Fault("another result for the same mean and slots", "a function of these, its memory in named slots")
-        mean, self.slots = one.pop(""), one
-        return mean

@@ -88,13 +88,12 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
     if shares.applies(recipe, method):
         return shares.plan_of(recipe, method, clients)
     privacy, cohort = recipe.privacy, recipe.cohort
-    trust = noising.trust_of(recipe, method)
     ballot = votes.account_of(recipe, method) if method.kind == "votes" else None
     plan = build_plan(
         clients=clients, cohort=cohort.size, sampling=cohort.sampling, max_cohort=cohort.max,
-        min_cohort=cohort.min if ballot is None else votes.min_cohort(recipe, trust, clients, ballot.total),
+        min_cohort=cohort.min, colluders=cohort.colluders, draws=None if ballot is None else ballot.total,
         max_participations=cohort.max_participations, rounds=recipe.rounds, noise_multiplier=privacy.noise_multiplier,
-        epsilon=privacy.epsilon, delta=privacy.delta, trust=trust, colluders=cohort.colluders,
+        epsilon=privacy.epsilon, delta=privacy.delta, trust=noising.trust_of(recipe, method),
         accountant=privacy.accountant, noise_cohort=privacy.noise_cohort,
         count_noise=privacy.clipping.count_noise if ballot is None else None,
         adaptive=privacy.clipping.kind == "adaptive" and ballot is None, private=method.private,

@@ -23,8 +23,8 @@ from fedflat.core.checks import one_of, require, users_code, wrong
 from fedflat.core.held import StateWatch
 from fedflat.core.imports import imported
 from fedflat.core.loss import IGNORE, CustomLoss, Objective, squared_by_class
-from fedflat.core.rng import seeded_torch
-from fedflat.data.clients import FederatedData, classes_of, first_above
+from fedflat.core.rng import seeded_torch, stream
+from fedflat.data.clients import FederatedData, classes_of, first_above, made_rows
 from fedflat.data.preparation import Preparation, in_own_units
 from fedflat.engine.evaluate import measured
 from fedflat.engine.job import Metric
@@ -180,21 +180,15 @@ def try_loss(objective: Objective, module: nn.Module, example: Tensor, data: Fed
     with torch.no_grad(), seeded_torch(0, "outputs to try a loss on"):
         shape = copy.deepcopy(module).eval()(example).shape[1:]
         batches = [torch.randn(count, *shape) for count in (TRIED, TRIED - 1)]
-    losses = [_tried(loss, outputs, _made_up(data, len(outputs), objective.task)) for outputs in batches]
-    if not torch.equal(losses[0], _tried(loss, batches[0], _made_up(data, TRIED, objective.task))):
+    _, targets = made_rows(data, TRIED, stream(0, "targets to try a loss on"))
+    targets = targets.round() if objective.task == "multilabel" else targets
+    losses = [_tried(loss, outputs, targets[: len(outputs)]) for outputs in batches]
+    if not torch.equal(losses[0], _tried(loss, batches[0], targets)):
         allowed = "a function without memory and without chance"
         raise wrong("loss", "other numbers for the same examples once others came before", allowed)
     changed = watched.changed(everything=True)
     allowed = "a function that keeps nothing from one call to the next"
     require(changed is None, "loss", f"{changed}, which a call changed", allowed)
-
-
-def _made_up(data: FederatedData, count: int, task: str) -> Tensor:
-    shape = (count, *data.targets.shape[1:])
-    numbers = torch.arange(int(np.prod(shape))).reshape(shape)
-    if task == "multilabel":
-        return (numbers % 2).float()
-    return numbers.float() / 8 if task == "regression" else numbers % max(1, data.classes)
 
 
 def _tried(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ is used instead.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
@@ -24,12 +23,12 @@ from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.audit.bounds import Floats
 from fedflat.config.recipe import Recipe
-from fedflat.core.params import ClientContext, Layout
+from fedflat.core.params import ClientContext
 from fedflat.core.rng import digest, stream
-from fedflat.core.types import Aggregate, Broadcast, Part, RoundState, ServerView
+from fedflat.core.types import Aggregate, Broadcast, RoundState, ServerStep, ServerView
 from fedflat.engine.client import train_client
 from fedflat.engine.job import Job
-from fedflat.engine.problem import Batch, Gradient
+from fedflat.engine.problem import LinearData, LinearProblem
 from fedflat.engine.round import RoundParts, accumulator_of, broadcast_of, finish_round, noisy_sum, select_cohort
 
 TENSORS, ENTRIES, CLIENTS = 16, 12, 3
@@ -55,43 +54,6 @@ class AuditModel(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the logits ``(n, 2)`` of inputs ``(n, 12)``."""
         return self.head(inputs * self.scale * torch.stack(list(self.blocks)).sum(0))  # type: ignore[no-any-return]
-
-
-@dataclass
-class LinearProblem:
-    """A loss linear in the weights; a batch's inputs are its gradient ``(…, D)``."""
-
-    layout: Layout
-
-    def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
-        """Return the constant gradient of one part."""
-        zero = torch.zeros(weights.shape[:-1])
-        return Gradient(batch.inputs[..., self.layout.span(part)].clone(), zero, zero)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """A linear loss has one mode."""
-        yield
-
-
-@dataclass(frozen=True)
-class LinearData:
-    """Data of a client, or a block of clients, whose gradient ``(…, D)`` is the same at every step."""
-
-    slope: Tensor
-
-    def batches(self, phase: int, steps: int) -> Iterator[Batch]:
-        """Yield the same gradient at every step."""
-        for _ in range(steps):
-            yield Batch(self.slope, torch.zeros(0))
-
-    def everything(self) -> Iterator[tuple[Batch, Tensor]]:
-        """Return the one batch, whose share of the data is 1."""
-        yield Batch(self.slope, torch.zeros(0)), torch.ones(1)
-
-    def class_shares(self, classes: int) -> Tensor:
-        """Return all classes alike."""
-        return torch.full((*self.slope.shape[:-1], classes), 1 / classes)
 
 
 @dataclass(frozen=True)
@@ -252,10 +214,10 @@ def side_by_side(neighbours: Neighbours, world: World, key: bytes, copies: int) 
     """Return ``copies`` runs in one call of the real ``finish_round``: ``(copies, width)``."""
     bench = neighbours.bench
     method, mask = bench.parts.algorithm, world.broadcast.mask
-    algorithm = replace(method, server=tuple(_EachStep(step, copies) for step in method.server))
+    steps: Any = tuple(functools.partial(_step_each, step, copies) for step in method.server)
     # The real server optimiser on each of the copies.
     parts = replace(bench.parts, optimizer=lambda view: functools.partial(_vmap, bench.parts.optimizer(view), copies))
-    parts = replace(parts, algorithm=algorithm)
+    parts = replace(parts, algorithm=replace(method, server=steps))
     slots = {name: value.repeat(copies) for name, value in bench.state.slots.items()}
     state = replace(bench.state, shared=bench.state.shared.repeat(copies), slots=slots)
     broadcast = replace(world.broadcast, shared=state.shared, mask=None if mask is None else mask.repeat(copies))
@@ -331,19 +293,9 @@ def _ignore(entry: Mapping[str, Any]) -> None:
     """The audit writes no ledger."""
 
 
-@dataclass(frozen=True)
-class _EachStep:
-    """A real server step on each of ``copies`` copies."""
-
-    step: Any
-    copies: int
-
-    def initial(self, shared: Tensor) -> dict[str, Tensor]:
-        """Only asked before round 0."""
-        return cast(dict[str, Tensor], self.step.initial(shared))
-
-    def __call__(self, mean: Tensor, view: ServerView) -> Stepped:
-        return _vmap(lambda mean, slots: self.step(mean, replace(view, slots=slots)), self.copies, mean, view.slots)
+def _step_each(step: ServerStep, copies: int, mean: Tensor, view: ServerView) -> Stepped:
+    """Return what a real server step makes of each of ``copies`` copies."""
+    return _vmap(lambda mean, slots: step(mean, replace(view, slots=slots)), copies, mean, view.slots)
 
 
 def _vmap(function: Callable[..., Stepped], copies: int, *tensors: Any) -> Stepped:

@@ -134,13 +134,9 @@ def _small(recipe: Recipe, data: FederatedData) -> tuple[Recipe, FederatedData]:
 
 def _noise(job: Job) -> tuple[Floats, list[dict[str, Any]], float]:
     """Return a run's noise on the sums ``(rounds, entries)``, its ledger lines, and what left outside the mask."""
-    recorder, parts = Recorder(), job.parts
-    job.parts = recorder.in_front_of(parts)
-    try:
-        outcome = train(job)
-    finally:
-        job.parts = parts
-    sums = [mean.double() * parts.plan.divisor for mean in recorder.means]
+    recorder = Recorder()
+    outcome = train(replace(job, parts=recorder.in_front_of(job.parts)))
+    sums = [mean.double() * job.parts.plan.divisor for mean in recorder.means]
     masks = [_mask(job, t) for t in range(len(sums))]
     outside = torch.cat([torch.zeros(1), *(total[~mask] for total, mask in zip(sums, masks))])
     inside = [total[mask] for total, mask in zip(sums, masks)]

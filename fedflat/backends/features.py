@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.core.checks import wrong
-from fedflat.core.durable import cache_folder, keep, read_tensors
+from fedflat.core.durable import cache_folder, digest_of, keep, read_tensors
 from fedflat.core.held import StateWatch, global_generators, own_code
 from fedflat.core.identity import identity_of
 from fedflat.core.process import GIB, free_memory, report_progress, using_threads
@@ -178,11 +178,6 @@ def _name(data: FederatedData, module: nn.Module, precision: str) -> str | None:
         plain = {k: v for k, v in vars(layer).items() if isinstance(v, kinds) and k != "training"}
         config = getattr(getattr(layer, "config", None), "to_json_string", str)()
         total.update(f"{sorted(plain.items())!r} {config}".encode())
-    fixed = (p.detach() for p in module.parameters() if not p.requires_grad)
-    for value in (*fixed, *module.buffers(), data.inputs, data.test_inputs):
-        if value is not None:
-            total.update(f"{value.dtype} {tuple(value.shape)}".encode())
-            total.update(np.ascontiguousarray(value.cpu().numpy()).reshape(-1).view(np.uint8).data)
-    for rows in (*data.parts, *data.held_back):  # who shares a batch
-        total.update(f"{len(rows)}".encode() + np.ascontiguousarray(rows, dtype=np.int64).tobytes())
-    return str(total.hexdigest())
+    fixed = {name: p for name, p in module.named_parameters() if not p.requires_grad} | dict(module.named_buffers())
+    total.update(f"{digest_of(fixed)} {data.fingerprint()}".encode())  # of who shares a batch, too
+    return total.hexdigest()

@@ -4,7 +4,8 @@ import contextlib
 import difflib
 import math
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def placed(path: Path) -> str:
     return f"{path}{'' if path.exists() else ', no such file or folder'}"
 
 
-class gather(contextlib.AbstractContextManager["gather"]):
+class gather(AbstractContextManager["gather"]):
     """Collect what is wrong in several places, so that one answer names all of it.
 
     >>> faults: list[InputError] = []
@@ -85,8 +86,26 @@ class gather(contextlib.AbstractContextManager["gather"]):
             raise error
 
 
+Kinds = type[Exception] | tuple[type[Exception], ...]
+
+
 @contextlib.contextmanager
-def reading(where: object, found: str, allowed: str) -> Iterator[None]:
+def becoming(make: Callable[[Any], Exception], kinds: Kinds = Exception, left: Kinds = ()) -> Iterator[None]:
+    """Inside the block, raise what ``make`` makes of an error of these kinds in its place. left: kinds that stay."""
+    try:
+        yield
+    except left:
+        raise
+    except kinds as cause:
+        raise make(cause) from cause
+
+
+def turning(kinds: Kinds, error: Exception) -> AbstractContextManager[None]:
+    """Inside the block, raise ``error`` in the place of what is of these kinds."""
+    return becoming(lambda cause: error, kinds)
+
+
+def reading(where: object, found: str, allowed: str) -> AbstractContextManager[None]:
     """Turn what a file that is missing or damaged raises inside the block into the one error sentence.
 
     >>> with reading("task.json", "no task", "what fedflat deploy wrote"):
@@ -94,26 +113,21 @@ def reading(where: object, found: str, allowed: str) -> Iterator[None]:
     Traceback (most recent call last):
     fedflat.core.checks.InputError: task.json: found no task (without 'form'); allowed: what fedflat deploy wrote.
     """
-    try:
-        yield
-    except InputError:
-        raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+
+    def sentence(error: Exception) -> InputError:
         why = f"without {error}" if isinstance(error, KeyError) else str(error)
-        raise wrong(str(where), f"{found} ({why})", allowed) from error
+        return wrong(str(where), f"{found} ({why})", allowed)
+
+    damage = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+    return becoming(sentence, damage, left=InputError)
 
 
-@contextlib.contextmanager
-def making(where: str, place: object, allowed: str = "a folder you may write to") -> Iterator[None]:
+def making(where: str, place: object, allowed: str = "a folder you may write to") -> AbstractContextManager[None]:
     """Turn what a disk refuses inside the block into the one error sentence on a place that the user gave."""
-    try:
-        yield
-    except OSError as error:
-        raise wrong(where, f"{place} ({error.strerror})", allowed) from error
+    return becoming(lambda error: wrong(where, f"{place} ({error.strerror})", allowed), OSError)
 
 
-@contextlib.contextmanager
-def writing(path: Path, failed: str = "cannot be written", then: str = "") -> Iterator[None]:
+def writing(path: Path, failed: str = "cannot be written", then: str = "") -> AbstractContextManager[None]:
     """Turn what a disk refuses inside the block into one sentence, a RunError. then: what follows from it.
 
     >>> with writing(Path("ledger"), then="nothing was released"):
@@ -121,14 +135,10 @@ def writing(path: Path, failed: str = "cannot be written", then: str = "") -> It
     Traceback (most recent call last):
     fedflat.core.checks.RunError: ledger: cannot be written (No space left on device); nothing was released
     """
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"{path}: {failed} ({error.strerror})" + (then and f"; {then}")) from error
+    return becoming(lambda error: RunError(f"{path}: {failed} ({error.strerror})" + (then and f"; {then}")), OSError)
 
 
-@contextlib.contextmanager
-def users_code(where: str, allowed: str, during: str = "in a trial", hint: str = "") -> Iterator[None]:
+def users_code(where: str, allowed: str, during: str = "in a trial", hint: str = "") -> AbstractContextManager[None]:
     """Let a user's code run, which may fail in its own way: what it raises becomes the one error sentence.
 
     >>> with users_code("loss", "a function that runs"):
@@ -136,27 +146,17 @@ def users_code(where: str, allowed: str, during: str = "in a trial", hint: str =
     Traceback (most recent call last):
     fedflat.core.checks.InputError: loss: found KeyError in a trial ('a'); allowed: a function that runs.
     """
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise wrong(where, f"{type(error).__name__} {during} ({first_line(error)})", allowed, hint=hint) from error
+
+    def sentence(error: Exception) -> InputError:
+        return wrong(where, f"{type(error).__name__} {during} ({first_line(error)})", allowed, hint=hint)
+
+    return becoming(sentence, left=InputError)
 
 
 def insist(holds: bool, error: Exception) -> None:
     """Raise an error unless a condition holds."""
     if not holds:
         raise error
-
-
-@contextlib.contextmanager
-def turning(kinds: type[Exception] | tuple[type[Exception], ...], error: Exception) -> Iterator[None]:
-    """Inside the block, raise ``error`` in the place of what is of these kinds."""
-    try:
-        yield
-    except kinds as cause:
-        raise error from cause
 
 
 def first_line(error: BaseException) -> str:

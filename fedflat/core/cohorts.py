@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, one_of, require, whole, wrong
-from fedflat.core.rng import digest, stream
+from fedflat.core.rng import NO_GENERATOR, digest, stream
 from fedflat.core.types import Sampler
 
 Ids = NDArray[np.int64]
@@ -264,13 +264,9 @@ class FromRound(Fixed):
 
     name = "round-number"
 
-    def public_generator(self, round: int) -> np.random.Generator:
-        """Return what a round's cohort is drawn from, instead of the secret stream."""
-        return stream(0, "published cohort", round)
-
     def select_at(self, round: int, generator: np.random.Generator) -> Ids:
-        """Return the cohort of a round, of which nothing is secret."""
-        return self.select(self.public_generator(round))
+        """Return the cohort of a round, of which nothing is secret: the generator is not used."""
+        return self.select(stream(0, "published cohort", round))
 
     def busiest(self, rounds: int) -> int:
         """Return in how many of the first ``rounds`` rounds the busiest client takes part."""
@@ -286,7 +282,7 @@ def _busiest(sampler: FromRound, rounds: int) -> tuple[int, ...]:
     """Return the busiest client's count after each of ``rounds`` rounds; kept, as a run asks after every round."""
     counts, highest = np.zeros(sampler.clients, dtype=np.int64), []
     for round in range(rounds):
-        counts[sampler.select(sampler.public_generator(round))] += 1
+        counts[sampler.select_at(round, NO_GENERATOR)] += 1
         highest.append(int(counts.max()))
     return tuple(highest)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fedflat.core.checks import turning
 from fedflat.core.imports import DIGEST
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), enum.Enum, PurePath)
@@ -158,10 +159,8 @@ def _function(value: types.FunctionType, total: Any, walk: Any) -> None:
     _walk_all((value.__code__, value.__defaults__, value.__kwdefaults__), walk)
     if vars(value):
         walk(vars(value))
-    try:
+    with turning(ValueError, _Unknown()):  # a name that is not bound yet
         inside = [cell.cell_contents for cell in value.__closure__ or ()]
-    except ValueError as error:  # a name that is not bound yet
-        raise _Unknown from error
     _walk_all(inside, walk)
     names = sorted(names_in(value.__code__))
     for name in names:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedflat.core.checks import InputError, RunError, nearest, require, wrong
+from fedflat.core.checks import InputError, RunError, becoming, nearest, require, wrong
 from fedflat.core.process import set_meanwhile
 
 USER_FILES = "fedflat_user_"
@@ -67,21 +67,17 @@ def calling(where: str) -> Iterator[None]:
 
 
 def _package(where: str, name: str) -> ModuleType:
-    try:
+    allowed = "package.module:callable"
+    with becoming(lambda error: wrong(where, f"no importable module {name} ({error})", allowed), ImportError):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise wrong(where, f"no importable module {name} ({error})", "package.module:callable") from error
 
 
 def _file(where: str, path: Path) -> ModuleType:
     here = "" if path.is_absolute() else f" in {Path.cwd()}"
     require(path.is_file(), where, f"no file {path}{here}", "path/to/file.py:callable")
-    try:
+    failed = f"while reading {path}"
+    with becoming(lambda e: wrong(where, f"{type(e).__name__} {failed} ({e})", "a Python file"), left=InputError):
         return _module_of(str(path.resolve()), importlib.util.decode_source(path.read_bytes()))
-    except InputError:
-        raise
-    except Exception as error:
-        raise wrong(where, f"{type(error).__name__} while reading {path} ({error})", "a Python file") from error
 
 
 def _module_of(place: str, text: str) -> ModuleType:

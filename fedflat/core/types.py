@@ -418,7 +418,7 @@ class Mechanism:
     ahead = False
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """Return the noise ``(d,)`` on the sum, for the L2 bound the clip reports."""
+        """Return the noise ``(d,)`` on the sum, for the L2 bound the clip reports; asked of no ``exact`` mechanism."""
         raise NotImplementedError
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
 
-from fedflat.core.checks import RunError, first_line, require, wrong
+from fedflat.core.checks import RunError, becoming, first_line, require, wrong
 from fedflat.core.loss import Objective
 from fedflat.core.params import Layout, at_fault, flatten, usable
 from fedflat.core.process import CRASHES, set_meanwhile
@@ -126,11 +126,9 @@ def placed(data: FederatedData, device: torch.device) -> FederatedData:
         return data
     names = ("inputs", "targets", "test_inputs", "test_targets")
     tensors = {name: value for name in names if (value := getattr(data, name)) is not None}
-    try:
+    failed = f"engine.device: {sum(t.nbytes for t in tensors.values()) / 2**30:.1f} GiB of data do not go on {device}"
+    with becoming(lambda error: RunError(f"{failed}: {error}"), RuntimeError):
         return replace(data, **{name: value.to(device) for name, value in tensors.items()})
-    except RuntimeError as error:
-        size = sum(value.nbytes for value in tensors.values()) / 2**30
-        raise RunError(f"engine.device: {size:.1f} GiB of data do not go on {device}: {error}") from error
 
 
 def sent(broadcast: Broadcast, device: torch.device) -> Broadcast:

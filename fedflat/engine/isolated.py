@@ -7,7 +7,6 @@ is made up, and a draw from a global generator is an error. Python that would fo
 ``.item()``, ``view.generator``) is refused by torch or here; such a piece's clients are trained one by one.
 """
 
-import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,12 +17,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fedflat.core.checks import InputError
+from fedflat.core.checks import InputError, becoming
 from fedflat.core.held import global_generators
-from fedflat.core.params import Layout
-from fedflat.core.types import Algorithm, ClientView, GradientFn, Local, broadcast_by
-from fedflat.engine.client import steps_of
+from fedflat.core.params import ClientContext, Layout
+from fedflat.core.types import Algorithm, Broadcast, ClientView, GradientFn, Local, broadcast_by
+from fedflat.engine.client import steps_of, train_client
 from fedflat.engine.factored import Declined
+from fedflat.engine.problem import LinearData, LinearProblem
 
 Ask = Callable[[str, int, Tensor], Tensor]
 """What a piece asks of the engine: a name, a number of classes (or 0), and a tensor ``(n, …)`` -> ``(n, …)``."""
@@ -249,13 +249,9 @@ def _recorded(
         return call(tensors, vectors, _Closed(), ask)
 
     before = global_generators()
-    try:
-        with recorder:
-            outcome = torch.func.vmap(one, randomness="error")(samples, token)
-    except Refused:
-        raise
-    except Exception as error:  # torch's own refusals have no type of their own
-        raise Refused(_in_words(error)) from error
+    # Torch's own refusals have no type of their own.
+    with becoming(lambda error: Refused(_in_words(error)), left=Refused), recorder:
+        outcome = torch.func.vmap(one, randomness="error")(samples, token)
     if global_generators() != before:
         raise Refused("draws from a global generator")
     result = recorder.slot(outcome)
@@ -342,10 +338,8 @@ class Isolated:
                     seen = replace(view, state=state, broadcast=vectors, generator=generator)
                     return call(values[: len(tensors)], seen, ask)
 
-                try:
+                with becoming(lambda error: Refused(f"{self.name}: {called(self.piece)} {error}"), Refused):
                     recording = record(inner, block, view.broadcast, check=shapes not in self._checked)
-                except Refused as error:
-                    raise Refused(f"{self.name}: {called(self.piece)} {error}") from error
                 # Learning rates change each round; old recordings would only pile up.
                 if len(self._recordings) >= KEPT:
                     self._recordings.clear()
@@ -415,6 +409,8 @@ def packaged(*pieces: Any) -> bool:
 def isolated(algorithm: Algorithm, layout: Layout, local: Local) -> Algorithm:
     """Return the method with each piece of a user's own by its recordings. Raises Refused, naming the piece and why."""
     names = {id(piece): name for name, piece in pieces_of(algorithm)}
+    if packaged(*(piece for _, piece in pieces_of(algorithm))):
+        return algorithm
 
     def of(kind: Callable[[Any, str], Any], piece: Any) -> Any:
         return piece if packaged(piece) else kind(piece, names[id(piece)])
@@ -435,22 +431,12 @@ def pieces_of(algorithm: Algorithm) -> list[tuple[str, Any]]:
 
 
 def _try(algorithm: Algorithm, layout: Layout, local: Local) -> None:
-    """Call every recorded piece once, on zeros in the form of two clients."""
+    """Let two clients whose loss is flat take a step of each phase, which records every piece."""
     vectors = {name: torch.zeros(layout.dimension) for name in broadcast_by((*algorithm.server, algorithm.optimizer))}
-    state = {s.name: torch.zeros(2, layout.dimension) for s in algorithm.client_state}
-    update, tensors = torch.zeros(2, layout.dimension), layout.tensors("shared")
-    phases = {id(phase.rule): phase for phase in algorithm.phases}
-    view = ClientView(steps=steps_of(algorithm.shared_phase, local), lr=0.1, broadcast=vectors, state=state)
-    for _, piece in pieces_of(algorithm):
-        if isinstance(piece, IsolatedRule):
-            phase = phases[id(piece)]
-            span, seen = layout.span(phase.part), replace(view, steps=steps_of(phase, local), clip=1.0)
-            seen = replace(seen, broadcast={}, state={}) if phase.part == "personal" else seen
-            w, shares = torch.zeros(2, span.stop - span.start), lambda k: torch.full((2, k), 1 / k)
-            piece(lambda at: at, replace(seen, start=w, tensors=tensors, shares=shares))(w)
-        elif isinstance(piece, IsolatedTransform):
-            examples = functools.partial(torch.ones, 2, 1)
-            piece(update, replace(view, tensors=tensors, gradient=update.clone, examples=examples))
-        elif isinstance(piece, IsolatedState):
-            one = {key: value[0] for key, value in state.items()}
-            piece(torch.zeros(algorithm.vectors * layout.dimension), replace(view, state=one))
+    states = {state.name: torch.zeros(2, layout.dimension) for state in algorithm.client_state}
+    broadcast, weights = Broadcast(0, torch.zeros(layout.dimension), 1.0, 1.0, vectors), torch.zeros(2, layout.size)
+    data, context = LinearData(torch.zeros(2, 1).expand_as(weights), most=1), ClientContext(states)
+    sent = train_client(algorithm, LinearProblem(layout), broadcast, local, data, weights, context).message
+    one, steps = {name: state[0] for name, state in states.items()}, steps_of(algorithm.shared_phase, local)
+    for state in algorithm.client_state:
+        state.next(sent[0], ClientView(steps=steps, lr=local.lr, broadcast=vectors, state=one))

@@ -237,6 +237,44 @@ class BlockProblem(ModuleProblem):
         return weighted_mean(losses, weights), weighted_mean(right, weights)
 
 
+@dataclass
+class LinearProblem:
+    """A loss linear in the weights; a batch's inputs are its gradient ``(…, D)``."""
+
+    layout: Layout
+
+    def gradient(self, weights: Tensor, part: Part, batch: Batch) -> Gradient:
+        """Return the constant gradient of one part."""
+        zero = torch.zeros(weights.shape[:-1])
+        return Gradient(batch.inputs[..., self.layout.span(part)].clone(), zero, zero)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A linear loss has one mode."""
+        yield
+
+
+@dataclass(frozen=True)
+class LinearData:
+    """Data of a client, or a block of clients, whose gradient ``(…, D)`` is the same at every step."""
+
+    slope: Tensor
+    most: int | None = None
+
+    def batches(self, phase: int, steps: int) -> Iterator[Batch]:
+        """Yield the same gradient at every step, of which there are ``most`` at most."""
+        for _ in range(steps)[: self.most]:
+            yield Batch(self.slope, torch.zeros(0))
+
+    def everything(self) -> Iterator[tuple[Batch, Tensor]]:
+        """Return the one batch, whose share of the data is 1."""
+        yield Batch(self.slope, torch.zeros(0)), torch.ones(1)
+
+    def class_shares(self, classes: int) -> Tensor:
+        """Return all classes alike."""
+        return torch.full((*self.slope.shape[:-1], classes), 1 / classes)
+
+
 def layers_in(precision: str, inputs: Tensor) -> AbstractContextManager[object]:
     """Inside, layers compute in ``precision`` fp32 or bf16; their parameters stay as they are."""
     if precision == "fp32":

@@ -17,7 +17,7 @@ from fedflat.core.checks import RunError, counted, wrong
 from fedflat.core.durable import digest_of
 from fedflat.core.params import Layout, PersonalState
 from fedflat.core.process import in_background, stop_signal
-from fedflat.core.types import AVERAGE, Broadcast, RoundState
+from fedflat.core.types import AVERAGE, RoundState
 from fedflat.engine import evaluate
 from fedflat.engine.device import exact
 from fedflat.engine.job import Job, MemoryLedger, OnRound, Outcome, RoundResult, Start, charge_remaining_rounds
@@ -58,11 +58,9 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
                 seen = peeked and not stop_signal()
                 break
             turn = _Round(job, state, charge_drawn(job, ledger, state.round))
-            for cohort, broadcast in turn.cohorts():
-                turn.evaluate(cohort, heads)
+            for cohort, reduced in turn.draws(heads):
                 # The back end maps, the round reduces: here, so that a step's gradient is one frame less away.
-                reduced = turn.sum_of(broadcast, heads)
-                for part in job.backend.train(cohort, broadcast, heads, reduced.clipped):
+                for part in job.backend.train(cohort, reduced.broadcast, heads, reduced.clipped):
                     reduced.add(part)
             state, released, hidden = turn.finish(heads, ledger, saved)
             if state.round <= before + 1:
@@ -128,28 +126,20 @@ class _Round:
         self.unit = _noise_ahead(job, state.round)
         self.scores: np.ndarray | None = None
 
-    def cohorts(self) -> Iterator[tuple[np.ndarray, Broadcast]]:
-        """Yield the secret cohort of each draw of the round, and what its clients receive."""
+    def draws(self, heads: PersonalState) -> Iterator[tuple[np.ndarray, RoundSum]]:
+        """Yield the secret cohort of each draw, and what adds up its messages; in it, what its clients receive."""
         job, parts = self.job, self.job.parts
         for draw in parts.plan.draws(self.state.round):
             chosen = select_cohort(parts, job.key, draw) if job.check_ins is None else job.check_ins(self.state)
             cohort, self.state = within_cap(parts, self.state, chosen)
             self.left_out += len(chosen) - len(cohort)
             self.clock("cohort and broadcast")
-            yield cohort, replace(self.broadcast, draw=draw)
+            if parts.plan.evaluation is not None:  # of the model that the round begins with
+                weights = torch.cat([self.state.shared, heads.first])
+                self.scores = evaluate.cohort_scores(job.problem, job.data, weights, cohort.tolist())
+            broadcast = replace(self.broadcast, draw=draw)
+            yield cohort, RoundSum(parts.algorithm, parts.local, broadcast, self.accumulator.of(draw), heads)
             self.clock("local training, clip and sum")
-
-    def evaluate(self, cohort: np.ndarray, heads: PersonalState) -> None:
-        """Measure the model that the round begins with on what its cohort holds back, if the plan pays for it."""
-        job = self.job
-        if job.parts.plan.evaluation is not None:
-            weights = torch.cat([self.state.shared, heads.first])
-            self.scores = evaluate.cohort_scores(job.problem, job.data, weights, cohort.tolist())
-
-    def sum_of(self, broadcast: Broadcast, heads: PersonalState) -> RoundSum:
-        """Return what adds up the messages of one draw's cohort."""
-        parts = self.job.parts
-        return RoundSum(parts.algorithm, parts.local, broadcast, self.accumulator.of(broadcast.draw), heads)
 
     def finish(
         self, heads: PersonalState, ledger: Ledger, saved: Callable[[], object]

@@ -209,11 +209,11 @@ def of_model(
     measurement["examples"], measurement["curvature_examples"] = len(model.inputs), len(fewer[0])
     pair = surfaces.directions(weights, layout, settings.seed, settings.directions)
     steps = surfaces.steps_of(settings.points, settings.span)
-    measurement["line"] = _grid(surfaces.surface(objective, weights, pair[:1], steps))
+    measurement["line"] = surfaces.surface(objective, weights, pair[:1], steps)
     noisy = surfaces.robustness(objective, weights, layout, settings.seed, settings.noise, settings.draws)
-    measurement["noise"] = _grid(noisy, "levels")
+    measurement["noise"] = noisy
     middle = len(settings.noise) // 2
-    noise_loss, noise_accuracy = (float(values[middle].mean()) for values in (noisy.loss, noisy.accuracy))
+    noise_loss, noise_accuracy = (float(np.mean(noisy[key][middle])) for key in ("loss", "accuracy"))
     curved, details = _curved(part, weights, layout, settings)
     scalars = {
         "loss": loss, "accuracy": accuracy, "norm": float(torch.linalg.vector_norm(weights)),
@@ -222,7 +222,7 @@ def of_model(
     measurement["numbers"] = {key: (scalars | curved)[key] for key in NUMBERS}
     measurement |= details
     if with_surface:
-        measurement["surface"] = _grid(surfaces.surface(objective, weights, pair, steps, on_points))
+        measurement["surface"] = surfaces.surface(objective, weights, pair, steps, on_points)
     return measurement | {"seconds": time.perf_counter() - began}
 
 
@@ -235,10 +235,6 @@ def _curved(part: Objective, weights: Tensor, layout: Layout, settings: Settings
     scalars = {"eigenvalue": spectrum["top"][0], "trace": trace["mean"]}
     scalars |= {key: sharp[key] for key in ("one_step", "ascent")}
     return scalars, {"spectrum": spectrum, "trace": trace, "sharpness": sharp}
-
-
-def _grid(grid: surfaces.Grid, steps: str = "steps") -> Numbers:
-    return {steps: grid.steps.tolist(), "loss": grid.loss.tolist(), "accuracy": grid.accuracy.tolist()}
 
 
 def _compare_with_record(measurement: Numbers, run: Run, model: Model, settings: Settings, notes: list[str]) -> None:

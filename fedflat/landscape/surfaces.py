@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,19 +13,6 @@ from fedflat.core.checks import in_range, whole
 from fedflat.core.params import Layout
 from fedflat.core.rng import stream
 from fedflat.landscape.objective import Objective, Points
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Loss and accuracy over ``steps`` ``(P,)`` along one direction ``(P,)``, or along two ``(P, P)``.
-
-    Row i, column j of a surface is the point ``w + steps[i]·d_1 + steps[j]·d_2``. Under weight noise the steps are its
-    sizes relative to the weights, and loss and accuracy have a column for each draw.
-    """
-
-    steps: np.ndarray
-    loss: np.ndarray
-    accuracy: np.ndarray
 
 
 def raw_direction(layout: Layout, seed: int, index: int) -> Tensor:
@@ -67,12 +53,15 @@ def steps_of(points: int, span: float) -> np.ndarray:
 def surface(
     objective: Objective, weights: Tensor, along: Tensor, steps: np.ndarray,
     on_points: Callable[[int], None] | None = None,
-) -> Grid:  # fmt: skip
-    """Return the loss and accuracy over the line or the plane of one or two directions ``(k, D)``."""
+) -> dict[str, Any]:  # fmt: skip
+    """Return the loss and accuracy over ``steps`` ``(P,)`` along one direction, ``(P,)``, or two, ``(P, P)``.
+
+    Row i, column j of a surface is the point ``w + steps[i]·along[0] + steps[j]·along[1]``.
+    """
     axes = np.meshgrid(*[steps] * len(along), indexing="ij")
     coefficients = torch.from_numpy(np.stack(axes, axis=-1).reshape(-1, len(along)))
     values = objective.values(Points(weights, along, coefficients), on_points).reshape(*axes[0].shape, 2)
-    return Grid(steps, values[..., 0], values[..., 1])
+    return {"steps": steps.tolist(), "loss": values[..., 0].tolist(), "accuracy": values[..., 1].tolist()}
 
 
 Product = Callable[[Tensor], Tensor]
@@ -166,9 +155,9 @@ def noise_scale(weights: Tensor, layout: Layout) -> Tensor:
 
 def robustness(
     objective: Objective, weights: Tensor, layout: Layout, seed: int, levels: Sequence[float], draws: int = 10
-) -> Grid:
-    """Return the loss and accuracy at ``w + r·s∘z``, z standard normal, s :func:`noise_scale`, for every relative size
-    r.
+) -> dict[str, Any]:
+    """Return the loss and accuracy at ``w + r·s∘z``, z standard normal, s :func:`noise_scale`: a row for every relative
+    size r of ``levels``, a column for each draw.
 
     A draw is the same z at every size and for every run that is compared.
     """
@@ -178,4 +167,4 @@ def robustness(
     for draw in range(draws):
         z = torch.from_numpy(stream(seed, "weight noise", draw).standard_normal(layout.size, dtype=np.float32))
         values[:, draw] = objective.values(Points(weights, (scale * z)[None], torch.from_numpy(sizes)[:, None]))
-    return Grid(sizes, values[..., 0], values[..., 1])
+    return {"levels": sizes.tolist(), "loss": values[..., 0].tolist(), "accuracy": values[..., 1].tolist()}

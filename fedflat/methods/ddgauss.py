@@ -7,7 +7,7 @@ aggregation does); the server calls `decode`. The ε is in `fedflat.privacy.acco
 import hashlib
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -177,10 +177,6 @@ class SharedDiscreteNoise(Mechanism):
         total = np.zeros(self.mechanism.padded, dtype=np.int64) if aggregate.exact is None else aggregate.exact
         noisy = self.mechanism.top_up(total, self.shares, self._source(key, "noise", broadcast.round))
         return self.mechanism.decode(noisy, self._signs(broadcast))
-
-    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """Return the noise alone, as `release` draws it, float32 `(d,)`."""
-        return self.release(key, broadcast, replace(aggregate, exact=None), bound)
 
     def _signs(self, broadcast: Broadcast) -> Floats:
         return self.mechanism.signs(stream(self.seed, "rotation", broadcast.round))

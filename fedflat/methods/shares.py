@@ -59,16 +59,6 @@ class NoiseShares(Mechanism):
         """Return what the clients' shares came to ``(d,)``."""
         return aggregate.noise  # type: ignore[attr-defined, no-any-return]
 
-    def share(self, threshold: float) -> float:
-        """Return the std of one client's noise at its threshold."""
-        return self.std(threshold) / math.sqrt(self.clients)
-
-    def surplus_steps(self, examples: int) -> int:
-        """K − K_i: by how many re-added steps a client differs from the public K; 0 without re-added direction."""
-        if self.beta is None or self.local is None:
-            return 0
-        return self.local.steps - self.local.steps_for(examples)
-
 
 class SharesAccumulator(Accumulator):
     """Clips, adds each message's noise share, masks and weights it; signal and noise are summed apart."""
@@ -105,7 +95,8 @@ class SharesAccumulator(Accumulator):
         """N(0, share²) float64 ``(d,)`` from a stream of the client's place in the cohort."""
         generator = stream(self.key, "noise share", self.broadcast.round, self._drawn)
         self._drawn += 1
-        drawn = torch.from_numpy(generator.standard_normal(self.dimension)) * self.shares.share(threshold)
+        std = self.shares.std(threshold) / math.sqrt(self.shares.clients)
+        drawn = torch.from_numpy(generator.standard_normal(self.dimension)) * std
         return drawn if self.broadcast.mask is None else drawn * self.broadcast.mask
 
     def _mask(self, noised: Tensor) -> Tensor:
@@ -115,11 +106,12 @@ class SharesAccumulator(Accumulator):
         return (self.shares.mask(noised, ClientView(steps=0, lr=0.0, tensors=self.tensors)) != 0).to(noised)
 
     def _surplus(self, size: int) -> Tensor:
-        """(1−β)(K − K_i)·η·g̃: what the server step's common K leaves over."""
-        steps, direction = self.shares.surplus_steps(size), self.broadcast.vectors.get("direction")
-        if not steps or direction is None or self.shares.local is None or self.shares.beta is None:
+        """(1−β)(K − K_i)·η·g̃: what the server step's common K leaves over; zero without re-added direction."""
+        local, beta, direction = self.shares.local, self.shares.beta, self.broadcast.vectors.get("direction")
+        if local is None or beta is None or direction is None:
             return torch.zeros_like(self.total)
-        return (1 - self.shares.beta) * steps * (self.shares.local.lr * self.broadcast.rate) * direction.double()
+        steps = local.steps - local.steps_for(size)
+        return (1 - beta) * steps * (local.lr * self.broadcast.rate) * direction.double()
 
     def result(self) -> NoisedAggregate:
         """Return the aggregate so far, with its noise."""

@@ -6,9 +6,8 @@ Q·V one-hot votes (Q labels of one cohort draw, V classes), and a round may hol
 
 import functools
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,7 @@ from torch.nn import functional as F
 
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import ServerSection
-from fedflat.core.checks import RunError, require, wrong
-from fedflat.core.cohorts import make_sampler
+from fedflat.core.checks import RunError, becoming, require, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Local, Mechanism, ServerView
@@ -32,9 +30,8 @@ from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Accumulator, Clipped, Part, Trained
 from fedflat.methods.noise import trust_of
 from fedflat.methods.plans import VotesPlan
+from fedflat.pieces.clipping import NormClip, norms_of
 from fedflat.pieces.mechanisms import GaussianNoise, gaussian
-from fedflat.privacy.accounting.epsilon import default_delta
-from fedflat.privacy.trust import default_min_cohort
 
 NO_LABEL = -1
 CACHE_BYTES = 256 * 2**20
@@ -42,7 +39,7 @@ _PIECE = 500
 
 
 @dataclass(frozen=True)
-class VoteClip(Clip):
+class VoteClip(NormClip):
     """Bounds a message of votes by √Q, its declared norm; one with a negative entry is no vote and counts as zero.
 
     Two non-negative messages of norm ≤ √Q differ by at most √(2Q): the sensitivity under replace-one.
@@ -52,10 +49,8 @@ class VoteClip(Clip):
 
     def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
         """Messages ``(n, Q·V)`` -> norms ``(n,)`` before the clip (inf where it is no vote), factors ``(n,)``."""
-        norms = torch.linalg.vector_norm(messages, dim=-1, dtype=torch.float64)
-        valid = torch.isfinite(norms) & (messages >= 0).all(-1)
-        factors = (threshold / norms.clamp_min(1e-300)).clamp(max=1.0)
-        return torch.where(valid, norms, math.inf), torch.where(valid, factors, torch.zeros_like(factors))
+        norms = torch.where((messages >= 0).all(-1), norms_of(messages), math.inf)
+        return norms, self.scale(norms, threshold)
 
 
 @dataclass(frozen=True)
@@ -127,6 +122,8 @@ class Voters:
     What is kept of a client is one class number per query, at most ``limit`` bytes over all clients; the client drawn
     longest ago goes first, and is trained again (to the same bits) if it is drawn again. Clients train one by one, so
     that a client's answers depend on nobody else's data, nor on where a run was resumed.
+
+    answers: client -> its class ``(queries,)`` for every public example, and facts of its training.
     """
 
     problem: ModuleProblem
@@ -139,8 +136,11 @@ class Voters:
     classes: int
     limit: int = CACHE_BYTES
     name: str = "sequential"
-    trained: int = 0
-    _answers: OrderedDict[int, tuple[Tensor, Mapping[str, Tensor]]] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self._kind = torch.uint8 if self.classes <= 256 else torch.int32
+        size = max(1, len(self.queries) * self._kind.itemsize)
+        self.answers = functools.lru_cache(max(1, self.limit // size))(self._train)
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Give the votes of a draw's cohort (sorted ids) on the Q queries of that draw."""
@@ -155,31 +155,18 @@ class Voters:
             stats = {name: torch.stack([fact[name] for fact in facts]) for name in facts[0]}
             yield Trained(votes, sizes[sizes > 0].tolist(), facts=stats)
 
-    def answers(self, client: int) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return a client's class ``(queries,)`` for every public example, and facts of its training."""
-        # Taken out and put back: the order of the dictionary is that of last use.
-        answer = self._answers.pop(client, None) or self._train(client)
-        self._answers[client] = answer
-        while len(self._answers) > max(1, self.limit // max(1, answer[0].nbytes)):
-            self._answers.popitem(last=False)
-        return answer
-
     def _train(self, client: int) -> tuple[Tensor, Mapping[str, Tensor]]:
         rows, weights = self.data.parts[client], self.first.to(self.problem.device, copy=True)
         local_data = ClientBatches(self.data, client, Order(self.seed, 0, self.local.batch_size), rows)
-        try:
-            with seeded_torch(self.seed, "dropout", 0, client):
-                result = _fit(self.problem, self.local, local_data, weights)
-        except RuntimeError as error:
-            raise RunError(f"client {client}, local training: {error}") from error
-        self.trained += 1
+        failed = becoming(lambda error: RunError(f"client {client}, local training: {error}"), RuntimeError)
+        with failed, seeded_torch(self.seed, "dropout", 0, client):
+            result = _fit(self.problem, self.local, local_data, weights)
         return self._predict(weights), {"train_loss": result.loss.cpu(), "train_accuracy": result.accuracy.cpu()}
 
     def _predict(self, weights: Tensor) -> Tensor:
         self.problem.bind(weights)
-        kind = torch.uint8 if self.classes <= 256 else torch.int32
         with self.problem.evaluating(), torch.no_grad():
-            pieces = [self.problem.module(x).argmax(-1).to(kind) for x in torch.split(self.queries, _PIECE)]
+            pieces = [self.problem.module(x).argmax(-1).to(self._kind) for x in torch.split(self.queries, _PIECE)]
         return torch.cat(pieces).cpu()
 
 
@@ -269,18 +256,6 @@ def account_of(recipe: Recipe, method: Algorithm) -> VotesPlan:
     # Under local trust a ballot is always there, so a neighbour changes it.
     replaced = recipe.cohort.sampling == "fixed" or trust_of(recipe, method) == "local"
     return VotesPlan(labels, queries // labels, "replace-one" if replaced else "add-remove")
-
-
-def min_cohort(recipe: Recipe, trust: str, clients: int, draws: int) -> int | None:
-    """Return the minimum cohort of trust distributed; by default the largest whose aborts, over all draws, cost ≤
-    δ/100.
-    """
-    cohort, privacy = recipe.cohort, recipe.privacy
-    if trust != "distributed" or cohort.min is not None:
-        return cohort.min
-    sampler = make_sampler(cohort.sampling, clients, cohort.size, cohort.max)
-    delta = default_delta(clients) if privacy.delta is None else privacy.delta
-    return default_min_cohort(sampler, draws, delta, cohort.colluders)
 
 
 def split(

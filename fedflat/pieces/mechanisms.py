@@ -13,7 +13,7 @@ shares is no function of the sum of continuous shares; use the distributed discr
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -211,10 +211,6 @@ class GridNoise(Mechanism):
         grid = self.grid(bound, aggregate.total.numel())
         exact = np.zeros(grid.dimension, dtype=np.int64) if aggregate.exact is None else aggregate.exact
         return grid.to_float(exact + self._steps(key, broadcast, aggregate.count, grid))
-
-    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """Return the noise alone, as `release` draws it, float32 `(d,)`."""
-        return self.release(key, broadcast, replace(aggregate, exact=None), bound)
 
     def _steps(self, key: bytes, broadcast: Broadcast, count: int, grid: GridGaussian) -> Integers:
         """Return the noise in grid steps, confined to the common mask if there is one (it never depends on the round's

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import in_range
-from fedflat.core.types import ClientState, ClientView, GradientFn, MeanView, Optimizer, ServerStep, ServerView
+from fedflat.core.types import ClientView, GradientFn, MeanView, Optimizer, ServerStep, ServerView
 
 CONTROL = "control"
 
@@ -93,15 +93,6 @@ class ServerControl(ServerStep):
         return update, {CONTROL: view.slots[CONTROL] + view.cohort / view.clients * self.scale * change}
 
 
-def client_control(scale: float) -> ClientState:
-    """Return the client state of DP-SCAFFOLD: the control variate c_i ``(d,)``, zero at first. scale: b > 0.
-
-    >>> client_control(2.0).name
-    'control'
-    """
-    return ClientState(CONTROL, ClientControl(scale))
-
-
 MEMORY = "memory"
 
 
@@ -145,15 +136,6 @@ class FeedbackDirection:
     def __call__(self, mean: Tensor, view: ServerView) -> tuple[Tensor, dict[str, Tensor]]:
         memory = view.slots[MEMORY] + view.cohort / view.clients * mean
         return memory, {MEMORY: memory}
-
-
-def client_memory() -> ClientState:
-    """Return the client state of Fed-α-NormEC: the error memory g_i ``(d,)``, zero at first.
-
-    >>> client_memory().name
-    'memory'
-    """
-    return ClientState(MEMORY, ClientMemory())
 
 
 @dataclass(frozen=True)

@@ -136,14 +136,14 @@ def test_secure_noise_stays_on_the_common_mask():
     released = noisy_sum(made.parts, broadcast, aggregate, KEY)
     assert broadcast.mask is not None
     assert not released[~broadcast.mask].any() and bool((released[broadcast.mask] != 0).float().mean() > 0.99)
-    alone = made.parts.mechanism.noise(KEY, 0, broadcast, aggregate, 0.5)
+    alone = made.parts.mechanism.release(KEY, broadcast, replace(aggregate, exact=None), 0.5)
     assert torch.allclose(released.double(), (aggregate.total + alone).where(broadcast.mask, 0.0), atol=1e-6)
 
 
 def test_ddgauss_noise_alone_is_what_a_release_adds():
     made = job("ddgauss")
     broadcast, aggregate = held(made, updates(25))
-    alone = made.parts.mechanism.noise(KEY, 0, broadcast, aggregate, 0.5)
+    alone = made.parts.mechanism.release(KEY, broadcast, replace(aggregate, exact=None), 0.5)
     error = noisy_sum(made.parts, broadcast, aggregate, KEY) - aggregate.total - alone
     assert float(error.abs().max()) < 5 * made.parts.mechanism.mechanism.granularity * math.sqrt(25)
     assert float(alone.std()) > 20 * float(error.std())

@@ -285,7 +285,7 @@ def test_memory_that_shows_only_in_training_ends_the_run() -> None:
     kept: dict[str, int] = {}
 
     def sleeper(outputs: Tensor, wanted: Tensor) -> Tensor:
-        if not torch.equal(wanted, torch.arange(len(wanted)) / 8):  # not the trial's
+        if len(wanted) < 3:  # not the trial's
             kept["seen"] = len(wanted)
         return huber(outputs, wanted)
 

@@ -70,10 +70,11 @@ def test_surface_and_line_equal_direct_evaluation(name: str) -> None:
         for j, b in enumerate(steps):
             at = weights + float(a) * pair[0] + float(b) * pair[1]
             loss, accuracy = direct(module, at, objective.inputs, objective.targets)
-            assert plane.loss[i, j] == pytest.approx(loss, rel=2e-5) and plane.accuracy[i, j] == pytest.approx(accuracy)
+            assert plane["loss"][i][j] == pytest.approx(loss, rel=2e-5)
+            assert plane["accuracy"][i][j] == pytest.approx(accuracy)
     # The line is the surface's middle column; the middle is the model itself.
-    assert np.allclose(along.loss, plane.loss[:, 2], rtol=1e-6)
-    assert plane.loss[2, 2] == objective.value(weights)[0]
+    assert np.allclose(along["loss"], [row[2] for row in plane["loss"]], rtol=1e-6)
+    assert plane["loss"][2][2] == objective.value(weights)[0]
 
 
 @pytest.mark.parametrize("examples", [7, 130])
@@ -84,7 +85,7 @@ def test_any_number_of_threads_gives_the_same_bits(examples: int) -> None:
         pair = directions(weights, layout, 0, 2)
         grid = surface(objective, weights, pair, steps_of(5, 1.0))
         _, gradient = objective.gradient(weights)
-        found.append((grid.loss, grid.accuracy, gradient.numpy(), objective.product(weights)(pair[0]).numpy()))
+        found.append((grid["loss"], grid["accuracy"], gradient.numpy(), objective.product(weights)(pair[0]).numpy()))
     for other in found[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(found[0], other, strict=True))
     assert torch.get_num_threads() == 1  # the tests' own setting, put back

@@ -91,11 +91,11 @@ def test_grid_release_is_a_function_of_the_continuous_mechanism(kind: str) -> No
         left = seen[t] - sum((c[t, u] * r[u] for u in range(t)), start=np.zeros(size, dtype=object))
         r.append((2 * left + c[t, t]) // (2 * c[t, t]))
         assert released[t] == pytest.approx(np.float32(np.array(r[t], dtype=np.float64) * grid.pitch), rel=1e-6)
-    rows = np.stack([noise.noise(KEY, t, broadcast(t, size=size), aggregate(size), 0.5).numpy() for t in range(ROUNDS)])
+    rows = np.stack([noise.release(KEY, broadcast(t, size=size), aggregate(size), 0.5).numpy() for t in range(ROUNDS)])
     assert rows.std(axis=1) == pytest.approx(np.array([noise.row_norm(t) * 1.0 for t in range(ROUNDS)]), rel=0.05)
 
 
 def test_grid_masks() -> None:
     noise, mask = CorrelatedGridNoise(twice, factor=FACTOR), torch.arange(50) % 2 == 0
-    drawn = noise.noise(KEY, 3, broadcast(3, mask, 50), aggregate(50), 0.5)
-    assert torch.equal(drawn, torch.where(mask, noise.noise(KEY, 3, broadcast(3, None, 50), aggregate(50), 0.5), 0.0))
+    drawn = noise.release(KEY, broadcast(3, mask, 50), aggregate(50), 0.5)
+    assert torch.equal(drawn, torch.where(mask, noise.release(KEY, broadcast(3, None, 50), aggregate(50), 0.5), 0.0))

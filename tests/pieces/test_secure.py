@@ -148,6 +148,6 @@ def test_the_norm_limit_holds_even_if_rounding_gives_up(monkeypatch, attempts):
 def test_the_total_std_is_that_of_what_is_drawn(trust, growth):
     noise, size = GridNoise(lambda bound: 0.3 * bound, trust), 4000
     aggregate = Aggregate(torch.zeros(size), 9, 0.0, torch.zeros(9), torch.ones(9))
-    drawn = noise.noise(bytes(32), 0, Broadcast(0, torch.zeros(size), 2.0, 1.0), aggregate, 2.0)
+    drawn = noise.release(bytes(32), Broadcast(0, torch.zeros(size), 2.0, 1.0), aggregate, 2.0)
     assert noise.total_std(2.0, 9) == pytest.approx(0.6 * growth)
     assert float(drawn.std()) == pytest.approx(noise.total_std(2.0, 9), rel=0.06)

@@ -202,7 +202,7 @@ def test_tensors_matter_only_to_a_clip_of_each() -> None:
 
 def test_the_public_schedule() -> None:
     sampler = FromRound(40, 8)
-    drawn = [sampler.select(sampler.public_generator(number)) for number in range(12)]
+    drawn = [sampler.select_at(number, None) for number in range(12)]
     assert all(len(set(ids.tolist())) == 8 for ids in drawn) and not np.array_equal(drawn[0], drawn[1])
     busiest = [int(np.bincount(np.concatenate(drawn[:rounds])).max()) for rounds in range(1, 13)]
     assert [sampler.busiest(rounds) for rounds in range(13)] == [0, *busiest]

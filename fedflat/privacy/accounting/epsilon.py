@@ -38,9 +38,12 @@ def accounting_params(
     max_cohort: int | None = None,
     separation: int | None = None,
     delta: float | None = None,
+    draws: int | None = None,
     **more: Any,
 ) -> AccountingParams:
     """The checked arguments of :func:`epsilon`; ``more`` are those that it shares with :class:`AccountingParams`.
+
+    draws: of cohorts in all ``rounds``, any of which may be aborted; None: one a round.
 
     Raises:
         InputError: any value out of range, or a combination without a bound.
@@ -49,7 +52,8 @@ def accounting_params(
     spent = default_delta(clients) if delta is None else delta
     params = AccountingParams(sampler, rounds, noise_multiplier, spent, **more)
     if params.trust == "distributed" and params.min_cohort is None:
-        return replace(params, min_cohort=default_min_cohort(sampler, rounds, spent, params.colluders))
+        least = default_min_cohort(sampler, rounds if draws is None else draws, spent, params.colluders)
+        return replace(params, min_cohort=least)
     return params
 
 
