@@ -23,11 +23,11 @@ from fedflat.config import reading
 from fedflat.core import durable
 from fedflat.core.checks import RunError, require, whole, wrong
 from fedflat.core.cohorts import MinSeparation
-from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
 from fedflat.core.types import RoundState
 from fedflat.engine.job import Job, Outcome
+from fedflat.engine.resume import first_start
 from fedflat.engine.train import train
 from fedflat.federation.bounds import Limits
 from fedflat.federation.events import log_fields, log_to_stderr, serve_metrics
@@ -37,7 +37,7 @@ from fedflat.federation.secagg.rounds import ClientShares, SecureFlower
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Roster, Task, check_deployable
 from fedflat.federation.tips import new_run, operator_file, operator_key, restore_lines, tip_record
-from fedflat.federation.transport import ClientNoise, Flower, Inbox, note_refusals, return_large_blocks
+from fedflat.federation.transport import ClientNoise, Flower, limit_replies, note_refusals, return_large_blocks
 from fedflat.methods.ddgauss import SharedDiscreteNoise
 from fedflat.pieces.clipping import MethodScale, whole_vector
 from fedflat.privacy.ledger import read as read_ledger
@@ -144,7 +144,7 @@ def _backend(grid: Any, task: Task, job: Job, settings: Settings, culprits: Culp
     # One signature a round: all its messages go out while the ledger stands still.
     tip = functools.partial(tip_record, folder.path, folder.run, job.operator)  # type: ignore[arg-type]
     common: dict[str, Any] = {
-        "grid": Inbox(grid, task.limits.reply) if hasattr(grid, "_runtime_client") else grid,  # Flower's own grid
+        "grid": limit_replies(grid, task.limits.reply) if hasattr(grid, "_runtime_client") else grid,  # Flower's own
         "roster": task.roster, "pin": task.pin, "dimension": job.parts.message_length,
         "answer_seconds": settings.answer_seconds, "poll": settings.poll, "culprits": culprits,
         "refusals": functools.partial(note_refusals, operator_file(folder.run)),
@@ -235,13 +235,12 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
 
 def stored_outcome(job: Job, out: Path) -> Outcome:
     """Return the run in ``out`` as its checkpoint and ledger have it, without touching either."""
-    newest = checkpoint.newest(out / "checkpoints")
-    size = job.parts.layout.dimension
-    state = job.parts.first_state(job.initial_weights[:size], job.threshold) if newest is None else newest[0]
+    start, newest = first_start(job), checkpoint.newest(out / "checkpoints")
+    state = start.state if newest is None else newest[0]
     entries = read_ledger(out / LEDGER) if (out / LEDGER).exists() else []
     plan = job.parts.plan.standing(entries)
     last = min(plan.rounds, plan.rounds_within_budget(plan.again(entries)))
-    return Outcome(state, PersonalState(job.initial_weights[size:]), [], [], entries, complete=state.round >= last)
+    return Outcome(state, start.heads, [], [], entries, complete=state.round >= last)
 
 
 def _versions(out: Path) -> dict[str, Any]:
