@@ -41,11 +41,15 @@ class LedgerError(InputError):
 
 
 class Scan(NamedTuple):
-    """What a ledger file holds: its verified entries, and the bytes of a last line that a crash tore (or none)."""
+    """What a ledger file holds: its verified entries, and the bytes of a last line that a crash tore (or none).
+
+    fault: why there are none of a file that was edited, for who goes on all the same; ``scan`` raises it.
+    """
 
     entries: list[Entry]
     torn: bytes
     tip: str
+    fault: str = ""
 
 
 def _broken(path: Path, number: int, found: str, allowed: str) -> LedgerError:

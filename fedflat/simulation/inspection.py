@@ -173,8 +173,8 @@ def check_privacy(run: Records) -> Iterator[Check]:
         begun = not why or run.stated_rounds or (run.folder / METRICS).exists()
         yield Check(LEDGER, "wrong" if begun else "unchecked", "missing" if begun else "no round was begun")
         return
-    if run.ledger_fault:
-        yield Check(LEDGER, "wrong", run.ledger_fault)
+    if run.ledger.fault:
+        yield Check(LEDGER, "wrong", run.ledger.fault)
     else:
         yield Check(LEDGER, "ok", f"{counted(len(run.entries), 'event')} in an unbroken chain")
         if not ledger.read_bytes().endswith(b"\n") and run.entries and not run.going:

@@ -21,7 +21,7 @@ from fedflat.assembly.stating import Terms, plan_again, restated, tested
 from fedflat.config.reading import GIVEN, dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError, require, wrong
-from fedflat.core.durable import contents_of, digest_of, read_about
+from fedflat.core.durable import contents_of, digest_of, plain, read_about
 from fedflat.data.encoding import clean
 from fedflat.engine.job import SEEN
 from fedflat.privacy.correlated import ScheduledPlan
@@ -113,22 +113,13 @@ class Records:
         return None
 
     @cached_property
-    def _scanned(self) -> tuple[Scan, str]:
+    def ledger(self) -> Scan:
+        """The ledger's lines, what a crash tore of the last one, and its tip; or why it cannot be read."""
         path = self.folder / LEDGER
         try:
-            return scan(path, path.read_bytes()), ""
+            return scan(path, path.read_bytes())
         except (OSError, InputError) as error:
-            return Scan([], b"", ""), str(error)
-
-    @property
-    def ledger(self) -> Scan:
-        """The ledger's lines, what a crash tore of the last one, and its tip."""
-        return self._scanned[0]
-
-    @property
-    def ledger_fault(self) -> str:
-        """Why the ledger cannot be read; "" of a sound one."""
-        return self._scanned[1]
+            return Scan([], b"", "", str(error))
 
     @property
     def entries(self) -> list[Entry]:
@@ -163,8 +154,7 @@ class Records:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that are records of a round."""
-        lines = read_lines(self.folder / METRICS)
-        return [row for row in lines if isinstance(row, dict) and isinstance(row.get("round"), int)]
+        return read_lines(self.folder / METRICS)
 
     @cached_property
     def tips(self) -> dict[int, dict[str, Any]]:
@@ -344,8 +334,8 @@ def second_account(run: Records) -> Verification:
     for where, value in (*named, *((f"{metrics}: epsilon", epsilon) for epsilon in epsilons)):
         number = isinstance(value, float | int) and type(value) is not bool and abs(value) < 1e300
         require(value is None or number, where, value, "a number, or null")
-    if run.ledger_fault and (stated is not None or (run.folder / LEDGER).exists()):
-        return Verification(math.inf if stated is None else stated, math.inf, "none", 0, False, (run.ledger_fault,))
+    if run.ledger.fault and (stated is not None or (run.folder / LEDGER).exists()):
+        return Verification(math.inf if stated is None else stated, math.inf, "none", 0, False, (run.ledger.fault,))
     account = verify(run.entries, stated, delta=body.get("delta"), released=[row["round"] for row in rows])
     # The statement may count more than the metrics (rounds charged again), never less.
     if stated is None or not epsilons or epsilons[-1] is None or stated >= epsilons[-1] * (1 - ROUNDING):
@@ -381,7 +371,7 @@ def metrics_faults(run: Records) -> Iterator[str]:
         before, now, more = _plan_then(plan, run, number)
         expected: dict[str, Any] = {"epsilon": None}
         if place % every == 0 or more or not before:
-            expected["epsilon"] = _finite(now.epsilon(number + 1 + more)) if plan.private else None
+            expected["epsilon"] = plain(now.epsilon(number + 1 + more)) if plan.private else None
             expected["claimed_epsilon"] = now.account.claimed(now, number + 1 + more)
         elif plan.private:
             expected["epsilon"] = before[-1].get("epsilon")
@@ -416,7 +406,7 @@ def ledger_faults(run: Records) -> Iterator[str]:
         expected = {name: planned.get(name) for name in LINE}
         epsilon, first = float(math.inf if entry.get("epsilon") is None else entry["epsilon"]), "reason" not in entry
         if (len(entries) - 1 - place) % _every(plan, entries) == 0 and (first or plan.standing(entries) is plan):
-            expected["epsilon"] = _finite(plan.standing(entries[: place + 1]).epsilon(entry["round"] + 1))
+            expected["epsilon"] = plain(plan.standing(entries[: place + 1]).epsilon(entry["round"] + 1))
         yield from _contrary(f"line {entry['line']}", entry, expected)
         if first and epsilon < before * (1 - CLOSE):
             yield f"line {entry['line']}: epsilon falls from {before:.6g} to {epsilon:.6g}"
@@ -428,10 +418,6 @@ def ledger_faults(run: Records) -> Iterator[str]:
 def _contrary(where: str, record: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
     stated = {name: record.get(name) for name in expected}
     yield from (f"{where}: {difference}" for difference in differences(stated, expected))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 LINE = (
