@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fedflat.assembly.stating import Terms, state_privacy
+from fedflat.assembly.stating import Terms
 from fedflat.config import reading
 from fedflat.core import durable
 from fedflat.core.checks import RunError, require, whole, wrong
@@ -45,7 +45,7 @@ from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, RunFolder
 from fedflat.records.opening import Opening, refuse_older, versions
 from fedflat.simulation.planning import drowned
-from fedflat.simulation.run import write_ending
+from fedflat.simulation.run import write_beginning, write_ending
 
 log = logging.getLogger("fedflat.server")
 
@@ -130,10 +130,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
             _wait_for_nodes(grid, task.roster, settings)
             log.info("clients enough are connected", extra=log_fields("ready"))
             outcome = _train(job)
-        facts = state_privacy(task.recipe, job, outcome, deployment=True)
-        write_ending(job, facts, outcome)
-        if outcome.complete:
-            keys.forget(folder.run)
+        facts = write_ending(task.recipe, job, outcome)
         log.info("run complete: %s", folder.path, extra=log_fields("complete"))
         return facts
 
@@ -204,7 +201,7 @@ def job_of(task: Task, settings: Settings) -> Job:
 
 def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     """Return the run's folder: new, or that of the same recipe, data form and model. The job gets what the run is."""
-    from fedflat.assembly.records import settled, write_frozen
+    from fedflat.assembly.records import settled
 
     keys.check_outside(out)
     # The public test set may come and go; whose data it is says the roster, not the server.
@@ -219,10 +216,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
         text = reading.dumped({**dump, "versions": {**installed, "run": name, "task": task.identity}})
         terms = Terms.of(task.recipe, job, deployment=True).record()
         job.opening = Opening.of(job.identity, fresh_key(), text, {}, name, terms)
-        job.opening.write(out)
-        write_frozen(job, out)
-        # The recipe last: a folder with one is a whole folder, and a kill before this line leaves none.
-        durable.replace(out / RECIPE, text, mode=0o644)
+        write_beginning(out, text, job)
         return RunFolder(out, deployment=True, run=name)
     other, allowed = f"{out}, the folder of another deployment", "the one this task was started in"
     require(_versions(out).get("task") == task.identity, "out", other, f"a new folder, or {allowed}")
