@@ -10,6 +10,7 @@ end, goes unseen here (``engine.resume`` and ``fedflat verify`` compare with wha
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
@@ -181,6 +182,16 @@ def read(path: str | Path) -> list[Entry]:
 
 MOMENT = 0.2
 """Seconds to wait for a reader, which holds the lock for the instant in which it asks whether a run goes on."""
+
+
+def is_open(path: Path) -> bool:
+    """Whether a process has a ledger open for writing: the lock is tried, for an instant that ``MOMENT`` allows for."""
+    with contextlib.suppress(OSError), path.with_suffix(".lock").open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import calendar
 import contextlib
 import dataclasses
-import fcntl
 import html
 import json
 import math
@@ -25,7 +24,7 @@ from fedflat.core.durable import contents_of, digest_of, plain, read_about
 from fedflat.data.encoding import clean
 from fedflat.engine.job import SEEN
 from fedflat.privacy.correlated import ScheduledPlan
-from fedflat.privacy.ledger import CHAIN, REASONS, RUN, Entry, Scan, run_of, scan
+from fedflat.privacy.ledger import CHAIN, REASONS, RUN, Entry, Scan, is_open, run_of, scan
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import headline
 from fedflat.privacy.verify import ROUNDING, Verification, verify
@@ -83,12 +82,7 @@ class Records:
     @cached_property
     def going(self) -> bool:
         """Whether a process has the run's ledger open for writing."""
-        with contextlib.suppress(OSError), (self.folder / LEDGER).with_suffix(".lock").open("rb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
+        return is_open(self.folder / LEDGER)
 
     def refuse_older(self) -> None:
         """Refuse a run of before 1.0, or whose terms somebody took out of its ledger or private/run.json, and records
