@@ -8,8 +8,6 @@ Where the server is not trusted it has the clients' noised updates, or their noi
 their round. So an unfinished run under trust local or distributed is charged the round that may have been open.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A back end like any other (``engine.train.Backend``): it asks, waits as long as 
 what is left to the accumulator, one by one. What it holds of clients at any time is a handful of replies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

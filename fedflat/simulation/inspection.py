@@ -7,8 +7,6 @@ Example::
     ok ledger.jsonl 20 events in an unbroken chain
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import stat

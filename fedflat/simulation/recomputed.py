@@ -1,7 +1,5 @@
 """A run's records, each read once, and what is made again from them: statement, metrics' figures, pages, digests."""
 
-from __future__ import annotations
-
 import calendar
 import contextlib
 import dataclasses
