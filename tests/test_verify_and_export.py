@@ -1005,7 +1005,7 @@ def test_a_ledger_line_that_contradicts_the_recipe_is_wrong(run, field, value):
     records = Records(run)
     first, *rest = records.entries
     changed = {**first, field: value} if field else first
-    records.__dict__["_scanned"] = (records.ledger._replace(entries=[changed, *rest]), "")
+    records.__dict__["ledger"] = records.ledger._replace(entries=[changed, *rest])
     faults = list(ledger_faults(records))
     assert [fault.split(" says ")[0] for fault in faults] == ([f"line 0: {field}"] if field else [])
 
@@ -1015,7 +1015,7 @@ def of_entries(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -
     records = Records(folder)
     entries = [dict(entry) for entry in records.entries]
     change(entries)
-    records.__dict__["_scanned"] = (records.ledger._replace(entries=entries), "")
+    records.__dict__["ledger"] = records.ledger._replace(entries=entries)
     return list(ledger_faults(records))
 
 

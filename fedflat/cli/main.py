@@ -1,8 +1,6 @@
 """``fedflat COMMAND``. Thin: it parses, calls the library, prints. Status 0 done, 1 failed, 2 bad input; stopped
 before it was done: 130 by Ctrl-C, 143 by SIGTERM."""
 
-from __future__ import annotations
-
 import codecs
 import errno
 import io

@@ -1,7 +1,5 @@
 """Commands before a run: ``plan`` and ``tune``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
@@ -21,25 +21,8 @@ Sigma = Annotated[float | None, Option(metavar="σ", help="Noise multiplier: noi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbers:
-    """M, m, T, δ and the limits of the cohort laws and trust models; None where not given."""
-
-    clients: Annotated[int | None, Option(metavar="M")] = None
-    cohort: Annotated[float | None, Option(metavar="m")] = None
-    rounds: Annotated[int | None, Option(metavar="T")] = None
-    delta: Annotated[float | None, Option(metavar="δ")] = None
-    max_cohort: int | None = None
-    min_cohort: int | None = None
-    max_participations: int | None = None
-
-    def numbers(self) -> dict[str, Any]:
-        """Return these numbers by name, and none of a subclass's other fields."""
-        return {field.name: getattr(self, field.name) for field in fields(Numbers)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Numbers):
-    """What both commands take: a recipe's numbers, changed by the options.
+class Options:
+    """What both commands take: a recipe's numbers, changed by the options; None where not given.
 
     Args:
         recipe: A recipe to take the numbers from; options change them.
@@ -55,6 +38,13 @@ class Options(Numbers):
         accountant: Only pld, rdp or fft (budget: also gdp, an approximation).
     """
 
+    clients: Annotated[int | None, Option(metavar="M")] = None
+    cohort: Annotated[float | None, Option(metavar="m")] = None
+    rounds: Annotated[int | None, Option(metavar="T")] = None
+    delta: Annotated[float | None, Option(metavar="δ")] = None
+    max_cohort: int | None = None
+    min_cohort: int | None = None
+    max_participations: int | None = None
     recipe: Annotated[str | None, Argument()] = None
     override: Overrides = None
     sampling: str | None = None
@@ -72,13 +62,13 @@ class Options(Numbers):
         limits = {name: value for name in allowed if (value := getattr(self, name)) is not None}
         return {name: str(one_of(f"--{name}", value, allowed[name])) for name, value in limits.items()}
 
-    def load(self, only: Mapping[str, str], noise: Mapping[str, float | None]) -> Recipe:
+    def load(self, noise: Mapping[str, float | None]) -> Recipe:
         """Return the recipe with the options in the place of its own numbers, and with this noise, if it is given."""
         from fedflat.config.recipe import Recipe
 
         # An approximation is shown but proves nothing, so no recipe may name it.
-        names = {name: value for name, value in only.items() if value != "gdp"}
-        changes = {KEYS[name]: value for name, value in {**self.numbers(), **names}.items() if value is not None}
+        given = {key: getattr(self, name) for name, key in KEYS.items()}
+        changes = {key: value for key, value in given.items() if value not in (None, "gdp")}
         if any(value is not None for value in noise.values()):
             changes |= {f"privacy.{name}": "null" if value is None else repr(value) for name, value in noise.items()}
         texts = [f"{key}={value}" for key, value in changes.items()]
@@ -91,6 +81,9 @@ KEYS = {
     "trust": "privacy.trust", "sampling": "cohort.sampling",
     "accountant": "privacy.accountant",
 }  # fmt: skip
+"""Each option's key in a recipe."""
+NUMBERS = tuple(KEYS)[:7]
+"""Those of ``KEYS`` that are numbers."""
 
 
 def budget(options: Options, *, noise_multiplier: Sigma = None) -> None:
@@ -124,7 +117,7 @@ def _answer(options: Options, sigma: float | None = None, target: float | None =
     only = options.only()
     if target is not None and "accountant" in only:
         proving(only["accountant"])
-    setting = setting_of(options, only, sigma, target)
+    setting = setting_of(options, sigma, target)
     rows = _answered(setting.rows(only, target), only)
     if options.as_json:
         asked = {} if target is None else {"epsilon": target}
@@ -172,16 +165,16 @@ def _epsilon(row: Row) -> str:
     return ("≈ " if row["accountant"] == "gdp" else "") + epsilon_text(row["epsilon"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting(Numbers):
+@dataclass(frozen=True)
+class Setting:
     """Numbers of a run, and what a recipe adds to them.
 
-    noise_multiplier: None where it is to be found. source: behind the numbers. sentence: one more to print. plan: of a
-    recipe whose rounds follow a schedule or share noise, which answers for the whole run.
+    numbers: M, m, T, δ, σ and the limits of the cohort laws and trust models, as ``fedflat.epsilon`` names them; no σ
+    where it is to be found. source: behind the numbers. sentence: one more to print. plan: of a recipe whose rounds
+    follow a schedule or share noise, which answers for the whole run.
     """
 
-    noise_multiplier: float | None = None
-    colluders: int = 0
+    numbers: Row
     source: str = ""
     sentence: str = ""
     plan: Plan | None = None
@@ -192,23 +185,22 @@ class Setting(Numbers):
 
         if self.plan is not None:
             return _rows_of(self.plan, only, target)
-        numbers = {**self.numbers(), "colluders": self.colluders}
         if target is not None:
-            return calibrate_table(target=target, only=only, **numbers)
-        return budget_table(noise_multiplier=float(self.noise_multiplier or 0), only=only, **numbers)
+            return calibrate_table(target=target, only=only, **self.numbers)
+        return budget_table(only=only, **self.numbers)
 
     def as_dict(self) -> Row:
         """Return the setting's numbers as plain values, for ``--json``."""
-        hidden = ("sentence", "plan")
-        numbers = {name: value for name, value in vars(self).items() if value not in (None, "") and name not in hidden}
-        return numbers if self.plan is None else numbers | self.plan.account.record(self.plan)
+        named = self.numbers | {"source": self.source or None}
+        account = {} if self.plan is None else self.plan.account.record(self.plan)
+        return {name: value for name, value in named.items() if value is not None} | account
 
     def text(self) -> str:
         """Return one line: M = 500, m = 50 (q = 0.1), T = 300, σ = 0.95, δ = 0.002."""
-        clients, cohort = self.clients or 0, self.cohort or 0
-        sigma = "" if self.noise_multiplier is None else f", σ = {self.noise_multiplier:.5g}"
+        clients, cohort, rounds, delta = (self.numbers[name] for name in ("clients", "cohort", "rounds", "delta"))
+        sigma = f", σ = {self.numbers['noise_multiplier']:.5g}" if "noise_multiplier" in self.numbers else ""
         share = f"m = {cohort:g} (q = {cohort / clients:.4g})"
-        return f"M = {clients:,}, {share}, T = {self.rounds:,}{sigma}, δ = {self.delta:.4g}{self.source}"
+        return f"M = {clients:,}, {share}, T = {rounds:,}{sigma}, δ = {delta:.4g}{self.source}"
 
 
 def _rows_of(plan: Plan, only: dict[str, str], target: float | None) -> list[Row]:
@@ -230,9 +222,7 @@ def _rows_of(plan: Plan, only: dict[str, str], target: float | None) -> list[Row
     return rows
 
 
-def setting_of(
-    options: Options, only: Mapping[str, str], sigma: float | None = None, target: float | None = None
-) -> Setting:
+def setting_of(options: Options, sigma: float | None = None, target: float | None = None) -> Setting:
     """Return the numbers given as options, or a recipe's with the options in their place.
 
     sigma, target: take the place of the recipe's own noise; with a target, σ is left open.
@@ -246,42 +236,42 @@ def setting_of(
         if options.override:
             hint = "Use --clients, --cohort, --rounds and so on."
             raise wrong("-o", options.override[0], "only with a recipe", hint=hint)
-        return _given({**options.numbers(), "noise_multiplier": sigma}, target)
+        return Setting(_given(options, {} if target is not None else {"noise_multiplier": sigma}))
     from fedflat.methods.plans import VotesPlan
     from fedflat.privacy.correlated import ScheduledPlan
 
-    recipe = options.load(only, {"noise_multiplier": sigma, "epsilon": target})
+    recipe = options.load({"noise_multiplier": sigma, "epsilon": target})
     plan = _plan_of(name, recipe)
     cohort, account = recipe.cohort, plan.mechanism
-    setting = Setting(
-        clients=plan.sampler.clients, cohort=plan.sampler.size, rounds=plan.rounds, delta=plan.delta,
-        noise_multiplier=plan.noise_multiplier if target is None else None, max_cohort=cohort.max,
-        min_cohort=cohort.min, max_participations=cohort.max_participations, colluders=plan.colluders,
-    )  # fmt: skip
-    if isinstance(account, ScheduledPlan):
-        return replace(setting, plan=plan, sentence=account.sentence if account.kind != "independent" else "")
-    if not isinstance(account, VotesPlan):
-        return setting
+    votes = account if isinstance(account, VotesPlan) else None
     # Votes are Gaussian rounds: T counts cohort draws, and σ is per class, so σ/√Q is that of a draw.
-    drawn = None if setting.noise_multiplier is None else setting.noise_multiplier / math.sqrt(account.labels)
-    return replace(setting, rounds=account.total, noise_multiplier=drawn, source=" (T: cohort draws, σ: per draw)")
+    drawn = plan.noise_multiplier / math.sqrt(votes.labels if votes else 1)
+    numbers = {
+        "clients": plan.sampler.clients, "cohort": plan.sampler.size, "rounds": votes.total if votes else plan.rounds,
+        "delta": plan.delta, "max_cohort": cohort.max, "min_cohort": cohort.min,
+        "max_participations": cohort.max_participations, **({} if target is not None else {"noise_multiplier": drawn}),
+        "colluders": plan.colluders,
+    }  # fmt: skip
+    if isinstance(account, ScheduledPlan):
+        return Setting(numbers, sentence=account.sentence if account.kind != "independent" else "", plan=plan)
+    return Setting(numbers, source=" (T: cohort draws, σ: per draw)" if votes else "")
 
 
-def _given(numbers: Row, target: float | None) -> Setting:
-    """Return the numbers given as options, with δ's default.
+def _given(options: Options, noise: Row) -> Row:
+    """Return the numbers given as options, with δ's default. noise: σ, unless it is to be found.
 
     Raises:
         InputError: one that is needed is missing, or out of range.
     """
     from fedflat.privacy.accounting.epsilon import default_delta
 
-    for name in ("clients", "cohort", "rounds", *(("noise_multiplier",) if target is None else ())):
+    numbers = {name: getattr(options, name) for name in NUMBERS} | noise | {"colluders": 0}
+    for name in ("clients", "cohort", "rounds", *noise):
         if numbers[name] is None:
             raise wrong(f"--{name.replace('_', '-')}", "nothing", "a number, or a recipe that has it")
     whole("--rounds", numbers["rounds"])
     clients = whole("--clients", numbers["clients"], 1)
-    delta = default_delta(clients) if numbers["delta"] is None else numbers["delta"]
-    return Setting(**{**numbers, "delta": delta})
+    return numbers | {"delta": default_delta(clients) if options.delta is None else options.delta}
 
 
 def _plan_of(name: str, recipe: Recipe) -> Plan:

@@ -1,7 +1,5 @@
 """Hold a federation's data, and the order in which a client reads its own examples."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Turn text and images into tensors, by public vocabularies and decoders only."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re

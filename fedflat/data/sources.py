@@ -3,8 +3,6 @@
 Public examples may be set apart from it: ae-dpfl's queries, and what Fed-SMP's top_k mask is trained on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence

@@ -13,8 +13,6 @@ in, ``secagg`` adds under masks where the server is not trusted. The ClientApp i
 ``wire`` and ``bounds`` say what a message looks like and how large it may be, ``doors`` who is heard at all.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

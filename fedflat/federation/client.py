@@ -1,7 +1,5 @@
 """The client's side of a round: read the ask, train on its own examples, clip, answer. Data and head stay here."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from functools import cached_property

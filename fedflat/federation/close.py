@@ -8,15 +8,12 @@ Where the server is not trusted it has the clients' noised updates, or their noi
 their round. So an unfinished run under trust local or distributed is charged the round that may have been open.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedflat.assembly.stating import state_privacy
 from fedflat.core import durable
 from fedflat.core.checks import RunError, counted, reading, wrong
 from fedflat.engine.job import Job, Outcome
@@ -67,8 +64,7 @@ def close(task: Task, out: Path) -> tuple[dict[str, Any], str]:
         outcome = stored_outcome(job, out)
         job.folder, job.operator = RunFolder(out, deployment=True, run=run), operator
         _drop_open_records(job.folder, outcome.state.round)
-        facts = state_privacy(task.recipe, job, outcome, deployment=True)
-        write_ending(job, facts, outcome)
+        facts = write_ending(task.recipe, job, outcome)
         deleted = keys.forget(run)
         if deleted:
             _mark(out, True)

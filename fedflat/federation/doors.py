@@ -5,8 +5,6 @@ it likes. So each address has a door before Flower: a stranger's connection is c
 in time, or when there are too many; and no byte of a body is read without one.
 """
 
-from __future__ import annotations
-
 import base64
 import logging
 import socket

@@ -10,8 +10,6 @@ library's metrics of the process are left out: processor time and memory grow wi
 knowing the cohort. Refused replies are those that no honest client causes, the same counts as in the log.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

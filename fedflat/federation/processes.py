@@ -3,8 +3,6 @@
 Flower's own parts are used here, and they change from one minor version to the next: ``check_flower`` refuses others.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import logging

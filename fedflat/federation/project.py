@@ -1,7 +1,5 @@
 """``fedflat deploy``: a ready Flower project from a recipe, with everything a test on this machine needs."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import warnings

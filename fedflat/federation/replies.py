@@ -10,8 +10,6 @@ most m. Each ask is on disk before it is sent, in the operator's own file beside
 backup of the run's folder brings anybody back earlier.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import logging

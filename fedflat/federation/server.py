@@ -18,16 +18,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fedflat.assembly.stating import Terms, state_privacy
+from fedflat.assembly.stating import Terms
 from fedflat.config import reading
 from fedflat.core import durable
 from fedflat.core.checks import RunError, require, whole, wrong
 from fedflat.core.cohorts import MinSeparation
-from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
 from fedflat.core.types import RoundState
 from fedflat.engine.job import Job, Outcome
+from fedflat.engine.resume import first_start
 from fedflat.engine.train import train
 from fedflat.federation.bounds import Limits
 from fedflat.federation.events import log_fields, log_to_stderr, serve_metrics
@@ -37,7 +37,7 @@ from fedflat.federation.secagg.rounds import ClientShares, SecureFlower
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Roster, Task, check_deployable
 from fedflat.federation.tips import new_run, operator_file, operator_key, restore_lines, tip_record
-from fedflat.federation.transport import ClientNoise, Flower, Inbox, note_refusals, return_large_blocks
+from fedflat.federation.transport import ClientNoise, Flower, limit_replies, note_refusals, return_large_blocks
 from fedflat.methods.ddgauss import SharedDiscreteNoise
 from fedflat.pieces.clipping import MethodScale, whole_vector
 from fedflat.privacy.ledger import read as read_ledger
@@ -45,7 +45,7 @@ from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, RunFolder
 from fedflat.records.opening import Opening, refuse_older, versions
 from fedflat.simulation.planning import drowned
-from fedflat.simulation.run import write_ending
+from fedflat.simulation.run import write_beginning, write_ending
 
 log = logging.getLogger("fedflat.server")
 
@@ -130,10 +130,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
             _wait_for_nodes(grid, task.roster, settings)
             log.info("clients enough are connected", extra=log_fields("ready"))
             outcome = _train(job)
-        facts = state_privacy(task.recipe, job, outcome, deployment=True)
-        write_ending(job, facts, outcome)
-        if outcome.complete:
-            keys.forget(folder.run)
+        facts = write_ending(task.recipe, job, outcome)
         log.info("run complete: %s", folder.path, extra=log_fields("complete"))
         return facts
 
@@ -144,7 +141,7 @@ def _backend(grid: Any, task: Task, job: Job, settings: Settings, culprits: Culp
     # One signature a round: all its messages go out while the ledger stands still.
     tip = functools.partial(tip_record, folder.path, folder.run, job.operator)  # type: ignore[arg-type]
     common: dict[str, Any] = {
-        "grid": Inbox(grid, task.limits.reply) if hasattr(grid, "_runtime_client") else grid,  # Flower's own grid
+        "grid": limit_replies(grid, task.limits.reply) if hasattr(grid, "_runtime_client") else grid,  # Flower's own
         "roster": task.roster, "pin": task.pin, "dimension": job.parts.message_length,
         "answer_seconds": settings.answer_seconds, "poll": settings.poll, "culprits": culprits,
         "refusals": functools.partial(note_refusals, operator_file(folder.run)),
@@ -204,7 +201,7 @@ def job_of(task: Task, settings: Settings) -> Job:
 
 def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     """Return the run's folder: new, or that of the same recipe, data form and model. The job gets what the run is."""
-    from fedflat.assembly.records import settled, write_frozen
+    from fedflat.assembly.records import settled
 
     keys.check_outside(out)
     # The public test set may come and go; whose data it is says the roster, not the server.
@@ -219,10 +216,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
         text = reading.dumped({**dump, "versions": {**installed, "run": name, "task": task.identity}})
         terms = Terms.of(task.recipe, job, deployment=True).record()
         job.opening = Opening.of(job.identity, fresh_key(), text, {}, name, terms)
-        job.opening.write(out)
-        write_frozen(job, out)
-        # The recipe last: a folder with one is a whole folder, and a kill before this line leaves none.
-        durable.replace(out / RECIPE, text, mode=0o644)
+        write_beginning(out, text, job)
         return RunFolder(out, deployment=True, run=name)
     other, allowed = f"{out}, the folder of another deployment", "the one this task was started in"
     require(_versions(out).get("task") == task.identity, "out", other, f"a new folder, or {allowed}")
@@ -235,13 +229,12 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
 
 def stored_outcome(job: Job, out: Path) -> Outcome:
     """Return the run in ``out`` as its checkpoint and ledger have it, without touching either."""
-    newest = checkpoint.newest(out / "checkpoints")
-    size = job.parts.layout.dimension
-    state = job.parts.first_state(job.initial_weights[:size], job.threshold) if newest is None else newest[0]
+    start, newest = first_start(job), checkpoint.newest(out / "checkpoints")
+    state = start.state if newest is None else newest[0]
     entries = read_ledger(out / LEDGER) if (out / LEDGER).exists() else []
     plan = job.parts.plan.standing(entries)
     last = min(plan.rounds, plan.rounds_within_budget(plan.again(entries)))
-    return Outcome(state, PersonalState(job.initial_weights[size:]), [], [], entries, complete=state.round >= last)
+    return Outcome(state, start.heads, [], [], entries, complete=state.round >= last)
 
 
 def _versions(out: Path) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """A client's own disk: its examples, personal part, states, and how often it took part. Nothing here is ever sent."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

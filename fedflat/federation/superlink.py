@@ -9,8 +9,6 @@ tasks, and runs the app in the project's own folder alone. Each task is a forked
 whatever it leaves behind is killed with its process group.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

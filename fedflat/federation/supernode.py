@@ -5,8 +5,6 @@ client of the SuperLink and listens nowhere: it fetches a message, within the ap
 answers with the installed fedflat, on the owner's copy of the app.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import logging

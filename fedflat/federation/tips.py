@@ -7,8 +7,6 @@ tell a ledger that was rewritten or cut from the one that the client was shown: 
 --witness client.tip``.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

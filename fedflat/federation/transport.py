@@ -4,8 +4,6 @@ A back end like any other (``engine.train.Backend``): it asks, waits as long as 
 what is left to the accumulator, one by one. What it holds of clients at any time is a handful of replies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -68,38 +66,28 @@ REFUSED = (
 )
 
 
-@dataclass(frozen=True)
-class Inbox:
-    """Flower's grid with a limit on every reply; whatever is refused comes as an error of the node that sent it."""
+def limit_replies(grid: Any, limit: Limit) -> Any:
+    """Return Flower's grid with a limit on every reply; whatever is refused comes as an error of the node that sent it.
 
-    grid: Any
-    limit: Limit
+    grid: one of its methods is replaced.
+    """
+    from flwr.common.serde import metadata_from_proto
+    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
+    from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
-    def get_nodes(self) -> Any:
-        """Return the connected nodes."""
-        return self.grid.get_nodes()
-
-    def push_messages(self, messages: Any) -> Any:
-        """Send messages; return their ids."""
-        return self.grid.push_messages(messages)
-
-    def pull_messages(self, asked: list[str]) -> list[Any]:
+    def pull_messages(asked: list[str]) -> list[Any]:
         """Return the replies to some questions, refused ones as errors."""
-        from flwr.common.serde import metadata_from_proto
-        from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
-        from flwr.proto.runtime_pb2 import PullAppMessagesRequest
-
-        client, replies = self.grid._runtime_client, []
+        client, replies = grid._runtime_client, []
         answer = client.PullMessages(PullAppMessagesRequest(message_ids=asked))
         for sent, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
             metadata = metadata_from_proto(sent.metadata)
-            run = {"node": self.grid.node, "run_id": metadata.run_id}
+            run = {"node": grid.node, "run_id": metadata.run_id}
 
             def pull(name: str, run: dict[str, Any] = run) -> bytes:
                 return bytes(client.PullObject(PullObjectRequest(object_id=name, **run)).object_content)
 
             try:
-                message = unpacked(metadata.message_id, pulled(self.limit, tree, pull))
+                message = unpacked(metadata.message_id, pulled(limit, tree, pull))
                 origin = {"_src_node_id": metadata.src_node_id, "_reply_to_message_id": metadata.reply_to_message_id}
                 message.metadata.__dict__.update(origin)
                 replies.append(message)
@@ -107,6 +95,9 @@ class Inbox:
                 replies.append(refusal(metadata, fault.reason))
             client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(message_object_id=metadata.message_id, **run))
         return replies
+
+    grid.pull_messages = pull_messages
+    return grid
 
 
 @dataclass

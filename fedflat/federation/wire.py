@@ -5,8 +5,6 @@ claims another size, or asks for a pickle, is refused before anything is allocat
 question and an answer like any other, with facts of its own (``secagg``).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

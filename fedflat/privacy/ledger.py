@@ -10,6 +10,7 @@ end, goes unseen here (``engine.resume`` and ``fedflat verify`` compare with wha
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
@@ -41,11 +42,15 @@ class LedgerError(InputError):
 
 
 class Scan(NamedTuple):
-    """What a ledger file holds: its verified entries, and the bytes of a last line that a crash tore (or none)."""
+    """What a ledger file holds: its verified entries, and the bytes of a last line that a crash tore (or none).
+
+    fault: why there are none of a file that was edited, for who goes on all the same; ``scan`` raises it.
+    """
 
     entries: list[Entry]
     torn: bytes
     tip: str
+    fault: str = ""
 
 
 def _broken(path: Path, number: int, found: str, allowed: str) -> LedgerError:
@@ -177,6 +182,16 @@ def read(path: str | Path) -> list[Entry]:
 
 MOMENT = 0.2
 """Seconds to wait for a reader, which holds the lock for the instant in which it asks whether a run goes on."""
+
+
+def is_open(path: Path) -> bool:
+    """Whether a process has a ledger open for writing: the lock is tried, for an instant that ``MOMENT`` allows for."""
+    with contextlib.suppress(OSError), path.with_suffix(".lock").open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

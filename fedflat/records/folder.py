@@ -263,18 +263,18 @@ def metrics_digest(folder: Path) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSON-lines file up to the first line that is none, torn or with a key twice."""
-    records: list[dict[str, Any]] = []
+    """Return the records of rounds in a JSON-lines file, up to the first line that is torn or has a key twice."""
+    records: list[Any] = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     with contextlib.suppress(ValueError, RecursionError):
         for line in text.splitlines():
             records.append(json.loads(line, object_pairs_hook=single_keys))
-    return records
+    return [record for record in records if isinstance(record, dict) and isinstance(record.get("round"), int)]
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]] | None:
     """Return the records of rounds in a JSON-lines file; None where a line is torn, comes twice, or is no record."""
     records, text = read_lines(path), path.read_bytes() if path.exists() else b""
-    rounds = [record.get("round") if isinstance(record, dict) else None for record in records]
-    ordered = all(isinstance(round, int) for round in rounds) and rounds == sorted({*rounds})  # type: ignore[type-var]
-    return records if ordered and text[-1:] in (b"", b"\n") and text.count(b"\n") == len(records) else None
+    rounds = [record["round"] for record in records]
+    entire = text[-1:] in (b"", b"\n") and text.count(b"\n") == len(records)
+    return records if entire and rounds == sorted({*rounds}) else None

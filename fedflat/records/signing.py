@@ -246,8 +246,7 @@ def _tip_line(line: Mapping[str, Any]) -> str:
 
 def tips_of(path: Path) -> dict[int, dict[str, Any]]:
     """Return the lines of tips.jsonl by round."""
-    lines = read_lines(path / TIPS)
-    return {line["round"]: line for line in lines if isinstance(line, dict) and isinstance(line.get("round"), int)}
+    return {line["round"]: line for line in read_lines(path / TIPS)}
 
 
 def tip_signers(path: Path) -> set[str]:

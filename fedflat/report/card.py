@@ -9,8 +9,6 @@ to what that schema allowed in commit 3e9c812 of 15 July 2026. A later schema ma
 somebody to read and hand in.
 """
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import math

@@ -4,8 +4,6 @@ Each shows its series by round (and, where an ε is proven, by ε spent). The ax
 before training, and what round r of the records released stands at r + 1.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Write the page of ``fedflat landscape``: numbers, curves, surfaces to turn, contours, in one file."""
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Only the shared model's accuracy on public test data is compared; clients' own models have no part in it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

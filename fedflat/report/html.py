@@ -1,7 +1,5 @@
 """Write the report of one run, or of several side by side: one HTML file without any network reference."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Sequence
 from dataclasses import replace

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from fedflat.core.checks import InputError, RunError, gather, reading, require, wrong
+from fedflat.privacy.ledger import is_open
 from fedflat.privacy.statement import is_whole
 from fedflat.report import metrics, pages, wording
 from fedflat.report.html import figures_of
@@ -249,13 +250,4 @@ def state_of(run: Run) -> str:
     # The statement is written at the end of a run, so without one the lock decides.
     if run.privacy:
         return "done" if _finished(run) == run.recipe.get("rounds") else "stopped"
-    return "running" if _locked(run.path / "ledger.lock") else "killed"
-
-
-def _locked(path: Path) -> bool:
-    """Return whether a process holds the lock, as the kernel lists it: trying it could disturb a run that starts."""
-    try:
-        node, held = path.stat().st_ino, Path("/proc/locks").read_text(encoding="ascii")
-    except OSError:
-        return False
-    return any(line.split()[-3].rpartition(":")[2] == str(node) for line in held.splitlines() if len(line.split()) > 5)
+    return "running" if is_open(run.path / "ledger.jsonl") else "killed"

@@ -5,8 +5,6 @@ never covered by the guarantee), ``ledger.jsonl`` and ``privacy.json``. Everythi
 a run may have been killed before its first round, and a deployment never writes ``private/``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 Templates escape whatever is put into them; no page refers to a network.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math

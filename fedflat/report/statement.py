@@ -1,7 +1,5 @@
 """Show a run's privacy statement on a page, and what audits of the run found beside what is claimed and proven."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Print the tables that end a run or an experiment, with cautions: what a reader of the result should look at twice."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import textwrap

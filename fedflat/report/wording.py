@@ -1,7 +1,5 @@
 """Fill in templates, and write numbers as every table, page and command shows them."""
 
-from __future__ import annotations
-
 import functools
 import html
 import json

@@ -7,8 +7,6 @@ Example::
     ok ledger.jsonl 20 events in an unbroken chain
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import stat
@@ -173,8 +171,8 @@ def check_privacy(run: Records) -> Iterator[Check]:
         begun = not why or run.stated_rounds or (run.folder / METRICS).exists()
         yield Check(LEDGER, "wrong" if begun else "unchecked", "missing" if begun else "no round was begun")
         return
-    if run.ledger_fault:
-        yield Check(LEDGER, "wrong", run.ledger_fault)
+    if run.ledger.fault:
+        yield Check(LEDGER, "wrong", run.ledger.fault)
     else:
         yield Check(LEDGER, "ok", f"{counted(len(run.entries), 'event')} in an unbroken chain")
         if not ledger.read_bytes().endswith(b"\n") and run.entries and not run.going:

@@ -1,11 +1,8 @@
 """A run's records, each read once, and what is made again from them: statement, metrics' figures, pages, digests."""
 
-from __future__ import annotations
-
 import calendar
 import contextlib
 import dataclasses
-import fcntl
 import html
 import json
 import math
@@ -21,11 +18,11 @@ from fedflat.assembly.stating import Terms, plan_again, restated, tested
 from fedflat.config.reading import GIVEN, dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError, require, wrong
-from fedflat.core.durable import contents_of, digest_of, read_about
+from fedflat.core.durable import contents_of, digest_of, plain, read_about
 from fedflat.data.encoding import clean
 from fedflat.engine.job import SEEN
 from fedflat.privacy.correlated import ScheduledPlan
-from fedflat.privacy.ledger import CHAIN, REASONS, RUN, Entry, Scan, run_of, scan
+from fedflat.privacy.ledger import CHAIN, REASONS, RUN, Entry, Scan, is_open, run_of, scan
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import headline
 from fedflat.privacy.verify import ROUNDING, Verification, verify
@@ -83,12 +80,7 @@ class Records:
     @cached_property
     def going(self) -> bool:
         """Whether a process has the run's ledger open for writing."""
-        with contextlib.suppress(OSError), (self.folder / LEDGER).with_suffix(".lock").open("rb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
+        return is_open(self.folder / LEDGER)
 
     def refuse_older(self) -> None:
         """Refuse a run of before 1.0, or whose terms somebody took out of its ledger or private/run.json, and records
@@ -113,22 +105,13 @@ class Records:
         return None
 
     @cached_property
-    def _scanned(self) -> tuple[Scan, str]:
+    def ledger(self) -> Scan:
+        """The ledger's lines, what a crash tore of the last one, and its tip; or why it cannot be read."""
         path = self.folder / LEDGER
         try:
-            return scan(path, path.read_bytes()), ""
+            return scan(path, path.read_bytes())
         except (OSError, InputError) as error:
-            return Scan([], b"", ""), str(error)
-
-    @property
-    def ledger(self) -> Scan:
-        """The ledger's lines, what a crash tore of the last one, and its tip."""
-        return self._scanned[0]
-
-    @property
-    def ledger_fault(self) -> str:
-        """Why the ledger cannot be read; "" of a sound one."""
-        return self._scanned[1]
+            return Scan([], b"", "", str(error))
 
     @property
     def entries(self) -> list[Entry]:
@@ -163,8 +146,7 @@ class Records:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that are records of a round."""
-        lines = read_lines(self.folder / METRICS)
-        return [row for row in lines if isinstance(row, dict) and isinstance(row.get("round"), int)]
+        return read_lines(self.folder / METRICS)
 
     @cached_property
     def tips(self) -> dict[int, dict[str, Any]]:
@@ -344,8 +326,8 @@ def second_account(run: Records) -> Verification:
     for where, value in (*named, *((f"{metrics}: epsilon", epsilon) for epsilon in epsilons)):
         number = isinstance(value, float | int) and type(value) is not bool and abs(value) < 1e300
         require(value is None or number, where, value, "a number, or null")
-    if run.ledger_fault and (stated is not None or (run.folder / LEDGER).exists()):
-        return Verification(math.inf if stated is None else stated, math.inf, "none", 0, False, (run.ledger_fault,))
+    if run.ledger.fault and (stated is not None or (run.folder / LEDGER).exists()):
+        return Verification(math.inf if stated is None else stated, math.inf, "none", 0, False, (run.ledger.fault,))
     account = verify(run.entries, stated, delta=body.get("delta"), released=[row["round"] for row in rows])
     # The statement may count more than the metrics (rounds charged again), never less.
     if stated is None or not epsilons or epsilons[-1] is None or stated >= epsilons[-1] * (1 - ROUNDING):
@@ -381,7 +363,7 @@ def metrics_faults(run: Records) -> Iterator[str]:
         before, now, more = _plan_then(plan, run, number)
         expected: dict[str, Any] = {"epsilon": None}
         if place % every == 0 or more or not before:
-            expected["epsilon"] = _finite(now.epsilon(number + 1 + more)) if plan.private else None
+            expected["epsilon"] = plain(now.epsilon(number + 1 + more)) if plan.private else None
             expected["claimed_epsilon"] = now.account.claimed(now, number + 1 + more)
         elif plan.private:
             expected["epsilon"] = before[-1].get("epsilon")
@@ -416,7 +398,7 @@ def ledger_faults(run: Records) -> Iterator[str]:
         expected = {name: planned.get(name) for name in LINE}
         epsilon, first = float(math.inf if entry.get("epsilon") is None else entry["epsilon"]), "reason" not in entry
         if (len(entries) - 1 - place) % _every(plan, entries) == 0 and (first or plan.standing(entries) is plan):
-            expected["epsilon"] = _finite(plan.standing(entries[: place + 1]).epsilon(entry["round"] + 1))
+            expected["epsilon"] = plain(plan.standing(entries[: place + 1]).epsilon(entry["round"] + 1))
         yield from _contrary(f"line {entry['line']}", entry, expected)
         if first and epsilon < before * (1 - CLOSE):
             yield f"line {entry['line']}: epsilon falls from {before:.6g} to {epsilon:.6g}"
@@ -428,10 +410,6 @@ def ledger_faults(run: Records) -> Iterator[str]:
 def _contrary(where: str, record: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
     stated = {name: record.get(name) for name in expected}
     yield from (f"{where}: {difference}" for difference in differences(stated, expected))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 LINE = (

@@ -127,31 +127,42 @@ def _asked(
 
 
 def _result(recipe: Recipe, job: Job, outcome: Outcome) -> Result:
-    """Return what a run gives back; its statement is written, and the key of a run that is over forgotten."""
-    facts = state_privacy(recipe, job, outcome)
-    if job.folder is not None:
-        write_ending(job, facts, outcome)
-        if job.stored and job.opening is not None and outcome.complete:
-            keys.forget(job.opening.run)
-    module, folder = final_module(job, outcome), None if job.folder is None else job.folder.path
+    """Return what a run gives back, once all that it leaves on disk is written."""
+    facts, module = write_ending(recipe, job, outcome), final_module(job, outcome)
     return Result(
-        history=outcome.history, private_history=outcome.private, privacy=facts, recipe=recipe, folder=folder,
-        stopped=outcome.stopped, heads=dict(outcome.heads.kept), stages=dict(job.stages), notes=outcome.notes,
-        make_module=lambda: module, made_for=job.made_for,
+        history=outcome.history, private_history=outcome.private, privacy=facts, recipe=recipe,
+        folder=None if job.folder is None else job.folder.path, stopped=outcome.stopped,
+        heads=dict(outcome.heads.kept), stages=dict(job.stages), notes=outcome.notes, make_module=lambda: module,
+        made_for=job.made_for,
     )  # fmt: skip
 
 
-def write_ending(job: Job, facts: Mapping[str, Any], outcome: Outcome) -> None:
-    """Write a run's statement into its folder; sign it with ledger and released weights if there is an operator's key.
+def write_ending(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
+    """Return a run's statement, once it is in the folder, if there is one.
 
-    job: of a run that has a folder.
+    It is signed with ledger and released weights if there is an operator's key, and the noise key of a run that is over
+    is forgotten.
     """
-    folder: RunFolder = job.folder  # type: ignore[assignment]
+    folder = job.folder
+    facts = state_privacy(recipe, job, outcome, deployment=folder is not None and folder.deployment)
+    if folder is None:
+        return facts
     weights = weights_digest(job, outcome.state)
     write_statement(folder.path / STATEMENT, facts, folder.run, weights)
     # What an export will say, which is the checkpoint's: a run that is gone on with may have another version's.
     made_for = checkpoint.facts_of(checkpoint.path_of(folder.checkpoints, outcome.state.round)).get("made_for") or {}
     sign_run(folder.path, folder.run, weights, made_for, job.operator)
+    if job.stored and outcome.complete:
+        keys.forget(folder.run)
+    return facts
+
+
+def write_beginning(path: Path, text: str, job: Job) -> None:
+    """Write what a run is, a frozen body, and the text of its recipe, which makes of a folder a run's: it is last."""
+    opening: Opening = job.opening  # type: ignore[assignment]
+    opening.write(path)
+    write_frozen(job, path)
+    durable.replace(path / RECIPE, text, mode=0o644)
 
 
 def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
@@ -178,9 +189,7 @@ def _open(path: Path, recipe: Recipe, job: Job) -> None:
         job.opening = Opening.of(job.identity, root, text, software_of(job), name, Terms.of(recipe, job).record())
         if name is not None:
             keys.create(name)
-        job.opening.write(path)
-        write_frozen(job, path)
-        durable.replace(path / RECIPE, text, mode=0o644)
+        write_beginning(path, text, job)
     job.folder = replace(folder, run=job.opening.run)
 
 

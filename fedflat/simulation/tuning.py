@@ -37,8 +37,8 @@ from fedflat.records.folder import METRICS, read_lines
 from fedflat.records.opening import Opening
 from fedflat.report.progress import RunEvent
 from fedflat.simulation import settings as space
-from fedflat.simulation.experiment import Comparison, compare
-from fedflat.simulation.settings import CHARGE, PUBLIC, WINNER, Axis, Settings, expand, tasks
+from fedflat.simulation.experiment import compare
+from fedflat.simulation.settings import CHARGE, PUBLIC, WINNER, Axis, Settings, Task, expand, tasks
 
 DRAW, TRIALS = "private/draw.json", "private/trials"
 APART = 0.5
@@ -199,18 +199,19 @@ def _work(
     """Run every trial, score it and note the winner."""
     recipes = [trial_recipe(asked, trial) for trial in drawn["trials"]]
     (place / TRIALS).mkdir(mode=0o700, exist_ok=True)
-    _all_done(compare(recipes, (), 1, place / TRIALS, processes, update))
-    for trial, run in zip(drawn["trials"], tasks(place / TRIALS, expand(recipes, (), 1))):
+    for trial, run in zip(drawn["trials"], _trained(recipes, place / TRIALS, processes, update)):
         trial["score"] = score(run.folder, run.recipe, *public)
     drawn["winner"] = max(drawn["trials"], key=lambda trial: (trial["score"], trial["name"]))["name"]
     _keep(place, drawn)
 
 
-def _all_done(trials: Comparison) -> None:
-    """Raise RunError where trials are left."""
+def _trained(recipes: Sequence[Recipe], place: Path, processes: int | None, update: Update | None) -> list[Task]:
+    """Run what is left of each recipe's run and return all of them. Raises RunError where some are left still."""
+    trials = compare(recipes, (), 1, place, processes, update)
     if not trials.complete:
         why = next(iter(trials.failed.values()), "stopped as asked")
         raise RunError(f"{len(trials.failed)} trials failed, {trials.left} are left ({why}); the same command goes on")
+    return tasks(place, expand(recipes, (), 1))
 
 
 def score(run: Path, recipe: Recipe, inputs: Tensor, targets: Tensor) -> float:
@@ -308,9 +309,8 @@ def tune_on_proxy(
         space.applied(there, settings).model_copy(update={"name": f"{number:03d} {_short(settings)}"})
         for number, settings in enumerate(tried, start=1)
     ]
-    _all_done(compare(recipes, (), 1, place, processes, update))
-    runs = tasks(place, expand(recipes, (), 1))
-    rows = sorted(zip(tried, (_accuracy(run.folder) for run in runs)), key=lambda row: -row[1])
+    accuracies = [_accuracy(run.folder) for run in _trained(recipes, place, processes, update)]
+    rows = sorted(zip(tried, accuracies), key=lambda row: -row[1])
     text = dumped(space.applied(recipe, rows[0][0]).model_dump(mode="json", exclude_defaults=True))
     durable.replace(place / CHOSEN, text, mode=0o644)
     table = pandas.DataFrame([{**settings, "accuracy": f"{accuracy:.6g}"} for settings, accuracy in rows])

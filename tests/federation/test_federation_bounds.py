@@ -19,7 +19,7 @@ from fedflat.federation.bounds import TOO_LARGE, Limit, ReplyKeeper
 from fedflat.federation.project import PACKAGE
 from fedflat.federation.replies import PendingReply, ReplyTracker
 from fedflat.federation.task import Task
-from fedflat.federation.transport import Inbox
+from fedflat.federation.transport import limit_replies
 from fedflat.federation.wire import Answer, Malformed, read_answer, write_answer
 
 D = 3000
@@ -155,11 +155,11 @@ class Runtime:
         self.confirmed.append(request.message_object_id)
 
 
-def inbox(*replies: tuple[Any, Any, dict[str, bytes]]) -> tuple[Inbox, Runtime]:
+def inbox(*replies: tuple[Any, Any, dict[str, bytes]]) -> tuple[Any, Runtime]:
     from flwr.proto.node_pb2 import Node
 
     link = Runtime(*replies)
-    return Inbox(SimpleNamespace(_runtime_client=link, node=Node(node_id=1)), LIMIT), link
+    return limit_replies(SimpleNamespace(_runtime_client=link, node=Node(node_id=1)), LIMIT), link
 
 
 def sent(reply: Any, contents: dict[str, bytes] | None = None, tree: Any = None) -> tuple[Any, Any, dict[str, bytes]]:

@@ -265,9 +265,9 @@ def test_a_second_process_is_told_who_holds_the_ledger(path: Path) -> None:
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(RunError, match=rf"{path.parent}: another process \(pid {holder.pid}\)"):
         Ledger.open(path)
-    assert len(read(path)) == 1  # reading needs no lock
+    assert module.is_open(path) and len(read(path)) == 1  # reading needs no lock
     holder.kill()  # the system gives a dead writer's lock back
-    holder.wait()
+    assert holder.wait() and not module.is_open(path) and not module.is_open(path.parent / "none.jsonl")
     with Ledger.open(path) as ledger:
         assert ledger.rounds_recorded() == {0}
 

@@ -6,8 +6,6 @@ sums that hold the minimum cohort's honest vectors, and only after enough others
 A step that it cannot answer, or the server's word that the session is over, deletes the secrets at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass

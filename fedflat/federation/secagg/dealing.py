@@ -17,8 +17,6 @@ in the session, f of them in league with the server): honest clients sign once. 
 here the signature covers the whole public transcript: context, everybody's keys (hence n and the threshold), U2 and U3.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ The additions of points here (``_add``) take time that depends on their values. 
 numbers only; what is secret is multiplied in ``cryptography``.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
