@@ -75,12 +75,10 @@ BROKEN: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "half of the coordinates": (half, "coordinates have too little noise"),
     "the same noise in each round": (same, "rounds 0 and 1: correlation 1.00"),
     "a key that everybody has": (shared, "different keys share"),
-    "one half repeats the other": (repeated, "apart have correlation"),
-    "uniform noise": (flat, "not Gaussian"),
-    "std × 0.7": (scaled(0.7), "0.70"),
-    "std × 0.95": (scaled(0.95), "0.9"),
+    "one half repeats the other": (repeated, "apart have correlation"), "uniform noise": (flat, "not Gaussian"),
+    "std × 0.7": (scaled(0.7), "0.70"), "std × 0.95": (scaled(0.95), "0.9"),
     "std × 1.1": (scaled(1.1), "times the planned one"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -54,9 +54,7 @@ def test_a_system_that_failed_is_in_the_table() -> None:
     workload = dataclasses.asdict(BY_NAME["W1"])
     systems = {"fedflat": {"min": 1.0, "median": 1.0, "facts": {}}, "pfl": {"error": "no wheel"}}
     report = {
-        "date": "",
-        "rounds": 1,
-        "machine": {"cpu": "", "cores": 1, "load_before": 0.0},
+        "date": "", "rounds": 1, "machine": {"cpu": "", "cores": 1, "load_before": 0.0},
         "workloads": {"W1": {"workload": workload, "systems": systems}},
-    }
+    }  # fmt: skip
     assert "failed: 'no wheel'" in markdown(report)

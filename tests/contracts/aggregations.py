@@ -185,12 +185,10 @@ def crowds(d: int, tensors: tuple[slice, ...]) -> dict[str, list[Member]]:
     one = torch.zeros(d)
     one[0] = CLIP
     return {
-        "nobody": [],
-        "all aimed": [found["aimed"]] * 4,
-        "all huge": [found["huge"]] * 4,
+        "nobody": [], "all aimed": [found["aimed"]] * 4, "all huge": [found["huge"]] * 4,
         "all broken": [found["nan"], found["inf"], found["too short"], found["whole numbers"]],
         "one coordinate": [Member(one, 3)] * 2,
-    }
+    }  # fmt: skip
 
 
 def neighbours(d: int, tensors: tuple[slice, ...]) -> Sequence[tuple[str, list[Member], list[Member]]]:

@@ -139,11 +139,9 @@ class Unguarded(PastTheRound):
             return
         found = [real.one(client, broadcast, heads.whole(broadcast.shared, client)).message for client in present]
         view = ClientView(
-            tensors=self.layout.tensors("shared"),
-            gradient=lambda: torch.stack(found),
-            steps=real.local.steps,
+            tensors=self.layout.tensors("shared"), gradient=lambda: torch.stack(found), steps=real.local.steps,
             lr=real.local.lr,
-        )
+        )  # fmt: skip
         messages = torch.stack(found)
         for transform in self.inner.algorithm.transforms:
             messages = transform(messages, view)

@@ -66,13 +66,11 @@ class OneRow(CorrelatedNoise):
 def correlated_job(sampling: str = "min-separation", **privacy: Any) -> Job:
     """A job with banded noise whose clients take turns, or join their groups' rounds (all of them: p = 1)."""
     recipe = {
-        "rounds": ROUNDS,
-        "algorithm": "dp-fedavg",
-        "local": {"steps": 1, "batch_size": 1, "lr": 0.1},
+        "rounds": ROUNDS, "algorithm": "dp-fedavg", "local": {"steps": 1, "batch_size": 1, "lr": 0.1},
         "cohort": {"size": CLIENTS // SEPARATION, "sampling": sampling, "separation": SEPARATION},
         "privacy": {"clip": CLIP, "noise_multiplier": SIGMA, "delta": DELTA, "noise": "banded", **privacy},
         "engine": {"device": "cpu", "backend": "sequential"},
-    }
+    }  # fmt: skip
     return prepare(Recipe.of(recipe), AuditModel(), *examples_of(CLIENTS))
 
 

@@ -190,12 +190,10 @@ def _poisoned(kind: str) -> list[tuple[Tensor, Tensor]]:
     federation = clients()
     x, y = federation[2]
     replaced = {
-        "huge inputs": (torch.full_like(x, 1e20), y),
-        "large inputs": (x * 1e6, y),
-        "one huge example": (torch.cat([x[:-1], torch.full((1, 6), 1e20)]), y),
-        "gone": (x[:0], y[:0]),
+        "huge inputs": (torch.full_like(x, 1e20), y), "large inputs": (x * 1e6, y),
+        "one huge example": (torch.cat([x[:-1], torch.full((1, 6), 1e20)]), y), "gone": (x[:0], y[:0]),
         "as it was": (x, y),
-    }
+    }  # fmt: skip
     federation[2] = replaced[kind]
     return federation
 

@@ -200,8 +200,7 @@ def test_heads_and_fixed_cohorts_go_where_nothing_is_claimed() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"vectors": 0}, r"algorithm\.vectors"),
-    ({"vectors": 2}, r"algorithm\.vectors"),
+    ({"vectors": 0}, r"algorithm\.vectors"), ({"vectors": 2}, r"algorithm\.vectors"),
     ({"vectors": 2, "transforms": (lambda u, v: u,)}, r"algorithm\.transforms\[0\].*shape"),
     ({"vectors": 2, "transforms": (lambda u, v: torch.cat([u, u], -1),)}, r"algorithm\.server: found nothing"),
     ({"client_state": (ClientState("a.b", Sum()),)}, r"algorithm\.client_state: found 'a\.b'"),
@@ -209,7 +208,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"scale": lambda norms, c: norms, "private": False}, r"algorithm\.scale"),
     ({"client_state": (ClientState("s", lambda sent, view: sent[:-1]),)}, r"client_state \(s\).*shape"),
     ({"client_state": (ClientState("s", lambda sent, view: torch.randn_like(sent)),)}, r"client_state \(s\).*draws"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "line"), WRONG)

@@ -167,21 +167,18 @@ def steep(gradient: GradientFn, view: ClientView) -> GradientFn:
 def chaotic(backend: str, block: int | None, own: bool = False) -> Any:
     """SAM with a large radius on contradictory labels: a difference in the last bit becomes one of the clip's size."""
     draw = np.random.default_rng(1)
-    inputs = [
-        torch.from_numpy(2 * draw.standard_normal((6, 24), dtype=np.float32)).repeat(2, 1)
-        for _ in range(24 if own else 32)
-    ]
+    drawn = (draw.standard_normal((6, 24), dtype=np.float32) for _ in range(24 if own else 32))
+    inputs = [torch.from_numpy(2 * rows).repeat(2, 1) for rows in drawn]
     labels = torch.arange(6).repeat(2).add(torch.arange(2).repeat_interleave(6)) % 3
     network = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 3))
     with seeded_torch(0, "weights"), torch.no_grad():
         for parameter in network.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5)
     changes = {
-        "algorithm": {"name": "dp-fedsam", "rho": 5.0},
-        "cohort": {"size": 12},
+        "algorithm": {"name": "dp-fedsam", "rho": 5.0}, "cohort": {"size": 12},
         "local": {"steps": 40, "batch_size": 5, "lr": 1.0, "momentum": 0.0},
         "engine": {"backend": backend, "block": block, "processes": 2},
-    }
+    }  # fmt: skip
     method = Algorithm("own", phases=(Phase(rule=steep),), momentum=0.0) if own else None
     made = Recipe.of(recipe("dp-fedsam", changes))
     return prepare(made, network, [(x, labels) for x in inputs], algorithm=method)

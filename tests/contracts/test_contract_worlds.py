@@ -33,11 +33,10 @@ SHORT = [
 FEW = [*SHORT[1:6:2], *SHORT[-3:-1]]
 """For each method: all of them one by one, and some by each other back end, so that every pair is met."""
 MODELS: dict[str, tuple[int, int, Any]] = {
-    "linear 12": (12, 2, lambda: [nn.Linear(12, 2)]),
-    "linear 64": (64, 10, lambda: [nn.Linear(64, 10)]),
+    "linear 12": (12, 2, lambda: [nn.Linear(12, 2)]), "linear 64": (64, 10, lambda: [nn.Linear(64, 10)]),
     "relu": (12, 2, lambda: [nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2)]),
     "dropout": (12, 2, lambda: [nn.Linear(12, 8), nn.Dropout(0.5), nn.Linear(8, 2)]),
-}
+}  # fmt: skip
 ENGINES = (Engine("sequential"), Engine("vectorized"), Engine("vectorized", {"block": 2}), Engine("lowrank"))
 
 

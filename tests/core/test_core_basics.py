@@ -115,10 +115,9 @@ def test_keys() -> None:
     assert key == rng.noise_key(1, "recipe", "data") and len(key) == rng.KEY_BYTES
     others = [rng.noise_key(2, "recipe", "data"), rng.noise_key(1, "recipe", "other")]
     others += [
-        rng.noise_key(1, "recipeda", "ta"),
-        rng.noise_key(1, "recipe", "data", attempt=2),
+        rng.noise_key(1, "recipeda", "ta"), rng.noise_key(1, "recipe", "data", attempt=2),
         rng.noise_key(key, "recipe", "data"),
-    ]
+    ]  # fmt: skip
     assert len({key, *others}) == 6
 
 

@@ -149,10 +149,9 @@ def test_an_evaluation_by_several_threads_has_the_same_numbers(kind: type[nn.Mod
     module = kind()
     problem = ModuleProblem(module, layout_of(module))
     vector, inputs, targets = (
-        torch.randn(15, generator=torch.Generator().manual_seed(0)),
-        torch.randn(47, 4),
+        torch.randn(15, generator=torch.Generator().manual_seed(0)), torch.randn(47, 4),
         torch.zeros(47, dtype=torch.int64),
-    )
+    )  # fmt: skip
     alone = scores(problem, vector, inputs, targets, 5)
     for threads in (2, 3, 50):
         together = scores(problem, vector, inputs, targets, 5, threads)

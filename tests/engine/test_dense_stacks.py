@@ -37,12 +37,11 @@ def shared() -> nn.Module:
 
 
 READ = {
-    "linear": lambda: linear((2, 3), 3),
-    "mlp": lambda: mlp((6,), 3, hidden=[5, 4]),
+    "linear": lambda: linear((2, 3), 3), "mlp": lambda: mlp((6,), 3, hidden=[5, 4]),
     "tanh": lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Identity(), nn.Linear(5, 3)),
     "no bias": lambda: nn.Sequential(nn.Linear(6, 5, bias=False), nn.ReLU(), nn.Linear(5, 3, bias=False)),
     "no activation": lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)),
-}
+}  # fmt: skip
 DECLINED = {
     "another activation": lambda: nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3)),
     "a norm": lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)),

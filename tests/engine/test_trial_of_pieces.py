@@ -85,10 +85,9 @@ TRANSFORMS: list[tuple[Callable[..., Any], str]] = [
     (Remembers(), r"algorithm.transforms\[0\] \(Remembers\): found a piece whose result for a client changes"),
     (half, r"\(half\): found shape \(\d+,\) returned for \(\d+,\); allowed: the same shape"),
     (wide, r"\(wide\): found torch.float64 returned for torch.float32"),
-    (looks, r"\(looks\): found shape \(\) returned"),
-    (listed, r"\(listed\): found list returned"),
+    (looks, r"\(looks\): found shape \(\) returned"), (listed, r"\(listed\): found list returned"),
     (pythons, r"\(pythons\): found a draw from a global generator"),
-]
+]  # fmt: skip
 REST: list[tuple[Algorithm, str]] = [
     (Algorithm("own", phases=(Phase(rule=short_rule),)), r"phases\[0\].rule \(short_rule\): found shape"),
     (Algorithm("own", finetune=Phase(rule=short_rule)), r"algorithm.finetune.rule \(short_rule\): found shape"),

@@ -25,10 +25,9 @@ from fedflat.privacy.plan import build_plan
 from fedflat.simulation.recomputed import Records, second_account
 
 TURNS: dict[str, Any] = {
-    "rounds": 6,
-    "cohort": {"size": 1, "sampling": "min-separation", "separation": 3},
+    "rounds": 6, "cohort": {"size": 1, "sampling": "min-separation", "separation": 3},
     "privacy": {"noise_multiplier": 1.0, "noise": {"kind": "banded"}},
-}
+}  # fmt: skip
 
 
 def asks(grid: Any) -> list[tuple[int, int]]:

@@ -38,10 +38,9 @@ def pairs(folder: Path, rows: int = 60) -> Path:
     draw = stream(0, "pairs")
     first, second = draw.integers(0, 3, rows), draw.integers(0, 3, rows)
     columns: dict[str, list[Any]] = {
-        "sentence1": [f"a {GOOD[i]} film" for i in first],
-        "sentence2": [f"a {GOOD[i]} story" for i in second],
+        "sentence1": [f"a {GOOD[i]} film" for i in first], "sentence2": [f"a {GOOD[i]} story" for i in second],
         "label": (first == second).astype(np.int64).tolist(),
-    }
+    }  # fmt: skip
     for split, part in (("train", slice(10, None)), ("validation", slice(0, 10))):
         write(folder / "mrpc" / f"{split}.parquet", {key: values[part] for key, values in columns.items()})
     return folder / "mrpc"

@@ -45,10 +45,9 @@ def test_a_target_that_is_never_reached() -> None:
     assert measured(cell("speedup"), low, high) == 0.0 and measured(cell("speedup"), high, low) is None
     assert measured(cell("speedup"), high) is None and measured(cell("gain"), high) is None
     row = _measured(
-        Row(cell("speedup"), cell("speedup").recipe, 9.0, 5.0),
-        {("A", "one"): {0: high}, ("A", "first"): {0: low}},
+        Row(cell("speedup"), cell("speedup").recipe, 9.0, 5.0), {("A", "one"): {0: high}, ("A", "first"): {0: low}},
         "first",
-    )
+    )  # fmt: skip
     assert row.void and row.missing == "first never reached 30 %" and row.proven == 5.0
     alone = _measured(Row(cell("speedup"), cell("speedup").recipe, 9.0, 5.0), {("A", "one"): {0: high}}, "first")
     assert not alone.void and "first, of which no run ended" in alone.missing

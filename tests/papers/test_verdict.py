@@ -15,10 +15,9 @@ def ranked(method: str, published: str, ours: list[float], measure: str = "final
 
 
 ROWS = [
-    ranked("one", "50.0 ± 0.1", [40.0, 40.2, 40.1]),
-    ranked("two", "51.0 ± 0.1", [45.0, 45.1, 45.2]),
+    ranked("one", "50.0 ± 0.1", [40.0, 40.2, 40.1]), ranked("two", "51.0 ± 0.1", [45.0, 45.1, 45.2]),
     ranked("three", "53.0 ± 0.1", [44.0, 44.2, 44.1]),
-]
+]  # fmt: skip
 
 
 def test_tau_is_scipys_and_one_seed_tells_nothing() -> None:

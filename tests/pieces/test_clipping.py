@@ -33,11 +33,10 @@ def clipped(clip: object, messages: Tensor, threshold: float) -> Tensor:
 def test_no_message_is_longer_than_the_bound(rows: list[list[float]], threshold: float) -> None:
     messages = torch.tensor(rows, dtype=torch.float32)
     clips = {
-        "whole": (whole_vector(threshold), threshold),
-        "adaptive": (adaptive(threshold), threshold),
+        "whole": (whole_vector(threshold), threshold), "adaptive": (adaptive(threshold), threshold),
         "per tensor": (per_tensor([threshold, 2 * threshold], 2), math.sqrt(5) * threshold),
         "published": (clipping.PublishedPerTensor(2), threshold),
-    }
+    }  # fmt: skip
     for name, (clip, used) in clips.items():
         lengths = torch.linalg.vector_norm(clipped(clip, messages, used), dim=1)
         assert bool((lengths <= clip.bound(used) * (1 + 1e-12)).all()), name  # type: ignore[attr-defined]

@@ -262,10 +262,9 @@ def test_what_is_not_covered_follows_from_what_ran() -> None:
         assert word in simulated, word
     assert "Personal parts" not in simulated and "server itself" in simulated
     deployed = make(
-        FakePlan(trust="distributed"),
-        facts={"simulation": False, "secure": True, "personal": True},
+        FakePlan(trust="distributed"), facts={"simulation": False, "secure": True, "personal": True},
         key_source="os-entropy",
-    )
+    )  # fmt: skip
     text = " ".join(deployed["not_covered"])
     assert "Personal parts" in text and "secure aggregation" in text and "private/private.jsonl" not in text
     assert "whoever knows the seed" not in text and "floating-point" not in text

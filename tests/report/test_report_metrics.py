@@ -123,10 +123,9 @@ def test_sparse_and_broken_values(tmp_path: Path) -> None:
     folder = tmp_path / "sparse"
     folder.mkdir()
     lines = [
-        '{"round": 0, "test_accuracy": 0.1}',
-        '{"round": 1, "test_accuracy": NaN}',
+        '{"round": 0, "test_accuracy": 0.1}', '{"round": 1, "test_accuracy": NaN}',
         '{"round": 2, "test_loss": Infinity}',
-    ]
+    ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     run = metrics.read_run(folder)
     assert run.metrics[1]["test_accuracy"] is None and run.metrics[2]["test_loss"] is None
