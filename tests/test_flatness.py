@@ -128,7 +128,8 @@ def test_a_wrong_record_is_reported(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "both" / "dp-fedavg-0", other)
     lines = (other / "metrics.jsonl").read_text().splitlines()
     last = {**json.loads(lines[-1]), "test_accuracy": 0.999}
-    (other / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    later = {**last, "round": last["round"] + 1, "test_accuracy": 0.111}  # killed before its checkpoint was written
+    (other / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last), json.dumps(later)]) + "\n")
     (other / "recipe.yaml").write_text((other / "recipe.yaml").read_text().replace("lr: 0.1", "lr: 0.2"))
     settings = flatness.Settings(points=3, directions=1, draws=1, trace_draws=1, threads=1)
     assert any("recorded a test accuracy of 99.90 %" in note for note in flatness.measure([other], settings)["notes"])

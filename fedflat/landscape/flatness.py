@@ -26,7 +26,7 @@ from fedflat.records import checkpoint
 from fedflat.records.folder import OPENING
 from fedflat.records.opening import Opening
 from fedflat.report.groups import Group, by_seed, group_runs, paired_difference, spread
-from fedflat.report.metrics import Run, final_accuracy, proven_epsilon, read_runs, seeded
+from fedflat.report.metrics import Run, proven_epsilon, read_runs, seeded
 
 Numbers = dict[str, Any]
 NUMBERS = (
@@ -78,10 +78,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Model:
-    """Weights ``(D,)`` of a run's global model (client None) or of one client's local model, with its data."""
+    """Weights ``(D,)`` of a run's global model (client None) or of one client's local model after some rounds, and data
+    of its own.
+    """
 
     name: str
     client: int | None
+    rounds: int
     weights: Tensor
     inputs: Tensor
     targets: Tensor
@@ -119,10 +122,10 @@ def models_of(run: Run, settings: Settings, notes: list[str]) -> Iterable[tuple[
     layout = job.parts.layout
     if layout.shared < len(layout.names):
         notes.append(f"{run.algorithm}: the global model has w^0's personal head; a client's local model has its own.")
-    yield Model("global", None, torch.cat([state.released, heads.first]), *_data(job, None, settings)), job
+    yield Model("global", None, state.round, torch.cat([state.released, heads.first]), *_data(job, None, settings)), job
     for client in settings.clients:
         weights = local_model(job, state, heads, client)
-        yield Model(f"client {client}", client, weights, *_data(job, client, settings)), job
+        yield Model(f"client {client}", client, state.round, weights, *_data(job, client, settings)), job
 
 
 def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, PersonalState]:
@@ -238,8 +241,9 @@ def _curved(part: Objective, weights: Tensor, layout: Layout, settings: Settings
 
 
 def _compare_with_record(measurement: Numbers, run: Run, model: Model, settings: Settings, notes: list[str]) -> None:
-    """Add a note where the accuracy measured here is not the one that the run recorded."""
-    recorded, fresh = final_accuracy(run), measurement["numbers"]["accuracy"]
+    """Add a note where the accuracy measured here is not the one that the run recorded of the same round."""
+    last, fresh = [row for row in run.metrics if row["round"] == model.rounds - 1], measurement["numbers"]["accuracy"]
+    recorded = last[0].get("test_accuracy") if last else None
     comparable = model.client is None and settings.on == "test" and settings.examples is None
     if comparable and recorded is not None and abs(recorded - fresh) > 1e-3:
         notes.append(f"{run.path}: recorded a test accuracy of {100 * recorded:.2f} %, found {100 * fresh:.2f} % here.")
