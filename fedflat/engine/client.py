@@ -141,7 +141,8 @@ def train_client(
     layout, client = problem.layout, _Client(problem, broadcast, local, data, weights, context)
     for index, phase in enumerate(algorithm.phases):  # K steps of each, in place on its part of ``weights``
         part = weights[..., layout.span(phase.part)]
-        view = client.view(phase, start=part.clone(), clip=broadcast.clip, shares=data.class_shares)
+        start = part.clone() if phase.rule else part  # the plain gradient looks at no start: a copy saved
+        view = client.view(phase, start=start, clip=broadcast.clip, shares=data.class_shares)
         rule, direction = phase.rule or plain_gradient, _directions(local, phase)
         for batch in data.batches(index, view.steps):
             gradient = rule(client.loss_gradient(phase, batch), view)(part)
