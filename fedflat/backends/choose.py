@@ -5,7 +5,7 @@ import importlib.util
 import math
 import warnings
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from fedflat.core.held import own_rule
 from fedflat.core.imports import missing
 from fedflat.core.process import using_threads
 from fedflat.core.rng import stream
-from fedflat.core.types import Local
+from fedflat.core.types import Broadcast, Local
 from fedflat.data.clients import FederatedData, made_rows
 from fedflat.engine.batches import width_of
 from fedflat.engine.device import CPU, PROCESSES, TINY, TOLERANCE, placed
@@ -65,6 +65,8 @@ PADDED = 1_000
 declared: who asks for so many wants each client's whole data in a step."""
 CHECKED_CLIENTS, CHECKED_STEPS = 3, 4
 """Clients whose sum in a block is compared with that of training them one by one, and their steps."""
+AWAY = 0.05
+"""How far from w^0 places are tried, in each weight: at w^0 a layer may be zero, and hide what differs."""
 
 
 def backend_for(
@@ -148,13 +150,14 @@ class _Makers:
             return Vectorized(sequential, written, size, threads=threads, name=name)
         factors = LowRankProblem(layout, self.layers) if name == "lowrank" else None
         dense, apart = DenseProblem(layout, self.layers, precision), self.problem.device.type == "cpu"
-        blocks = Vectorized(sequential, dense, size, factors, threads, apart, name)
-        return replace(blocks, lanes=LANES if self._laned(size) and _alike(self, blocks) else None)
+        trial = partial(_alike, self) if self._laned(size) else None
+        return Vectorized(sequential, dense, size, factors, threads, apart, name, trial=trial)
 
     def _laned(self, block: int) -> bool:
         """Return whether places of a block may be alike, which a trial then has to show."""
         apart = self.layers is not None and self.problem.device.type == "cpu"
-        return apart and self.parts.local.epochs is None and block % WHOLE == 0
+        few = block * self.parts.layout.size <= BLOCK_ENTRIES  # a trial writes its messages out
+        return apart and few and self.parts.local.epochs is None and block % WHOLE == 0
 
     @property
     def clients(self) -> int:
@@ -259,7 +262,7 @@ def _is_right(makers: _Makers, name: str, block: int) -> bool:
 
 
 def _alike(makers: _Makers, blocks: Vectorized) -> bool:
-    """Return whether made-up clients send the same bits from other places of their lanes, beside other clients.
+    """Return whether made-up clients send the same bits from other places of their lanes, and are clipped by the same.
 
     Which instructions run follows from shapes and addresses, not from numbers, and two orders of a sum give other bits
     somewhere: so what holds for these clients' hundreds of entries holds for any.
@@ -267,18 +270,29 @@ def _alike(makers: _Makers, blocks: Vectorized) -> bool:
     parts, clients = makers.parts.shortened(CHECKED_STEPS), np.arange(blocks.block)
     data = made_up(makers.data, parts.local, 2)
     rows = tuple((np.arange(len(data.parts[0])) + client) % len(data.inputs) for client in clients)
-    inner = Sequential(parts.algorithm, makers.problem, parts.local, replace(data, parts=rows), makers.seed)
-    broadcast, heads = parts.of_trial(torch.cat([p.detach().reshape(-1) for p in makers.problem.parameters]))
+    data = replace(data, inputs=2 * data.inputs - 1, parts=rows)
+    weights = torch.cat([p.detach().reshape(-1) for p in makers.problem.parameters])
+    away = torch.from_numpy(stream(0, "trial of places").standard_normal(len(weights), np.float32))
+    broadcast, heads = parts.of_trial(weights + AWAY * away)
+    trial = replace(blocks, inner=Sequential(parts.algorithm, makers.problem, parts.local, data, makers.seed))
+
+    def sent(order: np.ndarray) -> tuple[torch.Tensor, ...]:
+        result, sink = trial.trained(order, broadcast, heads), empty_sum(parts, broadcast)
+        factors = sink.add(result.message, [1] * len(order))
+        written = (v.dense() if isinstance(v, Factored) else v for v in (result.message, result.personal))
+        return *written, factors, sink.result().norms
+
     with using_threads(1):
         try:
-            sent = [
-                replace(blocks, inner=inner).trained(order, broadcast, heads).message
-                for order in (clients, np.roll(clients, LANES))
-            ]
+            pairs = list(zip(sent(clients), sent(np.roll(clients, LANES))))
         except Exception:  # a piece may fail; the run then says where
             return False
-    here, there = (message.dense() if isinstance(message, Factored) else message for message in sent)
-    return torch.equal(here.roll(LANES, 0).view(torch.int32), there.view(torch.int32))
+        return all(torch.equal(_bits(here.roll(LANES, 0)), _bits(there)) for here, there in pairs)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of numbers: one NaN is not equal to another."""
+    return values.contiguous().view(torch.uint8)
 
 
 def made_up(data: FederatedData, local: Local, clients: int) -> FederatedData:
@@ -294,6 +308,11 @@ def made_up(data: FederatedData, local: Local, clients: int) -> FederatedData:
 def sum_of(backend: Backend, parts: RoundParts, first: torch.Tensor, clients: np.ndarray) -> torch.Tensor:
     """Return the clipped sum ``(d,)`` of some clients' messages from w^0, as in a round of its own."""
     broadcast, heads = parts.of_trial(first)
-    sink = PlainSum(parts.clip, broadcast.clip, parts.message_tensors, parts.message_length)
+    sink = empty_sum(parts, broadcast)
     RoundSum(parts.algorithm, parts.local, broadcast, sink, heads).add_cohort(backend, clients)
     return sink.total
+
+
+def empty_sum(parts: RoundParts, broadcast: Broadcast) -> PlainSum:
+    """Return the plain clipped sum of a round without messages yet."""
+    return PlainSum(parts.clip, broadcast.clip, parts.message_tensors, parts.message_length)

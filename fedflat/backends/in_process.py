@@ -170,7 +170,8 @@ class Vectorized:
     weights written out. A block that does not fit into memory is halved and tried again.
     threads: cores. apart: each core takes a block of its own, and numbers do not depend on how many there are (for
     problems that touch no module); otherwise they work on one block together, and another number may round differently.
-    lanes: as of ``placed_in_blocks``; None where no trial showed that places are alike.
+    lanes: as of ``placed_in_blocks``; None where no trial showed that places are alike. trial: asked once, before the
+    first block, whether they are.
     """
 
     inner: Sequential
@@ -181,9 +182,12 @@ class Vectorized:
     apart: bool = False
     name: str = "vectorized"
     lanes: int | None = None
+    trial: "Callable[[Vectorized], bool] | None" = None
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Train the cohort in blocks; zeros for clients without data."""
+        if self.trial is not None:
+            self.lanes, self.trial = LANES if self.trial(self) else None, None
         broadcast = sent(broadcast, self.inner.data.inputs.device)
         left = cohort[self.inner.data.sizes[cohort] > 0]
         if len(left) < len(cohort):

@@ -82,7 +82,8 @@ class _Rows:
         columns = [-(-(layer.inputs + 1) // ALIGNED) * ALIGNED for layer in layers]  # faster where rows are aligned
         limit = TOGETHER if self.trace.device.type == "cpu" else TOGETHER_ON_GPU
         largest = 1 + max(rows * width for rows, width in zip(lengths, columns))
-        self.together = max(1, min(limit, TERMS // (1 + max(lengths)), ROOM // largest))
+        together = max(1, min(limit, TERMS // (1 + max(lengths)), ROOM // largest))
+        self.together = 1 << (together.bit_length() - 1)  # places of a lane are alike in rooms too
         empty = torch.zeros(0, dtype=torch.float64, device=self.trace.device)
         self.inputs, self.deltas = list[Tensor](), list[Tensor]()
         for rows, width, layer in zip(lengths, columns, layers):

@@ -302,10 +302,9 @@ class Planted:
 
 
 _EVEN = (
-    Case("cancelling 1e6", start="even"),
-    Case("cancelling 1e14", start="even"),
+    Case("cancelling 1e6", start="even"), Case("cancelling 1e14", start="even"),
     Case("pixels", others="pixels", start="even"),
-)
+)  # fmt: skip
 _OTHERS = (Case("ordinary"), Case("huge 1e6"))
 PLANTED: dict[str, Planted] = {
     "norms from float32 Gram matrices": Planted(lambda job: _rows_of(job, False), _EVEN),

@@ -86,11 +86,10 @@ def sharp(g: Tensor, w: Tensor, view: ClientView) -> Tensor:
 
 
 OWN = Algorithm(
-    "own",
-    phases=(Phase(rule=lambda g, view: lambda w: g(w + 0.1 * sharp(g(w), w, view)) * view.shares(3).max()),),
+    "own", phases=(Phase(rule=lambda g, view: lambda w: g(w + 0.1 * sharp(g(w), w, view)) * view.shares(3).max()),),
     transforms=(lambda update, view: update * (1 - 0.1 * view.gradient().sign()) / view.examples().sqrt(),),
     client_state=(ClientState("kept", lambda sent, view: 0.5 * view.state["kept"] + sent),),
-)
+)  # fmt: skip
 
 
 @pytest.mark.usefixtures("noise_of_any_engine")

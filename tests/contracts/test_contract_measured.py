@@ -73,10 +73,9 @@ def train(backend: str, clients: list[Data], clip: float, hidden: bool, seed: in
             parameter.copy_(torch.randn(parameter.shape) * (0.3 if hidden else 0.0))
     changes = {
         "engine": {"backend": backend, "processes": 1},
-        "local": {"steps": 3, "batch_size": 4, "lr": 1.0, "weight_decay": 0.0},
-        "cohort": {"size": len(clients)},
+        "local": {"steps": 3, "batch_size": 4, "lr": 1.0, "weight_decay": 0.0}, "cohort": {"size": len(clients)},
         "privacy": {"clip": clip},
-    }
+    }  # fmt: skip
     made = prepare(Recipe.of(recipe("dp-fedavg", changes)), network, clients)
     broadcast = broadcast_of(made.parts, made.parts.first_state(made.initial_weights, made.threshold), made.seed)
     sink = accumulator_of(made.parts, broadcast, made.key)

@@ -121,10 +121,9 @@ LAST: Pair = (CLIENTS[4][0], np.full(5, 2))  # the only one with the third class
 WORLDS: dict[str, Pair] = {
     "no data": (np.zeros((0, 6), np.float32), np.zeros(0, np.int64)),
     "one example more": (np.vstack([LAST[0], LAST[0][:1]]), np.full(6, 2)),
-    "other labels": (LAST[0], np.zeros(5, np.int64)),
-    "other values": (LAST[0] * np.float32(1e30), LAST[1]),
+    "other labels": (LAST[0], np.zeros(5, np.int64)), "other values": (LAST[0] * np.float32(1e30), LAST[1]),
     "many": (np.tile(LAST[0], (100, 1)), np.full(500, 2)),
-}
+}  # fmt: skip
 NAMED: dict[str, Any] = {
     "rounds": 2, "algorithm": "dp-fedavg", "data": {"examples_per_client": 4}, "model": {"name": "mlp", "hidden": 4},
     "local": {"epochs": 2, "batch_size": 3}, "cohort": {"size": 6},

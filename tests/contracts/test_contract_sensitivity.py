@@ -136,12 +136,11 @@ def test_a_message_outside_the_common_mask_is_not_released() -> None:
 
 VALUES = [0.05, 0.1, 0.02, 0.2]
 GRIDS: list[tuple[str, dict[str, Any]]] = [
-    ("dp-fedavg", {"privacy": {"secure_rng": True}}),
-    ("fed-smp-randk", {"privacy": {"secure_rng": True}}),
+    ("dp-fedavg", {"privacy": {"secure_rng": True}}), ("fed-smp-randk", {"privacy": {"secure_rng": True}}),
     ("dp-scaffold", {"privacy": {"secure_rng": True}}),
     ("dp-fedsam", {"privacy": {"secure_rng": True, "clip": {"kind": "per-tensor", "values": VALUES}}}),
     ("ddgauss", {"cohort": {"min": 4}, "privacy": {"trust": "distributed"}}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -216,13 +216,19 @@ def test_places_that_compute_in_another_way_are_no_lane(believed: bool, monkeypa
         found.vector[16:] *= 1 + 2.0**-20
         return found
 
-    assert chaotic("vectorized", 32).backend.lanes == chaotic("lowrank", 32).backend.lanes == 16
+    for made in (chaotic("vectorized", 32), chaotic("lowrank", 32)):
+        assert moved_by_a_coin(made) == 0
+        assert made.backend.lanes == 16
+    with monkeypatch.context() as patched:  # the clip is tried too
+        patched.setattr("fedflat.pieces.clipping.norms_of", lambda m: m.norm(dim=1) + 2.0**-20 * torch.arange(len(m)))
+        assert sent_by(made := chaotic("vectorized", 32), THERE)
+        assert made.backend.lanes is None
     monkeypatch.setattr(DenseProblem, "gradient", other)
     if believed:  # the twin: no trial
         monkeypatch.setattr("fedflat.backends.choose._alike", lambda *_: True)
     made = chaotic("vectorized", 32)
-    assert made.backend.lanes == (16 if believed else None)
     assert (moved_by_a_coin(made) > 0) == believed
+    assert made.backend.lanes == (16 if believed else None)
 
 
 def in_order(clients: np.ndarray, size: int, lanes: int | None) -> np.ndarray:
