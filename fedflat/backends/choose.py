@@ -267,7 +267,9 @@ def _alike(makers: _Makers, blocks: Vectorized) -> bool:
     Which instructions run follows from shapes and addresses, not from numbers, and two orders of a sum give other bits
     somewhere: so what holds for these clients' hundreds of entries holds for any.
     """
-    parts, clients = makers.parts.shortened(CHECKED_STEPS), np.arange(blocks.block)
+    # As factors a client's rows are as many as its steps, and so are the shapes.
+    parts = makers.parts if blocks.factors is not None else makers.parts.shortened(CHECKED_STEPS)
+    clients = np.arange(blocks.block)
     data = made_up(makers.data, parts.local, 2)
     rows = tuple((np.arange(len(data.parts[0])) + client) % len(data.inputs) for client in clients)
     data = replace(data, inputs=2 * data.inputs - 1, parts=rows)

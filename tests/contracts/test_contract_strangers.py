@@ -195,7 +195,7 @@ def sent_by(made: Any, cohort: np.ndarray) -> dict[int, Tensor]:
 
 def moved_by_a_coin(made: Any) -> int:
     """How many messages are not the same bits, whoever else is in the cohort."""
-    whole, worlds = sent_by(made, THERE), [THERE[1:], np.delete(THERE, 2), THERE[::2], THERE[:1]]
+    whole, worlds = sent_by(made, THERE), [THERE[1:], np.delete(THERE, [2, 3]), THERE[::2], THERE[:1]]
     found = [(client, message) for world in worlds for client, message in sent_by(made, world).items()]
     return sum(not torch.equal(whole[client], message) for client, message in found)
 
