@@ -36,6 +36,7 @@ ROOMS = [
 ]  # fmt: skip
 PIECES = [f"fedflat.pieces.{found.name}" for found in pkgutil.iter_modules(pieces.__path__)]
 TOLD = ["privacy.accounting.epsilon", "simulation.run", "simulation.result", "data.own", "methods.published"]
+TOLD += ["core", "privacy", "privacy.accounting"]
 EXAMPLES = [*PIECES, "fedflat.algorithms", *(f"fedflat.{name}" for name in TOLD)]
 
 

@@ -1,1 +1,16 @@
-"""From a recipe to the parts of a run: method, plan, data, module, job, and what is recorded of them."""
+"""From a recipe to a job: everything live that a run needs, built and checked before anything is trained.
+
+Example::
+
+    from fedflat.assembly.jobs import prepare
+    from fedflat.config.recipe import Recipe
+
+    job = prepare(Recipe.load("quick-start", ["privacy.epsilon=4"]))
+    job.parts.plan.epsilon()  # what all rounds together will have spent
+    job.backend.name          # what local training runs on
+
+``inputs`` builds the federation and the module, ``plans`` the method, the privacy plan and other public numbers, and
+``tasks`` the loss and the metrics; ``piece_check`` tries a user's own pieces on made-up numbers. ``jobs`` puts all of
+it together, for a simulation as for a deployment. ``records`` writes down what the run is before its first draw, and
+``stating`` makes its privacy statement, in the run and again in ``fedflat verify``.
+"""
