@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import counted, in_range, nearest, require, wrong
+from fedflat.core.checks import becoming, counted, in_range, nearest, require, wrong
 from fedflat.core.loss import IGNORE
 from fedflat.core.rng import stream
 from fedflat.data.encoding import name_of
@@ -385,10 +385,9 @@ def first_above(data: FederatedData, classes: int) -> str:
 
 
 def _tensor(where: str, value: Any) -> torch.Tensor:
-    try:
+    kinds, allowed = (TypeError, ValueError, RuntimeError), "a tensor or an array of numbers"
+    with becoming(lambda _: wrong(where, type(value).__name__, allowed), kinds):
         return value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
-    except (TypeError, ValueError, RuntimeError):
-        raise wrong(where, type(value).__name__, "a tensor or an array of numbers") from None
 
 
 def _row_count(value: torch.Tensor) -> str:

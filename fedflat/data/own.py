@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedflat.core.checks import counted, one_of, require, whole, wrong
+from fedflat.core.checks import counted, one_of, require, turning, whole, wrong
 from fedflat.data.clients import (
     GIVEN,
     PUBLIC,
@@ -262,10 +262,9 @@ def prepared(rows: Any, preparation: Preparation | None, facts: Mapping[str, Any
     else:
         if preparation is not None and preparation.kind == "table":  # whose scale and categories go by name
             raise wrong("predict", type(rows).__name__, f"a table with columns {', '.join(preparation.reads)}")
-        try:
+        odd = wrong("predict", type(rows).__name__, "a table, or a tensor or array of numbers")
+        with turning((TypeError, ValueError, RuntimeError), odd):
             batch = torch.as_tensor(rows)
-        except (TypeError, ValueError, RuntimeError):
-            raise wrong("predict", type(rows).__name__, "a table, or a tensor or array of numbers") from None
         batch = batch if facts.get("dtype", "float32") != "float32" else batch.float()
         if not batch.isfinite().all():
             row = int((~batch.isfinite()).reshape(len(batch), -1).any(1).to(torch.uint8).argmax()) if batch.dim() else 0

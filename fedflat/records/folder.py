@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, require, writing, wrong
+from fedflat.core.checks import InputError, becoming, require, writing, wrong
 from fedflat.core.durable import flush, plain
 
 METRICS, PRIVATE, LEDGER = "metrics.jsonl", "private/private.jsonl", "ledger.jsonl"
@@ -169,12 +169,10 @@ def check_unsealed(path: Path) -> None:
 
 def check_new(path: Path) -> None:
     """Raise InputError where ``path`` holds a run already, or is no folder."""
-    try:
+    with becoming(lambda error: _unwritable(path, error), OSError):
         require(path.is_dir() or not path.exists(), "--out", f"{path}, which is no folder", "a new folder")
         if any((path / name).exists() for name in (METRICS, LEDGER, RECIPE)):
             raise _taken(path)
-    except OSError as error:
-        raise _unwritable(path, error) from error
 
 
 def check_name(name: str) -> None:

@@ -23,7 +23,7 @@ from fedflat.assembly.plans import algorithm_of
 from fedflat.config.reading import dumped, parse_value
 from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
-from fedflat.core.checks import InputError, nearest, require, wrong
+from fedflat.core.checks import InputError, nearest, require, turning, wrong
 from fedflat.privacy.ledger import read
 from fedflat.privacy.plan import Plan
 from fedflat.records.folder import RECIPE, check_name
@@ -167,10 +167,9 @@ def read_noted(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it cannot be read.
     """
-    try:
+    fault = wrong(str(path), "a file that cannot be read", "the file as it was written")
+    with turning((OSError, UnicodeDecodeError, yaml.YAMLError), fault):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise wrong(str(path), "a file that cannot be read", "the file as it was written") from error
     return dict(values) if isinstance(values, dict) else {}
 
 
