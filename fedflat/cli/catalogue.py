@@ -265,6 +265,7 @@ def data(
     names = list(split.features)
     users = (name for name in names if name.lower().replace(" ", "_").removesuffix("id").rstrip("_") in USERS)
     by = one_of("--by", clean(by), names) if by else next(users, None)
+    locate(str(file), Written(separator, encoding, by), "FILE")  # with the users' column known, it warns of its names
     if target and one_of("--target", clean(target), names) == by:
         raise wrong("--target", target, "another column than the one of users")
     rows = split.frame(names)
@@ -375,11 +376,13 @@ def _numbers(present: pd.Series) -> Column:
 
 
 def _alike(values: Iterable[Any]) -> str:
-    """Return the first values that differ only in case and blanks, in quotes; empty where there are none."""
+    """Return the first values that differ only in case and blanks, in quotes, and how many such groups there are; empty
+    where there are none."""
     spellings: dict[str, list[str]] = {}
     for value in map(str, values):
         spellings.setdefault(" ".join(value.casefold().split()), []).append(repr(value))
-    return ", ".join(next((forms for forms in spellings.values() if len(forms) > 1), []))
+    groups = [", ".join(forms) for forms in spellings.values() if len(forms) > 1]
+    return groups[0] + f" (the first of {len(groups)} such groups)" * (len(groups) > 1) if groups else ""
 
 
 def _target(columns: dict[str, Column]) -> str | None:
