@@ -210,9 +210,7 @@ def test_seeds_change_partition_weights_and_noise(done: tuple[Comparison, list[R
         assert lines[0][key] != lines[1][key]
 
 
-def test_what_is_done_is_kept_and_a_broken_run_fails_alone(
-    done: tuple[Comparison, list[RunEvent]], tmp_path: Path
-) -> None:
+def test_done_runs_stay_and_a_broken_one_fails_alone(done: tuple[Comparison, list[RunEvent]], tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(done[0].folder, folder)
     broken = folder / "tiny_dp-fedsam" / "seed-1"
