@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, becoming, require, writing, wrong
+from fedflat.core.checks import InputError, making, require, turning, writing, wrong
 from fedflat.core.durable import flush, plain
 
 METRICS, PRIVATE, LEDGER = "metrics.jsonl", "private/private.jsonl", "ledger.jsonl"
@@ -48,16 +48,12 @@ class RunFolder:
         """
         check_new(path)
         with contextlib.ExitStack() as claims:
-            try:
+            with making("--out", f"{path}, which cannot be created"), turning(BlockingIOError, _taken(path)):
                 path.mkdir(parents=True, exist_ok=True)
                 (path / "private").mkdir(mode=0o700, exist_ok=True)
                 claim = os.open(path / "private", os.O_RDONLY)
                 claims.callback(os.close, claim)
                 fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise _taken(path) from None
-            except OSError as error:
-                raise _unwritable(path, error) from error
             check_new(path)
             yield cls(path, deployment)
 
@@ -169,7 +165,7 @@ def check_unsealed(path: Path) -> None:
 
 def check_new(path: Path) -> None:
     """Raise InputError where ``path`` holds a run already, or is no folder."""
-    with becoming(lambda error: _unwritable(path, error), OSError):
+    with making("--out", f"{path}, which cannot be created"):
         require(path.is_dir() or not path.exists(), "--out", f"{path}, which is no folder", "a new folder")
         if any((path / name).exists() for name in (METRICS, LEDGER, RECIPE)):
             raise _taken(path)
@@ -179,10 +175,6 @@ def check_name(name: str) -> None:
     """Raise InputError for a run's name that cannot be a folder's, or would lead elsewhere."""
     if name != Path(name).name or name in ("", ".", "..") or not name.isprintable():
         raise wrong("name", name, "a name that can be a folder's, without slashes")
-
-
-def _unwritable(path: Path, error: OSError) -> InputError:
-    return wrong("--out", f"{path}, which cannot be created ({error.strerror})", "a folder you may write to")
 
 
 def _taken(path: Path) -> InputError:

@@ -23,7 +23,7 @@ from fedflat.assembly.plans import algorithm_of
 from fedflat.config.reading import dumped, parse_value
 from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
-from fedflat.core.checks import InputError, nearest, require, turning, wrong
+from fedflat.core.checks import InputError, making, nearest, require, turning, wrong
 from fedflat.privacy.ledger import read
 from fedflat.privacy.plan import Plan
 from fedflat.records.folder import RECIPE, check_name
@@ -181,13 +181,10 @@ def claim(folder: Path, settings: Sequence[Setting]) -> None:
 
 def note(path: Path, values: Mapping[str, Any]) -> None:
     """Write what ``read_noted`` reads, unless it is there. Raises InputError if the folder cannot be written."""
-    try:
+    with making("--out", f"{path.parent}, which cannot be written", "a folder to write"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.is_file():
             durable.replace(path, dumped(values), mode=0o644)
-    except OSError as error:
-        state = f"{path.parent}, which cannot be written ({error.strerror})"
-        raise wrong("--out", state, "a folder to write") from error
 
 
 def tasks(folder: Path, settings: Sequence[Setting]) -> list[Task]:
