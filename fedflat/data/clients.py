@@ -343,6 +343,8 @@ def _pair(where: str, pair: Any, fractions: bool) -> tuple[torch.Tensor, torch.T
         raise wrong(where, f"{_row_count(x)} inputs and {_row_count(y)} targets", "as many targets as inputs")
     require(y.ndim <= 2, f"{where} targets", f"shape {tuple(y.shape)}", "(n,) or (n, T)")
     require(not x.is_complex(), f"{where} inputs", f"dtype {x.dtype}", "floating-point or whole numbers")
+    ignored = where == "test" and y.ndim == 2 and y.numel() and y.dtype == torch.int64 and bool((y == IGNORE).all())
+    require(not ignored, "test targets", f"{IGNORE} alone, which does not count", "at least one that counts")
     return _finite(f"{where} inputs", x), _targets(f"{where} targets", y, fractions)
 
 
