@@ -118,7 +118,9 @@ def test_true_is_not_the_number_one(fedflat: Any, recipe: str, key: str) -> None
 
 
 def test_a_folder_that_holds_a_run_is_kept(fedflat: Any, recipe: str) -> None:
-    assert fedflat("run", recipe, "--out", "here").status == 0
+    said = fedflat("run", recipe, "--out", "there", "-o", "seed=7", "--out=here", "-o", "seed=0")
+    assert said.status == 0 and "Warning: --out is given twice, and only the last counts, here\n" in said.err
+    assert "Warning: -o seed is given twice, and only the last counts, seed=0\n" in said.err
     before = {path: path.read_bytes() for path in Path("here").iterdir() if path.is_file()}
     said = fedflat("run", recipe, "--out", "here", "-o", "seed=1")
     assert said.status == 2 and "--resume here" in said.err and said.err.count("\n") == 1
