@@ -111,8 +111,7 @@ def _federation(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedDat
         names, source = _by_owner(source, by)
     elif not isinstance(source, Sequence) or isinstance(source, str):
         raise wrong("clients", type(source).__name__, ALLOWED)
-    elif by is not None:
-        raise wrong("clients: by", by, "none, since the list has one entry per client")
+    require(by is None, "clients: by", by, "none, since the list has one entry per client")
     if source and all(_is_table(entry) for entry in source):
         return _tables(source, names, encoding, test)
     called = [f"client {name}" for name in names] or [f"clients[{i}]" for i in range(len(source))]
@@ -137,8 +136,7 @@ def _frame(source: Any) -> pd.DataFrame:
 def _table(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedData:
     """Return the federation of one table, whose users ``by`` names or lists."""
     frame = _frame(source)
-    if by is None:
-        raise wrong("clients: by", "nothing", f"the column that names the client: {', '.join(frame.columns)}")
+    require(by is not None, "clients: by", "nothing", f"the column that names the client: {', '.join(frame.columns)}")
     if isinstance(by, str):
         owners = owners_of(frame[one_of("clients: by", by, frame.columns)].tolist(), f"column {by}")
     else:
@@ -236,8 +234,7 @@ def _owners(by: Any, rows: int) -> list[str]:
 def _by_owner(source: Any, by: Any) -> tuple[list[str], list[Any]]:
     """Return the owners of a pair's or torch Dataset's examples, and the pair of each."""
     pair = _examples("data", source)
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise wrong("clients", type(source).__name__, ALLOWED)
+    require(isinstance(pair, (tuple, list)) and len(pair) == 2, "clients", type(source).__name__, ALLOWED)
     x, y = (side if isinstance(side, torch.Tensor) else np.asarray(side) for side in pair)
     owners = np.array(_owners(by, len(x)))
     require(len(y) == len(x), "clients", f"{len(x)} inputs and {len(y)} targets", "as many targets as inputs")
