@@ -103,15 +103,15 @@ def _federation(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedDat
     if isinstance(source, Mapping):
         require(by is None, "clients: by", by, "none, since a dict has its users for keys")
         named = {name_of(user): data for user, data in source.items()}
-        if len(named) < len(source):
-            raise wrong("clients", "two users of one name, but for blanks around it", "each user once")
+        require(len(named) == len(source), "clients", "two users of one name, but for blanks around it", "each once")
         names = sorted(named)
         source = [named[name] for name in names]
     elif by is not None and not isinstance(by, str):
         names, source = _by_owner(source, by)
     elif not isinstance(source, Sequence) or isinstance(source, str):
         raise wrong("clients", type(source).__name__, ALLOWED)
-    require(by is None, "clients: by", by, "none, since the list has one entry per client")
+    elif by is not None:
+        raise wrong("clients: by", by, "none, since the list has one entry per client")
     if source and all(_is_table(entry) for entry in source):
         return _tables(source, names, encoding, test)
     called = [f"client {name}" for name in names] or [f"clients[{i}]" for i in range(len(source))]

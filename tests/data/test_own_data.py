@@ -487,10 +487,12 @@ def test_a_look_at_a_table_gives_a_recipe_that_loads(tmp_path: Path, capsys: pyt
         look(tmp_path / "visits.csv", by="usr", separator=";")
     lines = ("user,huge,in,late,row", *(f"{i % 9:0{1 + i % 2}},{i}e300,{'AaBb'[i % 4]},{i % 2},{i}" for i in range(90)))
     (tmp_path / "numbered.csv").write_text("\n".join(lines), encoding="utf-8")
-    with pytest.warns(UserWarning, match="column user: 01 is read as a number"):
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning, match="column user: 01 is read as a number"):
+        patch.setattr("sys.stdout.isatty", lambda: True)
         look(tmp_path / "numbered.csv")
     assert "--target late" in (shown := capsys.readouterr().out) and "huge: 89 infinite or huge values" in shown
     assert "'A', 'a' (the first of 2 such groups) differ" in shown
+    assert all(len(line) <= 80 or "numbered.csv" in line for line in shown.splitlines())
     lists = {"user": [i % 9 for i in range(90)], "few": [[0.0] * (1 + i % 2) for i in range(90)], "y": [0, 1] * 45}
     pd.DataFrame({**lists, "id": range(2**60, 2**60 + 90)}).to_parquet(tmp_path / "lists.parquet")
     look(tmp_path / "lists.parquet", by="user", target="y", as_json=True)
