@@ -51,8 +51,7 @@ class Split:
     def frame(self, columns: list[str]) -> pd.DataFrame:
         """Return some columns as a pandas table. Raises InputError where there is no row."""
         table = self.read(columns)
-        if not table.num_rows:
-            raise wrong(self.where, "0 rows, with a header alone or blank lines below it", "at least one row")
+        require(table.num_rows > 0, self.where, "0 rows, with a header alone or blank lines below it", "at least one")
         return table.to_pandas()
 
     def values(self, column: str) -> list[Any]:
@@ -298,7 +297,8 @@ def _sheet(file: Path) -> Any:
     import pandas as pd
     import pyarrow as pa
 
-    try:
+    allowed = "an .xlsx file without a password, with pip install 'fedflat[excel]', or a CSV file"
+    with turning(ImportError, wrong(f"{file}", "an Excel file that nothing installed reads", allowed)):
         book = pd.ExcelFile(file)
         if len(book.sheet_names) > 1:
             more = counted(len(book.sheet_names) - 1, "other")
@@ -312,9 +312,6 @@ def _sheet(file: Path) -> Any:
         words = [name for name in frame.columns if any(isinstance(value, str) for value in frame[name])]
         frame[words] = frame[words].map(str, na_action="ignore")
         return pa.Table.from_pandas(frame, preserve_index=False)
-    except ImportError:
-        allowed = "an .xlsx file without a password, with pip install 'fedflat[excel]', or a CSV file"
-        raise wrong(f"{file}", "an Excel file that nothing installed reads", allowed) from None
 
 
 def _clean_names(columns: list[str], where: Path | str, key: str) -> dict[str, str]:

@@ -296,12 +296,10 @@ class NetworkMaps(nn.Module):
         return torch.cat([flat(answer) @ self.get_buffer(f"pool{at}") for at, answer in enumerate(answers)], dim=1)
 
     def _tried(self, images: Tensor) -> list[Tensor]:
-        try:
-            with torch.no_grad():
-                return self._answers(images)
-        except Exception as error:  # a network refuses a size in its own way
-            problem = f"a network that fails on images of {images.shape[2]} × {images.shape[3]}"
-            raise wrong("model.body", problem, "a model.size that it takes", hint=f"({first_line(error)})") from error
+        problem = f"a network that fails on images of {images.shape[2]} × {images.shape[3]}"  # each in its own way
+        allowed = "a model.size that it takes"
+        with becoming(lambda e: wrong("model.body", problem, allowed, hint=f"({first_line(e)})")), torch.no_grad():
+            return self._answers(images)
 
     def _answers(self, images: Tensor) -> list[Tensor]:
         """Return what each layer answers."""

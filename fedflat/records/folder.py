@@ -144,11 +144,10 @@ def _numbered(path: Path) -> tuple[dict[int, str], int]:
 
 
 def _round(raw: bytes) -> int | None:
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         round = json.loads(raw.decode("utf-8"))["round"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return round if isinstance(round, int) and not isinstance(round, bool) and round >= 0 else None
+        return round if isinstance(round, int) and not isinstance(round, bool) and round >= 0 else None
+    return None
 
 
 def _sealed(path: Path) -> dict[int, str]:

@@ -5,6 +5,7 @@ never covered by the guarantee), ``ledger.jsonl`` and ``privacy.json``. Everythi
 a run may have been killed before its first round, and a deployment never writes ``private/``.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -94,12 +95,11 @@ def number(value: Any) -> float | None:
 
 
 def _parsed(line: bytes | str) -> Record | None:
-    try:
+    # A torn last line can end in half a character.
+    with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
-    except (ValueError, RecursionError):
-        # A torn last line can end in half a character.
-        return None
-    return plain(record) if isinstance(record, dict) else None
+        return plain(record) if isinstance(record, dict) else None
+    return None
 
 
 def read_records(path: Path) -> list[Record]:
@@ -131,10 +131,9 @@ def _by_round(records: list[Record]) -> list[Record]:
 
 def _private(path: Path) -> list[Record]:
     """Return what is private to the simulation, or nothing for an account that may not read it."""
-    try:
+    with contextlib.suppress(PermissionError):
         return _by_round(read_records(path / "private" / "private.jsonl"))
-    except PermissionError:
-        return []
+    return []
 
 
 def _name(path: Path, recipe: dict[str, Any]) -> str:
