@@ -131,6 +131,8 @@ def test_a_wrong_setting_is_one_line(given: dict[str, Any], users: Any, words: s
     assert "\n" not in str(told.value)
     with pytest.raises(InputError, match="target_range"):
         PrivateRegressor(target_range=(1, 0), **QUICK).fit(x, y)
+    with pytest.raises(InputError, match=r"y: found no numbers .*'a'"):
+        PrivateRegressor(**QUICK).fit(x, ["a"] * len(x))
 
 
 TWO_FITS = "two fits have two draws of secret noise"

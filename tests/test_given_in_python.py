@@ -140,6 +140,8 @@ def test_ignored_tokens_are_allowed_and_a_label_for_each_token_needs_as_many_out
     assert prepare(Recipe.of(RECIPE), Tokens(), [(x, y)] * 5).data.classes == 3  # what the model puts out
     with pytest.raises(InputError, match=r"clients\[0\] targets\[0\]: found label -7; .* or -100 for a token"):
         prepare(Recipe.of(RECIPE), Tokens(), [(x, y.clamp(min=-7))] * 5)
+    with pytest.raises(InputError, match="test targets: found -100 alone, which does not count"):
+        prepare(Recipe.of(RECIPE), Tokens(), [(x, y)] * 5, (x, y.clamp(max=-100)))
     with pytest.raises(InputError, match=r"model: found an output of shape \(2, 2, 3\) for 2 examples"):
         prepare(Recipe.of(RECIPE), Tokens(), [(x, y[:, 0])] * 5)
     with pytest.raises(InputError, match=r"model: found IndexError in a training pass"):

@@ -204,6 +204,10 @@ def test_an_export_without_what_the_seed_drew_says_so(tmp_path: Path) -> None:
 def test_what_is_no_ended_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the folder of a run"):
         fedflat.load(tmp_path)
+    for call, place in ((fedflat.load, "load"), (lambda given: fedflat.export(tmp_path, given), "export: out")):
+        for given in (5, None):
+            with pytest.raises(InputError, match=f"{place}: found {given}; allowed: the path of a folder"):
+                call(given)  # type: ignore[operator]
     fedflat.run({**RECIPE, "rounds": 1}, out=tmp_path / "a")
     (tmp_path / "a" / "privacy.json").unlink()
     with pytest.raises(InputError, match="--resume"):

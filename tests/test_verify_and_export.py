@@ -957,6 +957,10 @@ def test_every_file_is_covered_or_named(run: Path) -> None:
     beside = ("registry.yaml", "audit.json", "ended.json", "ledger.torn", "server.lock")
     for name in (*beside, "notes.txt", "preparation.json"):
         (run / name).write_text("{}")
+    export(run, run / "handed")
+    found = {check.record: check for check in check_strangers(Records(run))}
+    assert re.search(r"covered: \d+ files of an export; fedflat verify .*handed checks it", found["handed/"].about)
+    shutil.rmtree(run / "handed")
     found = {check.record: check for check in check_strangers(Records(run))}
     for name in (*beside, "ledger.lock"):
         assert found[name].about.startswith("known, not covered: "), name

@@ -46,15 +46,17 @@ def audit(
         kind: quick, worlds, noise, mechanism or all.
         runs: Runs per world of the mechanism audit.
     """
-    from fedflat.audit import audit_run, write_audit
     from fedflat.config.recipe import Recipe
+
+    parsed = Recipe.load(target, override or [])  # before torch takes seconds to load
+    from fedflat.audit import audit_run, write_audit
     from fedflat.records.folder import SEALED
     from fedflat.report.html import write_report
 
     folder = Path(target) if Path(target).is_dir() else None
     # A run's own folder, as it was run, keeps the result.
     page = None if folder is None or override or (folder / SEALED).exists() else folder / "report.html"
-    results = audit_run(Recipe.load(target, override or []), kind=kind, runs=runs, folder=folder)
+    results = audit_run(parsed, kind=kind, runs=runs, folder=folder)
     if page is not None:
         write_audit(page.parent, results)
         write_report([page.parent], page)

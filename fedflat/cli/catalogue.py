@@ -214,10 +214,13 @@ def runs(folder: Path = Path("runs"), *, as_json: cli.Json = False) -> None:
     for run in records:
         done = f"{run['rounds']}/{run['planned'] if run['planned'] is not None else '?'}"
         epsilon = epsilon_text(run["epsilon"]) if run["state"] in ("done", "stopped") else "–"
-        epsilon += " of the mechanism" if epsilon != "–" and run["randomness"] == "seeded" else ""
+        epsilon += "*" if epsilon != "–" and run["randomness"] == "seeded" else ""
+        age = " ".join(duration(run["age"]).split()[:2])
         rows.append((run["run"], run["method"], str(run["data"] or "–"), percent(run["accuracy"]), epsilon, done,
-                     run["state"], duration(run["age"])))  # fmt: skip
+                     run["state"], age))  # fmt: skip
     cli.print_columns(rows)
+    if any(row[4].endswith("*") for row in rows):
+        cli.say("* ε of the mechanism: the noise follows the seed, so this model protects nobody.")
 
 
 FEW = 20
@@ -227,11 +230,11 @@ USERS = ("user", "client", "patient", "customer", "author", "owner", "speaker", 
          "player", "reviewer", "character", "account")  # fmt: skip
 PRIVATE = "What stands here is about your clients: keep it to yourself. The guarantee covers none of it."
 READ_OFF = (
-    "# categories, scale and fill were read off private rows, and become public with the model: before a run, put in "
-    "their place what is known without these rows."
+    "# categories, scale and fill were read off private rows, and become public with\n"
+    "# the model: before a run, put in their place what is known without these rows."
 )
 GIVEN_UP = (
-    "# test_clients gives up so many of the users: their rows are measured without noise, covered by no guarantee."
+    "# test_clients gives up so many of the users: their rows are measured without\n# noise, covered by no guarantee."
 )
 
 
@@ -265,6 +268,7 @@ def data(
     names = list(split.features)
     users = (name for name in names if name.lower().replace(" ", "_").removesuffix("id").rstrip("_") in USERS)
     by = one_of("--by", clean(by), names) if by else next(users, None)
+    locate(str(file), Written(separator, encoding, by), "FILE")  # with the users' column known, it warns of its names
     if target and one_of("--target", clean(target), names) == by:
         raise wrong("--target", target, "another column than the one of users")
     rows = split.frame(names)
@@ -283,8 +287,8 @@ def data(
         lines.append(f"  {name}: {col['type']}, {counted(col['values'], 'value')}, {col['missing']} missing → {role}")
     lines += _faults(facts["faults"], recipe) or ["No faults."]
     # In a file these lines are comments, so that the file is a recipe.
-    mark = "" if sys.stdout.isatty() else "# "
-    print("\n".join(mark + line for line in lines))
+    parts = [cli.wrapped(line, later="    ") if sys.stdout.isatty() else [f"# {line}"] for line in lines]
+    print("\n".join(line for part in parts for line in part))
     if recipe is not None:
         print(f"\n{READ_OFF}\n{GIVEN_UP}\n{dumped(recipe)}", end="")
 
@@ -375,11 +379,13 @@ def _numbers(present: pd.Series) -> Column:
 
 
 def _alike(values: Iterable[Any]) -> str:
-    """Return the first values that differ only in case and blanks, in quotes; empty where there are none."""
+    """Return the first values that differ only in case and blanks, in quotes, and how many such groups there are; empty
+    where there are none."""
     spellings: dict[str, list[str]] = {}
     for value in map(str, values):
         spellings.setdefault(" ".join(value.casefold().split()), []).append(repr(value))
-    return ", ".join(next((forms for forms in spellings.values() if len(forms) > 1), []))
+    groups = [", ".join(forms) for forms in spellings.values() if len(forms) > 1]
+    return groups[0] + f" (the first of {len(groups)} such groups)" * (len(groups) > 1) if groups else ""
 
 
 def _target(columns: dict[str, Column]) -> str | None:

@@ -149,15 +149,12 @@ def _computing() -> Iterator[Finding]:
 
 def _text() -> Iterator[Finding]:
     names = {"output": getattr(sys.stdout, "encoding", None) or "", "files": locale.getpreferredencoding(False)}
-    odd = [f"{label} in {name or 'no encoding'}" for label, name in names.items() if not _is_utf8(name)]
+    other = {label: name for label, name in names.items() if name.lower().replace("_", "-") not in ("utf-8", "utf8")}
+    odd = [f"{label} in {name or 'no encoding'}" for label, name in other.items()]
     if odd:
         yield Finding("text", "note", f"{', '.join(odd)}: ε is spelled eps", "export PYTHONUTF8=1, or LC_ALL=C.UTF-8")
     else:
         yield Finding("text", "ok", "UTF-8")
-
-
-def _is_utf8(name: str) -> bool:
-    return name.lower().replace("-", "").replace("_", "") == "utf8"
 
 
 def _folders() -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from typer import Option
 from fedflat import __version__
 from fedflat.cli import as_command
 from fedflat.core import process
-from fedflat.core.checks import InputError, RunError, nearest, wrong
+from fedflat.core.checks import InputError, RunError, nearest, require
 
 SPELLED = {
     "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "eps", "η": "eta", "λ": "lambda", "μ": "mu", "ρ": "rho",
@@ -26,6 +26,9 @@ SPELLED = {
     "×": "x", "·": "*", "−": "-", "–": "-", "—": "-", "→": "->", "─": "-", "━": "=", "’": "'",
 }  # fmt: skip
 """For an output that has no such letters: an ε that became a ? would be no statement at all."""
+
+REPEATED = ("--with", "--vary", "--column", "--method")
+"""Options that may be given several times."""
 
 app = typer.Typer(
     name="fedflat",
@@ -109,12 +112,16 @@ def main() -> None:
 
 
 def _check_words(words: list[str]) -> None:
-    """Raise InputError for an empty word: an empty path would be the folder that one is in."""
+    """Raise InputError for an empty word: an empty path would be the folder that one is in. Warn of one given twice."""
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    seen = set()
     for before, word in zip(["fedflat", *words], words):
-        if not word.strip():
-            raise wrong(before if before[0] == "-" else f"the word after {before}", "nothing", "a value")
-        if word.startswith("--") and word.endswith("="):
-            raise wrong(word[:-1], "nothing", "a value")
+        require(bool(word.strip()), before if before[0] == "-" else f"the word after {before}", "nothing", "a value")
+        option = f"-o {word.partition('=')[0]}" if before in ("-o", "--override") else before
+        if before[0] == "-" and word[0] != "-" and before not in REPEATED:
+            if option in seen:
+                print(f"Warning: {option} is given twice, and only the last counts, {word}", file=sys.stderr)
+            seen.add(option)
 
 
 def _status(status: int) -> int:

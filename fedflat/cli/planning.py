@@ -22,10 +22,11 @@ def plan(
     Args:
         no_trial: Do not time local training on made-up data.
     """
+    parsed = recipe_of(recipe, override)  # before torch takes seconds to load
     from fedflat.privacy.ledger import plain_json
     from fedflat.simulation.planning import forecast
 
-    facts, planned = forecast(recipe_of(recipe, override), trial=not no_trial)
+    facts, planned = forecast(parsed, trial=not no_trial)
     if as_json:
         print_json(plain_json("plan", facts))
         return

@@ -90,18 +90,20 @@ def reproduce(
     Args:
         paper: The paper: 000 to 004, or cited as by --list.
         table: Its table or figure: table-1, 1, II; figure-4.
-        list_all: What can be reproduced, one line each.
+        list_all: What can be reproduced, of this paper or of all, one line each.
     """
+    from fedflat.methods.published import CITED, reproduced_paper
     from fedflat.papers import figures, tables
 
     if list_all:
         listed = {name: tables.load(name.replace(" ", "-")).about for name in tables.names()}
         every = dict(sorted((listed | figures.abouts()).items()))
+        if paper is not None:
+            number = reproduced_paper(paper, (name.partition(" ")[0] for name in every))
+            every = {name: description for name, description in every.items() if name.partition(" ")[0] == number}
         if request.as_json:
             cli.print_json(every)
             return
-        from fedflat.methods.published import CITED
-
         cited = {name: f"{CITED[name.partition(' ')[0]]}. {description}" for name, description in every.items()}
         print("\n".join(line for item in cited.items() for line in cli.labelled(*item, 16)))
         return

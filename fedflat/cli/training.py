@@ -212,10 +212,11 @@ def deploy(
         port: The SuperLink's port; orders come through the next one, on 127.0.0.1.
         watch: Then serve a live page on 127.0.0.1 that follows it, until Ctrl-C.
     """
+    parsed = recipe_of(recipe, override)  # before torch takes seconds to load
     from fedflat.federation import check_flower, write_project
 
     check_flower()
-    project = write_project(recipe_of(recipe, override), out, nodes, port, host)
+    project = write_project(parsed, out, nodes, port, host)
     if as_json:
         facts = {name: getattr(project, name) for name in ("folder", "clients", "rounds", "epsilon", "delta")}
         print_json(facts | ({"note": project.note} if project.note else {}))

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import counted, in_range, nearest, require, wrong
+from fedflat.core.checks import becoming, counted, in_range, nearest, require, wrong
 from fedflat.core.loss import IGNORE
 from fedflat.core.rng import stream
 from fedflat.data.encoding import name_of
@@ -343,6 +343,8 @@ def _pair(where: str, pair: Any, fractions: bool) -> tuple[torch.Tensor, torch.T
         raise wrong(where, f"{_row_count(x)} inputs and {_row_count(y)} targets", "as many targets as inputs")
     require(y.ndim <= 2, f"{where} targets", f"shape {tuple(y.shape)}", "(n,) or (n, T)")
     require(not x.is_complex(), f"{where} inputs", f"dtype {x.dtype}", "floating-point or whole numbers")
+    ignored = where == "test" and y.ndim == 2 and y.numel() and y.dtype == torch.int64 and bool((y == IGNORE).all())
+    require(not ignored, "test targets", f"{IGNORE} alone, which does not count", "at least one that counts")
     return _finite(f"{where} inputs", x), _targets(f"{where} targets", y, fractions)
 
 
@@ -385,10 +387,9 @@ def first_above(data: FederatedData, classes: int) -> str:
 
 
 def _tensor(where: str, value: Any) -> torch.Tensor:
-    try:
+    kinds, allowed = (TypeError, ValueError, RuntimeError), "a tensor or an array of numbers"
+    with becoming(lambda _: wrong(where, type(value).__name__, allowed), kinds):
         return value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
-    except (TypeError, ValueError, RuntimeError):
-        raise wrong(where, type(value).__name__, "a tensor or an array of numbers") from None
 
 
 def _row_count(value: torch.Tensor) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import first_line, wrong
+from fedflat.core.checks import becoming, first_line, wrong
 from fedflat.core.durable import cache_folder, keep, read_tensors
 from fedflat.core.imports import hub
 
@@ -99,14 +99,12 @@ def pretrained(texts: Sequence[Text], tokenizer: str, length: int = LENGTH) -> t
 
     Raises InputError when it cannot be loaded (not there, no network, transformers not installed).
     """
-    try:
+    allowed = "a folder with a transformers tokenizer, or a hub id that can be reached or is in HF_HOME's cache"
+    # The hub client raises many unrelated types.
+    with becoming(lambda e: wrong("data.tokenizer", tokenizer, allowed, hint=f"({first_line(e)})")), hub():
         from transformers import AutoTokenizer
 
-        with hub():
-            tool = AutoTokenizer.from_pretrained(tokenizer)
-    except Exception as error:  # the hub client raises many unrelated types
-        allowed = "a folder with a transformers tokenizer, or a hub id that can be reached or is in HF_HOME's cache"
-        raise wrong("data.tokenizer", tokenizer, allowed, hint=f"({first_line(error)})") from None
+        tool = AutoTokenizer.from_pretrained(tokenizer)
     if tool.pad_token_id is None:
         raise wrong("data.tokenizer", tokenizer, "a tokenizer with a padding token")
     sides = list(map(list, zip(*[(text,) if isinstance(text, str) else tuple(text) for text in texts])))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedflat.core.checks import InputError, RunError, counted, first_line, nearest, require, turning, wrong
+from fedflat.core.checks import InputError, RunError, becoming, counted, first_line, nearest, require, turning, wrong
 from fedflat.core.imports import hub
 from fedflat.data.encoding import clean
 from fedflat.data.preparation import DATASETS, Source
@@ -51,8 +51,7 @@ class Split:
     def frame(self, columns: list[str]) -> pd.DataFrame:
         """Return some columns as a pandas table. Raises InputError where there is no row."""
         table = self.read(columns)
-        if not table.num_rows:
-            raise wrong(self.where, "0 rows, with a header alone or blank lines below it", "at least one row")
+        require(table.num_rows > 0, self.where, "0 rows, with a header alone or blank lines below it", "at least one")
         return table.to_pandas()
 
     def values(self, column: str) -> list[Any]:
@@ -62,10 +61,12 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """How CSV files are written: what stands between two values (None: by the file's ending), and their encoding."""
+    """How CSV files are written: what stands between two values (None: by the file's ending), their encoding, and the
+    column of users, if it is known."""
 
     separator: str | None = None
     encoding: str | None = None
+    by: str | None = None
 
 
 def ending_of(path: Path) -> str:
@@ -143,10 +144,9 @@ def _saved(path: Path, key: str) -> dict[str, Split]:
     """Return the splits of a data set that Hugging Face's ``save_to_disk`` wrote."""
     import datasets
 
-    try:
+    allowed = "a folder that save_to_disk wrote"
+    with becoming(lambda e: wrong(key, f"{path} ({first_line(e)})", allowed), (OSError, ValueError, KeyError)):
         loaded = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, KeyError) as error:
-        raise wrong(key, f"{path} ({first_line(error)})", "a folder that save_to_disk wrote") from None
     splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
     return {name: _hub_split(f"{path}/{name}", split) for name, split in splits.items() if name in SPLITS}
 
@@ -179,7 +179,7 @@ def _open(files: tuple[Path, ...], written: Written, key: str) -> Split:
     from datasets import Features
 
     ending, first = ending_of(files[0]), files[0]
-    if written != Written() and ending not in COMMAS:
+    if (written.separator or written.encoding) and ending not in COMMAS:
         raise wrong("data.separator or data.encoding", "a value", f"nothing: {first.name} is no CSV file")
 
     def joined(tables: Iterator[Any]) -> Any:
@@ -267,6 +267,16 @@ def _commas(file: Path, written: Written, key: str) -> Any:
         hint = f"Set data.separator='{sign}', or --separator '{sign}'."
         header, allowed = f"one column, {table.column_names[0]!r}", f"columns with {mark!r} between them"
         raise wrong("data.separator", header, allowed, hint=hint)
+    for name in table.column_names:
+        if clean(name) == clean(written.by or "") and not pa.types.is_string(table[name].type):
+            again = file if written.encoding is None else _in_utf8(file, written.encoding)
+            as_text = pc.ConvertOptions(column_types={name: pa.string()}, strings_can_be_null=True)
+            texts = pc.read_csv(again, parse_options=form, convert_options=as_text)[name].unique().to_pylist()
+            values = table[name].unique().to_pylist()
+            if len(texts) > len(values):
+                odd = next(text for text in texts if text not in map(str, values))
+                one = "is read as a number, and so are other spellings of it: they are one client"
+                warnings.warn(f"column {name}: {odd} {one}. A letter before each keeps them apart", stacklevel=2)
     return table
 
 
@@ -287,7 +297,8 @@ def _sheet(file: Path) -> Any:
     import pandas as pd
     import pyarrow as pa
 
-    try:
+    allowed = "an .xlsx file without a password, with pip install 'fedflat[excel]', or a CSV file"
+    with turning(ImportError, wrong(f"{file}", "an Excel file that nothing installed reads", allowed)):
         book = pd.ExcelFile(file)
         if len(book.sheet_names) > 1:
             more = counted(len(book.sheet_names) - 1, "other")
@@ -301,9 +312,6 @@ def _sheet(file: Path) -> Any:
         words = [name for name in frame.columns if any(isinstance(value, str) for value in frame[name])]
         frame[words] = frame[words].map(str, na_action="ignore")
         return pa.Table.from_pandas(frame, preserve_index=False)
-    except ImportError:
-        allowed = "an .xlsx file without a password, with pip install 'fedflat[excel]', or a CSV file"
-        raise wrong(f"{file}", "an Excel file that nothing installed reads", allowed) from None
 
 
 def _clean_names(columns: list[str], where: Path | str, key: str) -> dict[str, str]:

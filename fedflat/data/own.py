@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedflat.core.checks import counted, one_of, require, whole, wrong
+from fedflat.core.checks import counted, one_of, require, turning, whole, wrong
 from fedflat.data.clients import (
     GIVEN,
     PUBLIC,
@@ -103,8 +103,7 @@ def _federation(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedDat
     if isinstance(source, Mapping):
         require(by is None, "clients: by", by, "none, since a dict has its users for keys")
         named = {name_of(user): data for user, data in source.items()}
-        if len(named) < len(source):
-            raise wrong("clients", "two users of one name, but for blanks around it", "each user once")
+        require(len(named) == len(source), "clients", "two users of one name, but for blanks around it", "each once")
         names = sorted(named)
         source = [named[name] for name in names]
     elif by is not None and not isinstance(by, str):
@@ -137,8 +136,7 @@ def _frame(source: Any) -> pd.DataFrame:
 def _table(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedData:
     """Return the federation of one table, whose users ``by`` names or lists."""
     frame = _frame(source)
-    if by is None:
-        raise wrong("clients: by", "nothing", f"the column that names the client: {', '.join(frame.columns)}")
+    require(by is not None, "clients: by", "nothing", f"the column that names the client: {', '.join(frame.columns)}")
     if isinstance(by, str):
         owners = owners_of(frame[one_of("clients: by", by, frame.columns)].tolist(), f"column {by}")
     else:
@@ -236,8 +234,7 @@ def _owners(by: Any, rows: int) -> list[str]:
 def _by_owner(source: Any, by: Any) -> tuple[list[str], list[Any]]:
     """Return the owners of a pair's or torch Dataset's examples, and the pair of each."""
     pair = _examples("data", source)
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise wrong("clients", type(source).__name__, ALLOWED)
+    require(isinstance(pair, (tuple, list)) and len(pair) == 2, "clients", type(source).__name__, ALLOWED)
     x, y = (side if isinstance(side, torch.Tensor) else np.asarray(side) for side in pair)
     owners = np.array(_owners(by, len(x)))
     require(len(y) == len(x), "clients", f"{len(x)} inputs and {len(y)} targets", "as many targets as inputs")
@@ -262,10 +259,9 @@ def prepared(rows: Any, preparation: Preparation | None, facts: Mapping[str, Any
     else:
         if preparation is not None and preparation.kind == "table":  # whose scale and categories go by name
             raise wrong("predict", type(rows).__name__, f"a table with columns {', '.join(preparation.reads)}")
-        try:
+        odd = wrong("predict", type(rows).__name__, "a table, or a tensor or array of numbers")
+        with turning((TypeError, ValueError, RuntimeError), odd):
             batch = torch.as_tensor(rows)
-        except (TypeError, ValueError, RuntimeError):
-            raise wrong("predict", type(rows).__name__, "a table, or a tensor or array of numbers") from None
         batch = batch if facts.get("dtype", "float32") != "float32" else batch.float()
         if not batch.isfinite().all():
             row = int((~batch.isfinite()).reshape(len(batch), -1).any(1).to(torch.uint8).argmax()) if batch.dim() else 0

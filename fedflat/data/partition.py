@@ -96,7 +96,6 @@ def _natural(ids: npt.NDArray[Any] | None, by: str, clients: int | None, seed: i
         raise wrong("data.partition.by", by, "a column that names the client of every example; this data set has none")
     _, codes, counts = np.unique(list(map(str, ids.tolist())), return_inverse=True, return_counts=True)
     wanted = len(counts) if clients is None else clients
-    if wanted > len(counts):
-        raise wrong("data.clients", wanted, f"at most {len(counts)}, the number of different values of {by}")
+    require(wanted <= len(counts), "data.clients", wanted, f"at most {len(counts)}, as many as {by} has values")
     rows = np.split(np.argsort(codes.reshape(-1), kind="stable"), np.cumsum(counts)[:-1])
     return tuple(rows[i].astype(np.int64) for i in stream(seed, "natural clients").permutation(len(counts))[:wanted])

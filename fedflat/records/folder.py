@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, require, writing, wrong
+from fedflat.core.checks import InputError, making, require, turning, writing, wrong
 from fedflat.core.durable import flush, plain
 
 METRICS, PRIVATE, LEDGER = "metrics.jsonl", "private/private.jsonl", "ledger.jsonl"
@@ -48,16 +48,12 @@ class RunFolder:
         """
         check_new(path)
         with contextlib.ExitStack() as claims:
-            try:
+            with making("--out", f"{path}, which cannot be created"), turning(BlockingIOError, _taken(path)):
                 path.mkdir(parents=True, exist_ok=True)
                 (path / "private").mkdir(mode=0o700, exist_ok=True)
                 claim = os.open(path / "private", os.O_RDONLY)
                 claims.callback(os.close, claim)
                 fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise _taken(path) from None
-            except OSError as error:
-                raise _unwritable(path, error) from error
             check_new(path)
             yield cls(path, deployment)
 
@@ -148,11 +144,10 @@ def _numbered(path: Path) -> tuple[dict[int, str], int]:
 
 
 def _round(raw: bytes) -> int | None:
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         round = json.loads(raw.decode("utf-8"))["round"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return round if isinstance(round, int) and not isinstance(round, bool) and round >= 0 else None
+        return round if isinstance(round, int) and not isinstance(round, bool) and round >= 0 else None
+    return None
 
 
 def _sealed(path: Path) -> dict[int, str]:
@@ -169,22 +164,16 @@ def check_unsealed(path: Path) -> None:
 
 def check_new(path: Path) -> None:
     """Raise InputError where ``path`` holds a run already, or is no folder."""
-    try:
+    with making("--out", f"{path}, which cannot be created"):
         require(path.is_dir() or not path.exists(), "--out", f"{path}, which is no folder", "a new folder")
         if any((path / name).exists() for name in (METRICS, LEDGER, RECIPE)):
             raise _taken(path)
-    except OSError as error:
-        raise _unwritable(path, error) from error
 
 
 def check_name(name: str) -> None:
     """Raise InputError for a run's name that cannot be a folder's, or would lead elsewhere."""
     if name != Path(name).name or name in ("", ".", "..") or not name.isprintable():
         raise wrong("name", name, "a name that can be a folder's, without slashes")
-
-
-def _unwritable(path: Path, error: OSError) -> InputError:
-    return wrong("--out", f"{path}, which cannot be created ({error.strerror})", "a folder you may write to")
 
 
 def _taken(path: Path) -> InputError:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, require, writing, wrong
+from fedflat.core.checks import InputError, RunError, making, require, turning, writing, wrong
 from fedflat.core.rng import KEY_BYTES, fresh_key
 from fedflat.privacy.ledger import Entry, LedgerError, scan
 
@@ -58,13 +58,10 @@ def alone(out: Path, run: str = "") -> IO[bytes]:
         InputError: it cannot be written.
     """
     path = lock_of(run) if run else out / "server.lock"
-    try:
+    running = RunError(f"{out}: another process is running this run, or a copy of its folder")
+    with making("out", path.parent), turning(BlockingIOError, running):
         path.parent.mkdir(parents=True, exist_ok=True)
         return durable.lock_file(path, wait=False)
-    except BlockingIOError as error:
-        raise RunError(f"{out}: another process is running this run, or a copy of its folder") from error
-    except OSError as error:
-        raise wrong("out", f"{path.parent} ({error.strerror})", "a folder you may write to") from error
 
 
 def create(run: str) -> bytes:

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives import serialization as forms
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, making, reading, require, writing, wrong
+from fedflat.core.checks import InputError, making, reading, require, turning, writing, wrong
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, STATEMENT, metrics_digest, read_lines, single_keys
 
@@ -114,13 +114,10 @@ class Operator:
 
 def _loaded(path: Path, half: str, kind: type, allowed: str) -> Any:
     """Return the key in a file; InputError where it holds none of this half and kind."""
-    try:
+    none = wrong("--key", f"{path}, no {half} key", allowed)
+    with making("--key", path, allowed), turning((ValueError, TypeError, UnsupportedAlgorithm), none):
         text = path.read_bytes()
         key = forms.load_pem_private_key(text, None) if half == "private" else forms.load_pem_public_key(text)
-    except OSError as error:
-        raise wrong("--key", f"{path} ({error.strerror})", allowed) from error
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise wrong("--key", f"{path}, no {half} key", allowed) from error
     require(isinstance(key, kind), "--key", f"{path}, a key of another kind", allowed)
     return key
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from fedflat.core.checks import InputError, RunError, gather, reading, require, wrong
+from fedflat.core.checks import InputError, RunError, becoming, gather, reading, require, turning, wrong
 from fedflat.privacy.ledger import is_open
 from fedflat.privacy.statement import is_whole
 from fedflat.report import metrics, pages, wording
@@ -181,18 +181,15 @@ def served(live: Live, port: int = 0) -> Iterator[str]:
 
     port: 0 for a free one. Raises RunError where starlette and uvicorn are not installed.
     """
-    try:
+    with turning(ImportError, RunError("watch needs a small server: pip install 'fedflat[watch]'")):
         import uvicorn
 
         app = app_of(live)
-    except ImportError:
-        raise RunError("watch needs a small server: pip install 'fedflat[watch]'") from None
-    try:
+    allowed = "a port that is free on 127.0.0.1"
+    with becoming(lambda error: wrong("--port", port, f"{allowed} ({os.strerror(error.errno or 0)})"), OSError):
         # A port that was given up a moment ago can be bound again; a reader who connects before the thread serves has
         # to wait.
         listening = socket.create_server(("127.0.0.1", port), backlog=64)
-    except OSError as error:
-        raise wrong("--port", port, f"a port that is free on 127.0.0.1 ({os.strerror(error.errno or 0)})") from None
     settings = uvicorn.Config(
         app, log_level="critical", access_log=False, timeout_graceful_shutdown=1, limit_concurrency=64
     )
@@ -235,19 +232,14 @@ def _record(run: Run) -> dict[str, Any]:
         "run": str(run.path), "method": run.algorithm, "data": section(run.recipe, "data").get("dataset"),
         "accuracy": metrics.final_accuracy(run), "epsilon": metrics.proven_epsilon(run) if intact else None,
         "randomness": "seeded" if metrics.seeded(run) else "secret", "planned": run.recipe.get("rounds"),
-        "rounds": _finished(run), "state": state_of(run) if intact else "damaged",
+        "rounds": metrics.finished_rounds(run), "state": state_of(run) if intact else "damaged",
         "age": max(0.0, time.time() - max(file.stat().st_mtime for file in files)),
     }  # fmt: skip
-
-
-def _finished(run: Run) -> int:
-    """Return how many rounds were finished: by the statement where a line of the metrics was lost."""
-    return max(int(metrics.number(run.privacy.get("rounds")) or 0), len(run.metrics))
 
 
 def state_of(run: Run) -> str:
     """Return ``done``, ``stopped`` (with a statement, before its last round), ``running`` or ``killed``."""
     # The statement is written at the end of a run, so without one the lock decides.
     if run.privacy:
-        return "done" if _finished(run) == run.recipe.get("rounds") else "stopped"
+        return "done" if metrics.finished_rounds(run) == run.recipe.get("rounds") else "stopped"
     return "running" if is_open(run.path / "ledger.jsonl") else "killed"

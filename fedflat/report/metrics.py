@@ -5,6 +5,7 @@ never covered by the guarantee), ``ledger.jsonl`` and ``privacy.json``. Everythi
 a run may have been killed before its first round, and a deployment never writes ``private/``.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedflat.core.checks import InputError, nearest, require, wrong
+from fedflat.core.checks import InputError, becoming, nearest, require, wrong
 from fedflat.core.durable import plain, read_about
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import is_seeded, rounds_charged
@@ -94,12 +95,11 @@ def number(value: Any) -> float | None:
 
 
 def _parsed(line: bytes | str) -> Record | None:
-    try:
+    # A torn last line can end in half a character.
+    with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
-    except (ValueError, RecursionError):
-        # A torn last line can end in half a character.
-        return None
-    return plain(record) if isinstance(record, dict) else None
+        return plain(record) if isinstance(record, dict) else None
+    return None
 
 
 def read_records(path: Path) -> list[Record]:
@@ -131,10 +131,9 @@ def _by_round(records: list[Record]) -> list[Record]:
 
 def _private(path: Path) -> list[Record]:
     """Return what is private to the simulation, or nothing for an account that may not read it."""
-    try:
+    with contextlib.suppress(PermissionError):
         return _by_round(read_records(path / "private" / "private.jsonl"))
-    except PermissionError:
-        return []
+    return []
 
 
 def _name(path: Path, recipe: dict[str, Any]) -> str:
@@ -195,10 +194,9 @@ def _read_yaml(path: Path) -> Record:
 
     if not path.is_file():
         return {}
-    try:
+    kinds, allowed = (yaml.YAMLError, UnicodeDecodeError), "the recipe written by the run"
+    with becoming(lambda error: wrong(str(path), f"unreadable YAML ({error})", allowed), kinds):
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise wrong(str(path), f"unreadable YAML ({error})", "the recipe written by the run") from error
     return plain(recipe) if isinstance(recipe, dict) else {}
 
 
@@ -373,13 +371,18 @@ def best_accuracy(run: Run) -> float | None:
     return None if best is None else best[1]
 
 
+def finished_rounds(run: Run) -> int:
+    """Return how many rounds were finished: by the statement where a line of the metrics was lost."""
+    return max(int(number(run.privacy.get("rounds")) or 0), len(run.metrics))
+
+
 def summary(run: Run) -> Record:
     """Return the headline numbers of a run, ready for JSON. Global and personal accuracy are separate keys."""
     best = shown_round(run, "best") or (None, None)
     return {
         "name": run.name, "recipe": run.recipe.get("name"), "algorithm": run.algorithm, "seed": run.seed,
-        "rounds": len(run.metrics), "rounds_planned": run.recipe.get("rounds"), "final_accuracy": final_accuracy(run),
-        "best_accuracy": best[1], "best_round": best[0], "final_loss": last(run.metrics, "test_loss"),
+        "rounds": finished_rounds(run), "rounds_planned": run.recipe.get("rounds"), "best_round": best[0],
+        "best_accuracy": best[1], "final_accuracy": final_accuracy(run), "final_loss": last(run.metrics, "test_loss"),
         "personal_accuracy": personal_accuracy(run), "proven_epsilon": proven_epsilon(run),
         "randomness": "seeded" if seeded(run) else "secret",
         "claimed_epsilon": number(run.privacy.get("claimed_epsilon")),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from fedflat.core import durable
-from fedflat.core.checks import wrong
+from fedflat.core.checks import becoming, wrong
 from fedflat.report.figures import DOTS_FROM, Figure, Series, thin
 from fedflat.report.wording import asset, environment, filled, measured, shortened
 
@@ -74,10 +74,9 @@ def digest(script: str) -> str:
 
 def write(text: str, target: Path, mode: int = 0o644) -> Path:
     """Write a page to the file ``target``, replaced in one step."""
-    try:
+    denied = f"{target}, which cannot be written"
+    with becoming(lambda error: wrong("--out", f"{denied} ({error.strerror})", "another file"), PermissionError):
         durable.replace(target, text, mode)
-    except PermissionError as error:
-        raise wrong("--out", f"{target}, which cannot be written ({error.strerror})", "another file") from error
     return target
 
 

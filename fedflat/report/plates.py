@@ -53,9 +53,15 @@ def write_figure(figure: Figure, folder: Path, kinds: Sequence[str] = KINDS) -> 
 
     sheet = Sheet(figsize=SIZE, layout="constrained")
     draw_on(sheet.subplots(), figure)
-    if len(sheet.axes[0].get_legend_handles_labels()[0]) > 1:
-        sheet.legend(fontsize="x-small", frameon=False, loc="outside lower center", ncols=3)
+    if len(labels := sheet.axes[0].get_legend_handles_labels()[1]) > 1:
+        _legend(sheet, labels)
     return _save(sheet, folder, figure.key, kinds)
+
+
+def _legend(sheet: Sheet, labels: Sequence[str], **given: Any) -> None:
+    """Write the names below the figure, as many beside each other as fit."""
+    fitting = max(1, min(4, 84 // (8 + max(map(len, labels)))))
+    sheet.legend(fontsize="x-small", frameon=False, loc="outside lower center", ncols=fitting, **given)
 
 
 def _save(sheet: Sheet, folder: Path, stem: str, kinds: Sequence[str] = KINDS) -> list[Path]:
@@ -160,8 +166,10 @@ def contours(groups: Sequence[Mapping[str, Any]]) -> Sheet:
             axes.clabel(drawn, fontsize=7, fmt="%g")
         handles.append(Line2D([], [], color=colour, ls=style, label=surface_name(group)))
     axes.plot(0, 0, "+", color="black")
+    limits = (1.12 * min(steps), 1.12 * max(steps))  # room for the numbers on lines that end at the edge
     axes.set(title="Loss contours", xlabel="direction 1", ylabel="direction 2", aspect="equal")
-    sheet.legend(handles=handles, fontsize="x-small", frameon=False, loc="outside lower center", ncols=4)
+    axes.axis((*limits, *limits))
+    _legend(sheet, [str(handle.get_label()) for handle in handles], handles=handles)
     return sheet
 
 

@@ -24,11 +24,15 @@ RISEN, TURNS = 3.0, 3
 
 
 def cautions(privacy: Mapping[str, Any], released: Sequence[Record], private: Sequence[Record]) -> list[str]:
-    """Return the statement's warnings, then what the rounds show: losses that are not finite, accuracy at chance,
-    everything clipped, noise ten times the signal. privacy: the statement; released, private: the rounds' records.
+    """Return the rounds whose line was lost, the statement's warnings, then what the rounds show: losses that are not
+    finite, accuracy at chance, everything clipped, noise ten times the signal. privacy: the statement; released,
+    private: the rounds' records.
     """
     stated = map(str, metrics.listed(privacy, "warnings"))
-    return [*stated, *_loss(released, private), *_chance(released), *_clipped(private), *_drowned(released, private)]
+    gone = sorted({*range(int(number(privacy.get("rounds")) or 0))} - {record.get("round") for record in released})
+    lost = f"metrics.jsonl is damaged: it has no line for round {', '.join(map(str, gone[:5]))}, counted from 0."
+    seen = [*_loss(released, private), *_chance(released), *_clipped(private), *_drowned(released, private)]
+    return [*([lost] if gone else []), *stated, *seen]
 
 
 class DivergenceWatch:

@@ -349,6 +349,10 @@ def _collect(crew: _WorkerCrew) -> Comparison:
             missing.append(f"{setting.label} ({len(mine) - len(done)} of {len(mine)})")
     notes += [f"{name}: {why}." for name, why in crew.ended["done"].items() if why]
     notes += [f"Missing runs: {', '.join(missing)}."] if missing else []
+    others = {path.parent for path in folder.glob(f"*/seed-*/{RECIPE}")} - {task.folder for task in crew.every}
+    if others:
+        names = ", ".join(str(path.relative_to(folder)) for path in sorted(others)[:5]) + ", …" * (len(others) > 5)
+        notes.append(f"Not in these tables, though in this folder: {names}.")
     page = table = None
     if groups:
         groups = [replace(group, style=style) for style, group in enumerate(groups)]

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fedflat.core.checks import InputError, RunError, first_line, making, require, wrong
+from fedflat.core.checks import InputError, RunError, becoming, first_line, making, require, wrong
 from fedflat.core.imports import missing
 from fedflat.core.types import RoundState
 from fedflat.models.representation import FILE
@@ -159,13 +159,10 @@ def programs(result: Any, *, program: bool, onnx: bool) -> dict[str, bytes]:
 
 
 def _onnx(program: torch.export.ExportedProgram) -> bytes:
-    try:
-        with _quiet():
-            names: dict[str, Any] = {"input_names": ["inputs"], "output_names": ["outputs"]}
-            converted: Any = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **names)
-            return bytes(converted.model_proto.SerializeToString())
-    except Exception as error:
-        raise RunError(f"--onnx: this model has no ONNX form ({first_line(error)}).") from error
+    with becoming(lambda error: RunError(f"--onnx: this model has no ONNX form ({first_line(error)}).")), _quiet():
+        names: dict[str, Any] = {"input_names": ["inputs"], "output_names": ["outputs"]}
+        converted: Any = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **names)
+        return bytes(converted.model_proto.SerializeToString())
 
 
 def _traced(result: Any, option: str) -> torch.export.ExportedProgram:
@@ -179,10 +176,9 @@ def _traced(result: Any, option: str) -> torch.export.ExportedProgram:
         hint = f"In Python: fedflat.load(RUN, model=MODULE).export(FOLDER, {option.strip('-')}=True)."
         raise wrong(option, origin, "a model that the recipe names", hint=hint) from None
     example = torch.zeros(2, *facts["input_shape"], dtype=getattr(torch, facts["dtype"]))
-    try:
+    fault = f"{option}: torch.export cannot follow this model"
+    with becoming(lambda error: RunError(f"{fault} ({first_line(error)}).")):  # it fails in as many ways as models
         traced = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
-    except Exception as error:  # it fails in as many ways as there are models
-        raise RunError(f"{option}: torch.export cannot follow this model ({first_line(error)}).") from error
     for part in traced.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)  # names files and folders of this machine

@@ -492,6 +492,12 @@ def check_strangers(run: Records) -> Iterator[Check]:
     others = [file for file in run.files if not any(fnmatchcase(file, one) for one in covered)]
     known = {file: why for file in others for one, why in BESIDE.items() if fnmatchcase(file, one)}
     yield from (Check(name, "unchecked", f"known, not covered: {why}") for name, why in known.items())
+    exports = [Path(file).parent for file in others if file.endswith(f"/{SEALED}")]
+    for place in (place for place in exports if (run.folder / place / MODEL).is_file()):
+        inside = {file: "" for file in others if file.startswith(f"{place}/")}
+        why = f"{counted(len(inside), 'file')} of an export; fedflat verify {run.folder / place} checks it"
+        yield Check(f"{place}/", "unchecked", f"known, not covered: {why}")
+        known |= inside
     links, led = [name for name in run.files if (run.folder / name).is_symlink()], "a link: what it leads to may change"
     yield from (Check(name, "unchecked", led) for name in links)
     strange, why = [file for file in others if file not in known], "no record of a run, and nothing here covers it"

@@ -466,11 +466,10 @@ def released_digest(path: Path, rounds: int) -> str | None:
     file = checkpoint.path_of(path / "checkpoints", rounds)
     if not file.is_file():
         return None
-    try:
+    with contextlib.suppress(InputError):
         state, _, facts = checkpoint.load(file, hidden=False)
-    except InputError:
-        return ""
-    return digest_of(checkpoint.released(state, facts))
+        return digest_of(checkpoint.released(state, facts))
+    return ""
 
 
 def made_for(path: Path) -> Any:

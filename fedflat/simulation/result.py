@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedflat.assembly.inputs import options_for
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import counted, placed, require, whole, wrong
+from fedflat.core.checks import counted, placed, require, turning, whole, wrong
 from fedflat.core.durable import contents_of
 from fedflat.core.params import put
 from fedflat.data.own import prepared
@@ -181,7 +181,7 @@ def load(path: str | Path, model: nn.Module | str | None = None) -> Result:
     'first'
     1
     """
-    folder = Path(path)
+    folder = _path("load", path)
     require((folder / RECIPE).is_file(), "load", placed(folder), "the folder of a run, or an exported one")
     hint = f"Go on with: fedflat run --resume {path}"
     require((folder / STATEMENT).is_file(), "load", f"{path} without {STATEMENT}", "a run that ended", hint=hint)
@@ -197,6 +197,12 @@ def load(path: str | Path, model: nn.Module | str | None = None) -> Result:
         stopped="" if len(history) >= recipe.rounds else f"stopped after {counted(len(history), 'round')}",
         make_module=functools.partial(_module, recipe, weights, facts, model, folder),
     )  # fmt: skip
+
+
+def _path(where: str, given: Any) -> Path:
+    """Return the path of a folder as a caller gives it."""
+    with turning(TypeError, wrong(where, given, "the path of a folder")):
+        return Path(given)
 
 
 def _released(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[int, Tensor]]:
@@ -259,10 +265,11 @@ def export(run: str | Path | Result, out: str | Path, *, program: bool = False, 
         InputError: ``run`` is no run with a statement and a sound checkpoint; ``out`` is there already; or the program
             needs a module that was given in Python. RunError: the model has no such form.
     """
-    folder = run.folder if isinstance(run, Result) else Path(run)
+    folder = run.folder if isinstance(run, Result) else _path("export", run)
+    target = _path("export: out", out)
     if folder is None:
         raise wrong("export", "a run without files", "fedflat.run(…, out=FOLDER)")
     if not (program or onnx):
-        return write_export(folder, Path(out))
+        return write_export(folder, target)
     result = run if isinstance(run, Result) else None
-    return write_export(folder, Path(out), lambda: programs(result or load(folder), program=program, onnx=onnx))
+    return write_export(folder, target, lambda: programs(result or load(folder), program=program, onnx=onnx))

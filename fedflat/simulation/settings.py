@@ -23,7 +23,7 @@ from fedflat.assembly.plans import algorithm_of
 from fedflat.config.reading import dumped, parse_value
 from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
-from fedflat.core.checks import InputError, nearest, require, wrong
+from fedflat.core.checks import InputError, making, nearest, require, turning, wrong
 from fedflat.privacy.ledger import read
 from fedflat.privacy.plan import Plan
 from fedflat.records.folder import RECIPE, check_name
@@ -167,10 +167,9 @@ def read_noted(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it cannot be read.
     """
-    try:
+    fault = wrong(str(path), "a file that cannot be read", "the file as it was written")
+    with turning((OSError, UnicodeDecodeError, yaml.YAMLError), fault):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise wrong(str(path), "a file that cannot be read", "the file as it was written") from error
     return dict(values) if isinstance(values, dict) else {}
 
 
@@ -182,13 +181,10 @@ def claim(folder: Path, settings: Sequence[Setting]) -> None:
 
 def note(path: Path, values: Mapping[str, Any]) -> None:
     """Write what ``read_noted`` reads, unless it is there. Raises InputError if the folder cannot be written."""
-    try:
+    with making("--out", f"{path.parent}, which cannot be written", "a folder to write"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.is_file():
             durable.replace(path, dumped(values), mode=0o644)
-    except OSError as error:
-        state = f"{path.parent}, which cannot be written ({error.strerror})"
-        raise wrong("--out", state, "a folder to write") from error
 
 
 def tasks(folder: Path, settings: Sequence[Setting]) -> list[Task]:

@@ -87,9 +87,7 @@ def test_what_an_idea_adds_is_paired_by_seed() -> None:
     assert heads == ["", "MNIST, Dirichlet 0.6"] and [row[0] for row in rows] == ["dp-fedavg", "dp-fedsam"]
 
 
-def test_a_method_of_ones_own_joins_the_tables_and_not_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_of_ones_own_joins_the_tables_not_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(cell: Cell, known: Examples, told: Any) -> dict[str, Any]:
         return {**board.load()["rows"][0], "method": dict(cell.method)}
 

@@ -9,9 +9,7 @@ import torch
 from fedflat.core import durable
 
 
-def test_what_was_used_longest_ago_goes_first_and_the_newest_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_used_longest_ago_goes_and_the_newest_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDFLAT_CACHE", str(tmp_path))
     monkeypatch.setattr(durable, "KEPT", 2500)
     for age, name in enumerate(["old", "mid"]):

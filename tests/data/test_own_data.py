@@ -485,10 +485,14 @@ def test_a_look_at_a_table_gives_a_recipe_that_loads(tmp_path: Path, capsys: pyt
     assert load(fedflat.Recipe.of(found["recipe"]).data).left_out == 2
     with pytest.raises(InputError, match=r"--by: found usr; .* Did you mean user\?"):
         look(tmp_path / "visits.csv", by="usr", separator=";")
-    numbered = ("user,huge,late,row", *(f"{i % 9},{i}e300,{i % 2},{i}" for i in range(90)))
-    (tmp_path / "numbered.csv").write_text("\n".join(numbered), encoding="utf-8")
-    look(tmp_path / "numbered.csv")
+    lines = ("user,huge,in,late,row", *(f"{i % 9:0{1 + i % 2}},{i}e300,{'AaBb'[i % 4]},{i % 2},{i}" for i in range(90)))
+    (tmp_path / "numbered.csv").write_text("\n".join(lines), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning, match="column user: 01 is read as a number"):
+        patch.setattr("sys.stdout.isatty", lambda: True)
+        look(tmp_path / "numbered.csv")
     assert "--target late" in (shown := capsys.readouterr().out) and "huge: 89 infinite or huge values" in shown
+    assert "'A', 'a' (the first of 2 such groups) differ" in shown
+    assert all(len(line) <= 80 or "numbered.csv" in line for line in shown.splitlines())
     lists = {"user": [i % 9 for i in range(90)], "few": [[0.0] * (1 + i % 2) for i in range(90)], "y": [0, 1] * 45}
     pd.DataFrame({**lists, "id": range(2**60, 2**60 + 90)}).to_parquet(tmp_path / "lists.parquet")
     look(tmp_path / "lists.parquet", by="user", target="y", as_json=True)
@@ -516,9 +520,8 @@ def test_a_look_says_what_to_do_about_dates_decimal_commas_and_empty_cells(
     assert plan == "column plan: 30 missing values; data.fill.plan, or leave the column out"
     assert found["recipe"]["data"]["inputs"] == ["plan"] and found["columns"]["plan"]["categories"] == ["free", "pro"]
     for fill in ({}, {"categories": {"plan": ["", "free", "pro"]}, "fill": None}):
-        assert (
-            load(fedflat.Recipe.of({**found["recipe"], "data": {**found["recipe"]["data"], **fill}}).data).classes == 2
-        )
+        section = {**found["recipe"]["data"], **fill}
+        assert load(fedflat.Recipe.of({**found["recipe"], "data": section}).data).classes == 2
 
 
 @pytest.mark.parametrize("vision", [False, True])

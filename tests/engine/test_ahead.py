@@ -90,9 +90,7 @@ def test_noise_ahead_is_of_its_own_round(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not torch.equal(drawn[0], drawn[1])
 
 
-def test_a_round_is_charged_only_after_the_last_ones_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_is_charged_only_after_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, int]] = []
     save, finish = checkpoint.save, train.finish_round
 

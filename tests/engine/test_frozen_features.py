@@ -229,9 +229,7 @@ def test_a_body_that_cannot_be_looked_into_is_not_remembered(passes: list[int]) 
     assert torch.equal(with_features(data, body).inputs, with_features(data, body).inputs) and len(passes) == 12
 
 
-def test_a_resumed_run_is_the_run_and_features_are_not_in_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_is_the_run_and_its_name_has_no_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [texts(17 + i, i) for i in range(5)]
     changes: dict[str, Any] = {"model": Body(), "clients": pairs, "test": texts(30, 99)}
     whole = fedflat.run(recipe(), out=tmp_path / "run", **changes)

@@ -170,9 +170,7 @@ def test_the_key_follows_the_processor_with_clients_of_ones_own_only(monkeypatch
     assert prepare(asked).key != after[1]
 
 
-def test_another_graphics_processor_or_setting_of_its_libraries_is_other_software(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_graphics_card_or_setting_of_its_libraries_is_other_software(monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     for name in ("one", "two"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)

@@ -123,9 +123,7 @@ class Branch(nn.Module):
         (lambda y: y * (1 + torch.randn(())), False),
     ],
 )
-def test_a_module_that_differs_on_them_is_trained_on_plain_ones(
-    change: Callable[[Tensor], Tensor], believed: bool
-) -> None:
+def test_a_module_that_differs_is_trained_on_plain_ones(change: Callable[[Tensor], Tensor], believed: bool) -> None:
     """The broken twins: other logits, NaN, no gradient, chance."""
     module = Branch(change)
     before, state = flatten(module, layout_of(module)), torch.random.get_rng_state()

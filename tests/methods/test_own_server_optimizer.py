@@ -80,9 +80,7 @@ def test_with_an_adaptive_clip_it_is_told_each_rounds_own() -> None:
         ({"privacy": {"secure_rng": True, "trust": "local"}}, 4.0),
     ],
 )
-def test_where_clients_bring_the_noise_it_is_that_of_the_expected_cohort(
-    sections: dict[str, Any], shares: float
-) -> None:
+def test_where_clients_bring_noise_it_is_that_of_the_expected_cohort(sections: dict[str, Any], shares: float) -> None:
     """Never the realised cohort's, which is secret: it is the same number in every round."""
     told = [view for _, view in seen(**sections)]
     expected = 1.5 * 0.5 * (1 + ROUNDING) / told[0].divisor * math.sqrt(shares)

@@ -117,9 +117,7 @@ def test_projections_are_of_public_numbers(bodies: dict[str, str]) -> None:
 @pytest.mark.parametrize("kind", ["vit", "resnet", "own"])
 @pytest.mark.parametrize("train", ["head", "lora", "norms", "all"])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_what_is_trained_and_that_clients_of_a_block_equal_single_ones(
-    bodies: dict[str, str], kind: str, train: str
-) -> None:
+def test_what_is_trained_and_clients_in_blocks_equal_single_ones(bodies: dict[str, str], kind: str, train: str) -> None:
     module = encoder(bodies[kind], train=train, rank=2).train()
     refuse_unclipped_state(module, torch.zeros(2, 3, 8, 8))
     free = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}

@@ -171,9 +171,7 @@ def test_a_character_model_without_layers_adds_a_score_for_each_of_the_last_char
         ("bow-overlap", {}, 2049, "allowed: at most 2048 ids"),
     ],
 )
-def test_what_could_only_be_noise_or_too_much_memory(
-    name: str, options: dict[str, int], length: int, says: str
-) -> None:
+def test_what_can_only_be_noise_or_too_much_memory(name: str, options: dict[str, int], length: int, says: str) -> None:
     with pytest.raises(InputError) as error:
         build(name, (length,), 11, 0, **options)
     assert says in str(error.value)

@@ -218,9 +218,10 @@ def test_a_figure_trained_on_digits(tmp_path: Path) -> None:
 
 
 def test_the_command_lists_and_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    reproduce(list_all=True)
-    shown = capsys.readouterr().out
-    assert "000 figure-4" in shown and "004 by-alpha" in shown and "002 table-5" in shown
+    for paper in (None, "000"):
+        reproduce(paper, list_all=True)
+        shown = capsys.readouterr().out
+        assert "000 figure-4" in shown and ("004 by-alpha" in shown and "002 table-5" in shown) is (paper is None)
     with pytest.raises(InputError, match="--method: found a figure; allowed: a table"):
         reproduce("000", "figure-4", Request(method=["DP-FedSAM"]))
 

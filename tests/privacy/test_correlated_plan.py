@@ -164,9 +164,7 @@ def test_a_column_that_says_less_is_seen() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("where", [slice(0, 1), slice(5, 6), slice(0, 12)])
-def test_a_line_that_says_something_else_is_seen(
-    sampling: str, kind: str, field: str, value: Any, where: slice
-) -> None:
+def test_a_line_that_says_anything_else_is_seen(sampling: str, kind: str, field: str, value: Any, where: slice) -> None:
     """Whoever writes the chain anew: every ε that is stated is at least what the lines give, so only notes can tell."""
     plan = plan_of(sampling=sampling, noise=kind, cohort=4, separation=5)
     honest = lines(plan, 12)

@@ -81,6 +81,7 @@ def test_runs_published_together(folder: Path) -> None:
     whole = total([Published(r.name, epsilon, 0.005, entries, r.path) for r, epsilon, entries in known])
     assert f"ε = {math.ceil(100 * whole.epsilon) / 100:.2f} at δ = 0.01" in found.text("Composition", "All together")
     assert found.text("Composition", "Counted") == "one two"
+    assert found.text("Composition", "Same clients").endswith("so it cannot be checked")
     alike = card(one, [dataclasses.replace(two, name="one")])
     assert alike.text("Composition", "Counted") == "one (1) one (2)"  # and no path of this machine
     assert "counts once" in card(one, [one]).text("Composition", "How")

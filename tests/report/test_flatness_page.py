@@ -54,6 +54,14 @@ def test_levels_are_in_geometric_steps_and_none_if_it_is_flat() -> None:
     assert len(plates.levels(1.0, 1.01)) >= 5
 
 
+def test_names_and_numbers_are_inside_the_picture() -> None:
+    sheet = plates.contours([group("dp-fedsam (local.lr=0.1, privacy.clip=0.3)", style=style) for style in range(3)])
+    sheet.draw_without_rendering()
+    inside, drawn = sheet.axes[0].bbox, [text.get_window_extent() for text in sheet.axes[0].texts]
+    assert drawn and all(inside.x0 < box.x0 and box.x1 < inside.x1 and inside.y0 < box.y0 for box in drawn)
+    assert sheet.bbox.x0 <= sheet.legends[0].get_window_extent().x0
+
+
 def test_numbers_in_words() -> None:
     assert pair_text({"mean": 2.8234, "sd": 0.2764}) == ("2.82", "0.28")
     assert spread_text({"mean": 0.01583, "sd": 0.0028}) == "0.0158 ± 0.0028" and spread_text(None) == "–"

@@ -223,9 +223,7 @@ def test_the_summary_of_a_stopped_run_says_how_to_go_on(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("proven", [None, 947.0])
-def test_a_claimed_epsilon_stands_beside_the_proven_one(
-    capsys: pytest.CaptureFixture[str], proven: float | None
-) -> None:
+def test_a_claimed_epsilon_is_beside_the_proven_one(capsys: pytest.CaptureFixture[str], proven: float | None) -> None:
     print_summary(
         result(proven_epsilon=proven, claimed_epsilon=9.4, reasons=["Nothing bounds it."]), Path("x"), Path("p")
     )
