@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from fedflat.core.checks import RunError, counted, making, turning, wrong
+from fedflat.core.checks import RunError, counted, making, reading, turning, wrong
 from fedflat.core.durable import lock_file
 from fedflat.core.process import how_it_ended, waiting
 from fedflat.federation import processes, project
@@ -243,11 +243,9 @@ def announced(clients: int, memory: int) -> str:
 
 def _folder_of_run(project: Path) -> Path:
     path = project / "app" / "pyproject.toml"
-    try:
+    with reading(path, "no project", "what fedflat deploy wrote, with out = …"):
         config = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
         return Path(config["out"]).expanduser()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise wrong(str(path), f"{type(error).__name__}: {error}", "what fedflat deploy wrote, with out = …") from error
 
 
 if __name__ == "__main__":
