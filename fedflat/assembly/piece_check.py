@@ -39,7 +39,7 @@ from fedflat.pieces.clipping import MethodScale
 
 SHORT, ENTRIES = 256, 2_000
 """Entries of a tensor in a shortened trial, and of a vector from which the shortened trial comes first."""
-ON_CLIENTS = "a piece that works on one client's vector (k,)"
+ON_CLIENTS = "a piece that is called with ({}, view) and works on one client's vector (k,)"
 ON_SERVER = "a step that reads its own slots and returns a vector (d,) and its slots"
 Call = Callable[[Tensor, Tensor, np.random.Generator], Any]
 """Two inputs of a piece, ``(k,)``, and a generator -> what it makes of them."""
@@ -65,7 +65,7 @@ class Fault(Exception):
 
 
 @contextmanager
-def _refusing(name: str, piece: object, allowed: str = ON_CLIENTS) -> Iterator[None]:
+def _refusing(name: str, piece: object, allowed: str) -> Iterator[None]:
     """Inside the block whatever goes wrong becomes an InputError that names the piece and where it stands in its
     method; ``allowed``: what a piece is that does not fail.
     """
@@ -136,7 +136,8 @@ class _Trial:
         vectors: how many vectors its outcome has for one of the input.
         """
         one, other = ([_numbers(f"{who} {part}", size) for part in "ab"] for who in ("a client", "another client"))
-        with _refusing(name, piece):
+        given = "gradient" if name.endswith("rule") else "update" if "transforms" in name else "sent"
+        with _refusing(name, piece, ON_CLIENTS.format(given)):
             # One client, another one, the first again: memory of the second would change the third result.
             results, draws = zip(*(_run(call, inputs, vectors * size) for inputs in (one, other, one)))
             if not equal(results[0], results[2]):

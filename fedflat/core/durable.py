@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from fedflat.core.checks import becoming
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -130,11 +132,9 @@ def contents_of(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors in a file, and what it says of itself. Raises ValueError where it cannot be read."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(" ".join(str(error).split())) from error
+    unreadable = becoming(lambda error: ValueError(" ".join(str(error).split())), (SafetensorError, OSError))
+    with unreadable, safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
 
 
 def read_about(path: Path) -> dict[str, str]:

@@ -191,18 +191,18 @@ class _Closed:
         raise Refused("draws from view.generator")
 
 
-def record(call: Traced, inputs: Sequence[Tensor], broadcast: Mapping[str, Tensor], check: bool = True) -> Recording:
+def record(call: Traced, inputs: Sequence[Tensor], broadcast: Mapping[str, Tensor]) -> Recording:
     """Record ``call(one client's inputs, broadcast, generator, ask)`` on made-up numbers like ``inputs (n, …)``.
 
     On few clients, so that weights of a whole block are never written out; on all n where the steps tell more of the
-    number of clients than itself. check: look whether a row reaches another. Raises Refused where it cannot be.
+    number of clients than itself. Raises Refused where it cannot be, or where a row reaches another.
     """
-    three, two = (_recorded(call, inputs, broadcast, rows, check and rows == FEW[0]) for rows in FEW)
+    three, two = (_recorded(call, inputs, broadcast, rows, check=rows == FEW[0]) for rows in FEW)
     try:
         steps = tuple(_unified_step(*pair) for pair in zip(three.steps, two.steps, strict=True))
         return replace(three, steps=steps, result=_unified(three.result, two.result), rows=0)
     except ValueError:
-        return _recorded(call, inputs, broadcast, inputs[0].shape[0], check)
+        return _recorded(call, inputs, broadcast, inputs[0].shape[0], check=True)
 
 
 def _unified_step(three: _Step, two: _Step) -> _Step:
@@ -317,7 +317,6 @@ class Isolated:
     piece: Any
     name: str
     _recordings: dict[tuple[Any, ...], Recording] = field(default_factory=dict, repr=False, compare=False)
-    _checked: set[Any] = field(default_factory=set, repr=False, compare=False)
 
     def __reduce__(self) -> Any:
         return type(self), (self.piece, self.name)
@@ -339,12 +338,11 @@ class Isolated:
                     return call(values[: len(tensors)], seen, ask)
 
                 with becoming(lambda error: Refused(f"{self.name}: {called(self.piece)} {error}"), Refused):
-                    recording = record(inner, block, view.broadcast, check=shapes not in self._checked)
+                    recording = record(inner, block, view.broadcast)  # each is checked: a piece may count its calls
                 # Learning rates change each round; old recordings would only pile up.
                 if len(self._recordings) >= KEPT:
                     self._recordings.clear()
                 self._recordings[shapes, facts] = recording
-                self._checked.add(shapes)
         outcome = recording.run([*block, *view.broadcast.values(), block[0].new_zeros(block[0].shape[0])], asked)
         return outcome[0] if single else outcome
 

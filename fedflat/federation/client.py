@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedflat.backends.in_process import Sequential
-from fedflat.core.checks import InputError, RunError, insist, one_of, require, wrong
+from fedflat.core.checks import InputError, RunError, becoming, insist, one_of, require, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
@@ -75,14 +75,12 @@ class Client:
             Refused: the ask is malformed, meant for another client or another recipe, or beyond what was agreed.
         """
         content = without_tip(content, self.store.folder, self.operator)
-        try:
+        with becoming(lambda fault: Refused(f"the server's message is malformed: {fault.reason}"), Malformed):
             if "stage" in (content.get(wire.FACTS) or {}):
                 return answer_stage(self, content)
             if self.job.parts.plan.trust == "distributed":
                 raise Refused("the server asks for an update without secure aggregation")
             ask = wire.read_request(content, self.job.parts.layout.dimension, self.job.parts.broadcast)
-        except Malformed as fault:
-            raise Refused(f"the server's message is malformed: {fault.reason}") from fault
         self.check(ask)
         update, examples = self.update(ask.broadcast)
         if self.job.parts.plan.trust == "local":

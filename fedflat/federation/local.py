@@ -21,7 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from fedflat.core.checks import RunError, counted, making, turning, wrong
+if __name__ == "__main__":  # until the programs' own way to end is set: no traceback of the imports
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from fedflat.core.checks import RunError, counted, making, reading, require, turning, wrong
 from fedflat.core.durable import lock_file
 from fedflat.core.process import how_it_ended, waiting
 from fedflat.federation import processes, project
@@ -214,8 +217,10 @@ def main(folder: str) -> None:
 def _whole_run(project: Path) -> None:
     with Federation(project) as federation, _only_one(federation):
         records = _folder_of_run(project) / METRICS
-        federation.start()
         seen = len(read_lines(records))
+        if seen >= federation.task.recipe.rounds:
+            print(f"{records.parent}: {counted(seen, 'round')} done before, and no more to do", file=sys.stderr)
+        federation.start()
         run = federation.run()
         print(f"run {run} started; logs in {federation.logs}", file=sys.stderr)
         with Progress(federation.task.recipe, what="clients connect", stderr=True) as progress:
@@ -243,11 +248,12 @@ def announced(clients: int, memory: int) -> str:
 
 def _folder_of_run(project: Path) -> Path:
     path = project / "app" / "pyproject.toml"
-    try:
+    with reading(path, "no project", "what fedflat deploy wrote, with out = …"):
         config = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
-        return Path(config["out"]).expanduser()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise wrong(str(path), f"{type(error).__name__}: {error}", "what fedflat deploy wrote, with out = …") from error
+        folder = Path(config["out"]).expanduser()
+    moved = "Was the project moved? Move it back: its files name its folder."
+    require(folder.parent.is_dir(), f"{path}: out", f"{folder}, in no folder", "a place in a folder", hint=moved)
+    return folder
 
 
 if __name__ == "__main__":

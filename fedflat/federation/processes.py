@@ -20,7 +20,7 @@ from contextlib import suppress
 from importlib import metadata, resources
 from pathlib import Path
 
-from fedflat.core.checks import InputError, RunError, require, turning, wrong
+from fedflat.core.checks import InputError, RunError, becoming, require, turning, wrong
 from fedflat.core.imports import missing
 from fedflat.core.process import how_it_ended, waiting
 
@@ -94,10 +94,9 @@ def check_private(key: Path, option: str = "") -> None:
 
 def check_authority(path: Path) -> ssl.SSLContext:
     """Return TLS as a client of an authority has it; InputError unless a file holds its certificate."""
-    try:
+    where, allowed = f"--root-certificates {path}", "the authority's certificate (ca.crt)"
+    with becoming(lambda error: wrong(where, error.strerror, allowed), OSError):  # which an SSLError is
         return ssl.create_default_context(cafile=path)
-    except OSError as error:  # which an SSLError is
-        raise wrong(f"--root-certificates {path}", error.strerror, "the authority's certificate (ca.crt)") from error
 
 
 def check_pair(folder: Path) -> ssl.SSLContext:
@@ -106,10 +105,9 @@ def check_pair(folder: Path) -> ssl.SSLContext:
     certificate, key = folder / "server.crt", folder / "server.key"
     check_private(key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
+    where, allowed = f"{certificate} and server.key", "a certificate in PEM and its key"
+    with becoming(lambda error: wrong(where, error.strerror, allowed), OSError):
         context.load_cert_chain(certificate, key)
-    except OSError as error:
-        raise wrong(f"{certificate} and server.key", error.strerror, "a certificate in PEM and its key") from error
     return context
 
 
@@ -118,14 +116,11 @@ def check_trusted(folder: Path, host: str) -> None:
     sent, answered = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = check_pair(folder).wrap_bio(sent, answered, server_side=True)
     client = check_authority(folder / "ca.crt").wrap_bio(answered, sent, server_hostname=host)
-    try:
+    where, allowed = f"{folder / 'server.crt'}", f"a certificate for {host}, valid today and signed by ca.crt"
+    with becoming(lambda e: wrong(where, getattr(e, "verify_message", None) or e.reason, allowed), ssl.SSLError):
         for end in (client, server, client):
             with suppress(ssl.SSLWantReadError):
                 end.do_handshake()
-    except ssl.SSLError as error:
-        reason = getattr(error, "verify_message", None) or error.reason
-        allowed = f"a certificate for {host}, valid today and signed by ca.crt"
-        raise wrong(f"{folder / 'server.crt'}", reason, allowed) from error
 
 
 def raise_descriptor_limit() -> int:

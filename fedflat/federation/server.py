@@ -21,7 +21,7 @@ from typing import Any
 from fedflat.assembly.stating import Terms
 from fedflat.config import reading
 from fedflat.core import durable
-from fedflat.core.checks import RunError, require, whole, wrong
+from fedflat.core.checks import RunError, becoming, require, whole, wrong
 from fedflat.core.cohorts import MinSeparation
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
@@ -168,12 +168,10 @@ def _train(job: Job) -> Outcome:
     """Return the simulation's loop; a disk that refuses a checkpoint stops it before the new model is broadcast."""
     from safetensors import SafetensorError
 
-    try:
-        with using_threads(1):
-            return train(job, on_round=_announce)
-    except (OSError, SafetensorError) as error:
-        hint = "nothing more was released, start it again when it is mended"
-        raise RunError(f"the run stops ({error}); {hint}") from error
+    hint = "nothing more was released, start it again when it is mended"
+    stopped = becoming(lambda error: RunError(f"the run stops ({error}); {hint}"), (OSError, SafetensorError))
+    with stopped, using_threads(1):
+        return train(job, on_round=_announce)
 
 
 def job_of(task: Task, settings: Settings) -> Job:

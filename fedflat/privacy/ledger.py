@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from fedflat.core.checks import InputError, RunError, whole, writing, wrong
+from fedflat.core.checks import InputError, RunError, becoming, whole, writing, wrong
 from fedflat.core.durable import append, flush, lock_file
 
 HEADER = b"fedflat privacy ledger, version 1"
@@ -174,10 +174,8 @@ def read(path: str | Path) -> list[Entry]:
 
     Raises ``InputError`` if there is no ledger and ``LedgerError`` if it was edited.
     """
-    try:
+    with becoming(lambda error: wrong(str(path), str(error.strerror), "a readable ledger.jsonl"), OSError):
         return scan(path, Path(path).read_bytes()).entries
-    except OSError as error:
-        raise wrong(str(path), str(error.strerror), "a readable ledger.jsonl") from error
 
 
 MOMENT = 0.2

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedflat.core.checks import in_range, require, wrong
+from fedflat.core.checks import in_range, require, turning, wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.privacy.accounting.curves import quiet, renyi, renyi_epsilon
 from fedflat.privacy.trust import Guarantee
@@ -129,16 +129,14 @@ def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, multiplier: M
     Lines of rounds that were drawn again count as rounds. multiplier: std / sensitivity of a line.
     Raises InputError: lines that differ in what selected them, or do not say enough.
     """
-    first = entries[0]
+    first, incomplete = entries[0], (KeyError, TypeError, AttributeError)
     if any(entry.get("selection") != first.get("selection") for entry in entries):
         raise wrong("ledger", "lines of different selections", "one per run")
-    try:
+    with turning(incomplete, wrong("ledger line 0: selection", "not all of it", "every parameter of the selection")):
         selection = Selection.of(first["selection"])
         sampler = make_sampler(str(first["sampling"]), int(first["clients"]), float(first["cohort"]))
         event = sampler.event(float(f"{min(map(multiplier, entries)):.12g}"))
         orders, divergences = renyi(event, len(entries))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise wrong("ledger line 0: selection", "not all of it", "every parameter of the selection") from error
     ours = selection.epsilon(orders, divergences, delta)
     return (_by_library(selection, event, len(entries), delta) if math.isfinite(ours) else ours), ours
 

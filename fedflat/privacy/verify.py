@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fedflat.core.checks import InputError, one_line, require, wrong
+from fedflat.core.checks import InputError, becoming, one_line, require, turning, wrong
 from fedflat.privacy import tuning
 from fedflat.privacy.accounting.gaussian import LITTLE
 from fedflat.privacy.schedules import contradictions
@@ -260,14 +260,12 @@ def _scheduled(entries: Entries, delta: float) -> Recomputed:
     """Rounds that follow a schedule, by the columns in their lines (``schedules.gaussians``)."""
     from fedflat.privacy.schedules import gaussians
 
-    first = entries[0]
-    try:
+    first, incomplete = entries[0], (LookupError, TypeError, ZeroDivisionError)
+    with turning(incomplete, wrong("ledger line 0", "not all of a schedule", "every parameter of its rounds")):
         noise = drawn(entries)
         if noise == 0:
             return Recomputed(math.inf, math.inf, "a round without noise")
         sigma, turns = gaussians(entries, noise)
-    except (LookupError, TypeError, ZeroDivisionError) as error:
-        raise wrong("ledger line 0", "not all of a schedule", "every parameter of its rounds") from error
     if first.get("chance") is not None:
         return poisson(float(first["chance"]), sigma, turns, delta, accountant=str(first["accountant"]))
     epsilon = participation(1, 1.0, sigma, delta)
@@ -284,13 +282,11 @@ def _ddgauss(entries: Entries, delta: float) -> Recomputed:
     from fedflat.privacy.accounting.discrete import DDGaussAccount
 
     e = entries[0]
-    try:
+    with becoming(lambda e: wrong("ledger line 0", f"no {e.args[0]}", "every parameter of ddgauss"), KeyError):
         numbers = {name: e[name] for name in ("clients", "cohort", "clip", "granularity", "dimension", "beta", "bits")}
         least = min(x["noise_multiplier"] for x in entries)
         shares = {"n_max": e["n_max"], "colluders": e.get("colluders") or 0, "min_cohort": e["cohort_min"]}
         account = DDGaussAccount(**numbers, **shares, noise_multiplier=least, delta=delta)
-    except KeyError as error:
-        raise wrong("ledger line 0", f"no {error.args[0]}", "every parameter of ddgauss") from error
     epsilon = max(account.epsilon(len(entries), "recipients"), account.epsilon(len(entries), "server"))
     return Recomputed(epsilon, epsilon * (1 - ROUNDING), "distributed discrete Gaussian, same formulas")
 

@@ -59,6 +59,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "its own generator": (lambda g, w, view: g * view.generator.random(), "draws from view.generator"),
     "the block": (unwraps, "mixes the clients of a block"),
     "one of the block": (unwraps_one, "mixes the clients of a block"),
+    "later": (lambda g, w, view: unwraps(g, w, view) if view.lr > 0.1 else g, "mixes the clients of a block"),
     "a counter": (adds_up, "writes into a tensor that it was given or keeps"),
     "a memory": (lambda g, w, view: g + KEPT.add_(w), "cannot run under torch.func.vmap"),
     "its input": (lambda g, w, view: g + w.mul_(2), "writes into a tensor that it was given or keeps"),
@@ -70,7 +71,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_what_would_follow_the_numbers_is_refused_by_name(name: str) -> None:
     body, words = REFUSED[name]
     with pytest.raises(Refused, match=rf"algorithm\.phases\[0\]\.rule: rule\.<lambda> {words}"):
-        isolated(rule(body), LAYOUT, LOCAL)
+        made = isolated(rule(body), LAYOUT, LOCAL).phases[0].rule
+        made(lambda at: at, ClientView(start=KEPT, clip=1.0, steps=2, lr=0.2))(KEPT)  # type: ignore[misc]
 
 
 def trained(method: Algorithm, backend: str, others: float = 1.0) -> Tensor:
@@ -149,8 +151,7 @@ def remembers(update: Tensor) -> Tensor:
 def test_an_operation_of_a_users_own_is_not_recorded() -> None:
     """Its Python would run on clients' numbers; one by one, the watch sees what it keeps, by whatever name it is."""
     SEEN.clear()
-    ops = torch.ops.fedflat_tests
-    for transform in (lambda update, view: remembers(update), lambda update, view: ops.remembers(update)):
+    for transform in (lambda u, view: remembers(u), lambda u, view: torch.ops.fedflat_tests.remembers(u)):
         own = Algorithm("own", transforms=(transform,))
         with pytest.raises(InputError, match="calls an operation that is not torch's own"):
             trained(own, "vectorized")
@@ -165,12 +166,11 @@ def plain(w: Tensor) -> Tensor:
 
 
 def test_what_escapes_is_made_up() -> None:
-    SEEN.clear()
-    one = trained(rule(hides), "vectorized")
-    first = [plain(w) for w in SEEN]
-    SEEN.clear()
-    other = trained(rule(hides), "vectorized", others=3.0)
-    again = [plain(w) for w in SEEN]
+    found = []
+    for others in (1.0, 3.0):
+        SEEN.clear()
+        found.append((trained(rule(hides), "vectorized", others), [plain(w) for w in SEEN]))
+    (one, first), (other, again) = found
     assert not torch.equal(one, other)
     assert len(first) == len(again) and all(map(torch.equal, first, again)), "the same whatever the clients have"
 

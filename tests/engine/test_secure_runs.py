@@ -163,27 +163,22 @@ def test_secure_without_noise_still_runs():
     assert result.privacy["epsilon"] is None
 
 
+DDGAUSS = {"algorithm": {"name": "ddgauss"}}
+
+
 @pytest.mark.parametrize(
     "changes, sentence",
     [
+        ({"privacy": {"noise_multiplier": 1, "trust": "distributed", "secure_rng": True}}, "rounded Gaussian shares"),
+        ({**DDGAUSS, "privacy": {"noise_multiplier": 1.0, "trust": "central"}}, "distributed for ddgauss"),
+        ({**DDGAUSS, "privacy": {"noise_multiplier": 1.0, "noise_cohort": 50}}, "noise_cohort: found 50"),
         (
-            {"privacy": {"noise_multiplier": 1.0, "trust": "distributed", "secure_rng": True}},
-            "sum of rounded Gaussian shares",
-        ),
-        (
-            {"algorithm": {"name": "ddgauss"}, "privacy": {"noise_multiplier": 1.0, "trust": "central"}},
-            "distributed for ddgauss",
-        ),
-        (
-            {"algorithm": {"name": "ddgauss"}, "privacy": {"noise_multiplier": 1.0, "noise_cohort": 50}},
-            "noise_cohort: found 50",
-        ),
-        (
-            {
-                "algorithm": {"name": "ddgauss"},
-                "privacy": {"noise_multiplier": 1, "clip": {"kind": "adaptive", "initial": 1}},
-            },
+            {**DDGAUSS, "privacy": {"noise_multiplier": 1, "clip": {"kind": "adaptive", "initial": 1}}},
             "privacy.clip: found adaptive; allowed: one number",
+        ),
+        (
+            {"algorithm": {"name": "ddgauss", "granularity": 1e-9}, "cohort": {"size": 18, "min": 2}},
+            "algorithm.granularity: found 1e-09; allowed: a number ≥ .*, or none: finer sums wrap around",
         ),
         (
             {"privacy": {"noise_multiplier": 2.0, "clip": {"kind": "adaptive", "initial": 1, "count_noise": 1.0}}},

@@ -90,6 +90,7 @@ TRANSFORMS: list[tuple[Callable[..., Any], str]] = [
 ]  # fmt: skip
 REST: list[tuple[Algorithm, str]] = [
     (Algorithm("own", phases=(Phase(rule=short_rule),)), r"phases\[0\].rule \(short_rule\): found shape"),
+    (Algorithm("own", phases=(Phase(rule=short_mask),)), r"allowed: a piece that is called with \(gradient, view\)"),
     (Algorithm("own", finetune=Phase(rule=short_rule)), r"algorithm.finetune.rule \(short_rule\): found shape"),
     (Algorithm("own", mask=short_mask), r"algorithm.mask \(short_mask\): found shape"),
     (Algorithm("own", mask=float_mask), r"algorithm.mask \(float_mask\): found torch.float32"),

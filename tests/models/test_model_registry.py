@@ -113,6 +113,9 @@ def test_a_file_that_fails_names_itself(tmp_path: Path) -> None:
         build(f"{file}:net", (4,), 2, 0)
     with pytest.raises(InputError, match=r"broken\.py:method: found AttributeError at line 5 of broken\.py"):
         algorithm_of(Recipe.of("quick-start", [f"algorithm.name={file}:method"]))
+    (tmp_path / "typo.py").write_text("from fedflat import Phase\ndef method():\n    return Phase(rul=None)\n")
+    with pytest.raises(InputError, match=r"found TypeError at line 3 of typo.py .* Did you mean rule\?"):
+        algorithm_of(Recipe.of("quick-start", [f"algorithm.name={tmp_path}/typo.py:method"]))
 
 
 def test_a_model_is_taken_for_ours_only_where_its_code_is_and_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
