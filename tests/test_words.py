@@ -36,8 +36,7 @@ ROOMS = [
 ]  # fmt: skip
 PIECES = [f"fedflat.pieces.{found.name}" for found in pkgutil.iter_modules(pieces.__path__)]
 TOLD = ["privacy.accounting.epsilon", "simulation.run", "simulation.result", "data.own", "methods.published"]
-TOLD += ["core", "privacy", "privacy.accounting"]
-EXAMPLES = [*PIECES, "fedflat.algorithms", *(f"fedflat.{name}" for name in TOLD)]
+EXAMPLES = [*PIECES, *(f"fedflat.{name}" for name in ["algorithms", "core", "privacy", "privacy.accounting", *TOLD])]
 
 
 def test_the_public_names_are_these() -> None:

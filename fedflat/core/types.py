@@ -7,14 +7,14 @@ last axis only, so the same piece serves one client, a block of clients and the 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedflat.core import rounding
-from fedflat.core.checks import in_range, whole, wrong
+from fedflat.core.checks import in_range, one_of, require, whole, wrong
 from fedflat.core.rng import NO_GENERATOR
 
 Part = Literal["all", "shared", "personal"]
@@ -330,6 +330,10 @@ class Algorithm:
         for name in ("phases", "transforms", "server", "client_state"):
             if not isinstance(pieces := getattr(self, name), (tuple, list)):
                 raise wrong(f"algorithm.{name}", type(pieces).__name__, "a tuple: (piece,), with the comma, for one")
+        for phase in self.phases:
+            require(isinstance(phase, Phase), "algorithm.phases", type(phase).__name__, "Phase(…)")
+        parts = {one_of("algorithm.phases: part", phase.part, get_args(Part)) for phase in self.phases}
+        require(bool(parts - {"personal"}), "algorithm.phases", "none of a shared part", "a Phase of all or shared")
         for state in self.client_state:
             if not isinstance(state, ClientState) or not callable(state.next):
                 raise wrong("algorithm.client_state", repr(state), "ClientState(name, function)")

@@ -273,9 +273,12 @@ def test_slots_have_names_of_their_own_and_what_clients_receive_is_a_vector(step
         try_pieces(Algorithm("mine", server=steps), layout_of(NETWORK, None))
 
 
-@pytest.mark.parametrize("name", ["phases", "transforms", "server", "client_state"])
-def test_a_forgotten_comma_is_one_line(name: str) -> None:
-    with pytest.raises(InputError, match=f"algorithm.{name}: found .*; allowed: a tuple"):
-        Algorithm("mine", **{name: Kept()})
-    with pytest.raises(InputError, match=r"algorithm.client_state: found .*; allowed: ClientState\(name, function\)"):
-        Algorithm("mine", client_state=("e",))  # type: ignore[arg-type]
+@pytest.mark.parametrize(("made", "words"), [
+    *(({name: Kept()}, f"{name}: found .*; allowed: a tuple") for name in ("phases", "transforms", "server")),
+    ({"client_state": Kept()}, "a tuple"), ({"client_state": ("e",)}, r"state: found .*; allowed: ClientState\(name, "),
+    ({"phases": (Kept(),)}, "phases: found Kept; allowed: Phase"), ({"phases": ()}, "phases: found none of a shared"),
+    ({"phases": (Phase(part="persnal"),)}, "part: found persnal; .*Did you mean personal"),  # type: ignore[arg-type]
+])  # fmt: skip
+def test_a_forgotten_comma_and_what_is_no_phase_or_state_is_one_line(made: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Algorithm("mine", **made)
