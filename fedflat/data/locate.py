@@ -270,11 +270,11 @@ def _commas(file: Path, written: Written, key: str) -> Any:
     for name in table.column_names:
         if clean(name) == clean(written.by or "") and not pa.types.is_string(table[name].type):
             again = file if written.encoding is None else _in_utf8(file, written.encoding)
-            as_text = pc.ConvertOptions(column_types={name: pa.string()}, strings_can_be_null=True)
-            texts = pc.read_csv(again, parse_options=form, convert_options=as_text)[name].unique().to_pylist()
-            values = table[name].unique().to_pylist()
-            if len(texts) > len(values):
-                odd = next(text for text in texts if text not in map(str, values))
+            alone = {"include_columns": [name], "column_types": {name: pa.string()}, "strings_can_be_null": True}
+            texts = pc.read_csv(again, None, form, pc.ConvertOptions(**alone))[name].unique().to_pylist()
+            known = {None, *map(str, table[name].unique().to_pylist())}
+            if len({None, *texts}) > len(known):
+                odd = next(text for text in texts if text not in known)
                 one = "is read as a number, and so are other spellings of it: they are one client"
                 warnings.warn(f"column {name}: {odd} {one}. A letter before each keeps them apart", stacklevel=2)
     return table
