@@ -6,11 +6,13 @@ import math
 import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedflat.backends.in_process import LANES, WHOLE, Sequential, Vectorized
 from fedflat.backends.ray import RayTasks
@@ -65,7 +67,7 @@ PADDED = 1_000
 declared: who asks for so many wants each client's whole data in a step."""
 CHECKED_CLIENTS, CHECKED_STEPS = 3, 4
 """Clients whose sum in a block is compared with that of training them one by one, and their steps."""
-AWAY = 0.05
+AWAY = 0.05, 0.5
 """How far from w^0 places are tried, in each weight: at w^0 a layer may be zero, and hide what differs."""
 
 
@@ -150,7 +152,7 @@ class _Makers:
             return Vectorized(sequential, written, size, threads=threads, name=name)
         factors = LowRankProblem(layout, self.layers) if name == "lowrank" else None
         dense, apart = DenseProblem(layout, self.layers, precision), self.problem.device.type == "cpu"
-        trial = partial(_alike, self) if self._laned(size) else None
+        trial = partial(_lanes, self) if self._laned(size) else None
         return Vectorized(sequential, dense, size, factors, threads, apart, name, trial=trial)
 
     def _laned(self, block: int) -> bool:
@@ -184,7 +186,7 @@ class _Makers:
     def places(self, block: int) -> float:
         """Return the places computed for each client of the expected cohort: 1 where every block is full."""
         sampler, rng = self.parts.plan.sampler, stream(0, "cohorts to size blocks for")
-        lanes = LANES if self._laned(block) else block
+        lanes = LANES[0] if self._laned(block) else block
         counts = self.clients // lanes + (np.arange(lanes) < self.clients % lanes)
         longest = rng.binomial(counts, min(1.0, sampler.q), (8, lanes)).max(1)
         return float(np.ceil(longest * lanes / block).mean() * block / max(sampler.size, 1))
@@ -261,11 +263,30 @@ def _is_right(makers: _Makers, name: str, block: int) -> bool:
     return not written and bool(apart <= TOLERANCE[real.precision])
 
 
-def _alike(makers: _Makers, blocks: Vectorized) -> bool:
-    """Return whether made-up clients send the same bits from other places of their lanes, and are clipped by the same.
+class _Bits(TorchDispatchMode):
+    """What the bits of each operation's results add up to, for each of n clients whose rows the first axis holds."""
 
-    Which instructions run follows from shapes and addresses, not from numbers, and two orders of a sum give other bits
-    somewhere: so what holds for these clients' hundreds of entries holds for any.
+    def __init__(self, clients: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.clients, self.sums = clients, list[torch.Tensor]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        filled = isinstance(out, torch.Tensor) and out.is_floating_point() and not function.is_view
+        filled = filled and "empty" not in function.__name__
+        if filled and out.numel() and out.dim() and out.shape[0] % self.clients == 0:
+            exact = out.float() if out.itemsize < 4 else out
+            bits = exact.contiguous().view(torch.int32).reshape(self.clients, -1)
+            # Each entry counts another odd number of times, so that no two that change places go unseen.
+            self.sums.append((bits * torch.arange(1, 2 * bits.shape[1], 2, dtype=torch.int32)).sum(1))
+        return out
+
+
+def _lanes(makers: _Makers, blocks: Vectorized) -> int | None:
+    """Return the fewest lanes in whose places each operation gives made-up clients the same bits; None if none are.
+
+    Which instructions run follows from shapes and addresses, not from numbers, and where two orders of a sum differ
+    they differ in some of every hundred results: so what holds for these clients at every operation holds for any.
     """
     # As factors a client's rows are as many as its steps, and so are the shapes.
     parts = makers.parts if blocks.factors is not None else makers.parts.shortened(CHECKED_STEPS)
@@ -275,26 +296,32 @@ def _alike(makers: _Makers, blocks: Vectorized) -> bool:
     data = replace(data, inputs=2 * data.inputs - 1, parts=rows)
     weights = torch.cat([p.detach().reshape(-1) for p in makers.problem.parameters])
     away = torch.from_numpy(stream(0, "trial of places").standard_normal(len(weights), np.float32))
-    broadcast, heads = parts.of_trial(weights + AWAY * away)
     trial = replace(blocks, inner=Sequential(parts.algorithm, makers.problem, parts.local, data, makers.seed))
 
-    def sent(order: np.ndarray) -> tuple[torch.Tensor, ...]:
-        result, sink = trial.trained(order, broadcast, heads), empty_sum(parts, broadcast)
-        factors = sink.add(result.message, [1] * len(order))
-        written = (v.dense() if isinstance(v, Factored) else v for v in (result.message, result.personal))
-        return *written, factors, sink.result().norms
+    def bits(order: np.ndarray) -> list[torch.Tensor]:
+        found = list[torch.Tensor]()
+        for share in AWAY:
+            broadcast, heads = parts.of_trial(weights + share * away)
+            with _Bits(len(order)) as seen:
+                message = trial.trained(order, broadcast, heads).message
+                if isinstance(message, Factored):
+                    message.dense()  # as a sum writes it out that cannot add factors
+            sink = empty_sum(parts, broadcast)
+            factors = sink.add(message, [1] * len(order))
+            found += [*seen.sums, factors, sink.result().norms.view(torch.int64)]
+        return found
+
+    def alike(lanes: int) -> bool:
+        """Return whether everybody gets the same from a place so far on; what all share is the same anyway."""
+        pairs = zip(first, bits(np.roll(clients, lanes)), strict=True)
+        return all(torch.equal(here, there) or torch.equal(here.roll(lanes), there) for here, there in pairs)
 
     with using_threads(1):
         try:
-            pairs = list(zip(sent(clients), sent(np.roll(clients, LANES))))
+            first = bits(clients)
+            return next(filter(alike, LANES), None)
         except Exception:  # a piece may fail; the run then says where
-            return False
-        return all(torch.equal(_bits(here.roll(LANES, 0)), _bits(there)) for here, there in pairs)
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of numbers: one NaN is not equal to another."""
-    return values.contiguous().view(torch.uint8)
+            return None
 
 
 def made_up(data: FederatedData, local: Local, clients: int) -> FederatedData:

@@ -40,10 +40,9 @@ TRACEBACK = 2000
 SWITCH_SECONDS = 2e-4
 """How long a thread that comes back from arithmetic waits for the interpreter (Python: 5 ms). Well below the time
 a small block takes, and long beside the switch itself (microseconds)."""
-LANES, WHOLE = 16, 32
-"""In a block of a multiple of ``WHOLE`` clients, places ``LANES`` apart are alike: 16 float32 fill a line of the cache,
-so both are aligned alike whatever a row's length, and loops over vectors leave no rest that is computed another way.
-"""
+LANES, WHOLE = (1, 16), 32
+"""Numbers of lanes that are tried, in this order, in a block of a multiple of ``WHOLE`` clients. With one, all places
+are alike. Places 16 apart are aligned alike whatever a row's length, for 16 float32 fill a line of the cache."""
 _NO_ROWS = np.zeros(0, np.int64)
 
 
@@ -171,7 +170,7 @@ class Vectorized:
     threads: cores. apart: each core takes a block of its own, and numbers do not depend on how many there are (for
     problems that touch no module); otherwise they work on one block together, and another number may round differently.
     lanes: as of ``placed_in_blocks``; None where no trial showed that places are alike. trial: asked once, before the
-    first block, whether they are.
+    first block, in how many lanes they are.
     """
 
     inner: Sequential
@@ -182,12 +181,12 @@ class Vectorized:
     apart: bool = False
     name: str = "vectorized"
     lanes: int | None = None
-    trial: "Callable[[Vectorized], bool] | None" = None
+    trial: "Callable[[Vectorized], int | None] | None" = None
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Train the cohort in blocks; zeros for clients without data."""
         if self.trial is not None:
-            self.lanes, self.trial = LANES if self.trial(self) else None, None
+            self.lanes, self.trial = self.trial(self), None
         broadcast = sent(broadcast, self.inner.data.inputs.device)
         left = cohort[self.inner.data.sizes[cohort] > 0]
         if len(left) < len(cohort):

@@ -211,21 +211,25 @@ def test_a_coin_of_one_client_moves_no_other_clients_message(backend: str, block
 def test_places_that_compute_in_another_way_are_no_lane(believed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = DenseProblem.gradient
 
-    def other(self: DenseProblem, weights: Tensor, part: Any, batch: Any) -> Any:
+    def other(places: slice, self: DenseProblem, weights: Tensor, part: Any, batch: Any) -> Any:
         found = plain(self, weights, part, batch)
-        found.vector[16:] *= 1 + 2.0**-20
+        found.vector[places] *= 1 + 2.0**-20
         return found
 
     for made in (chaotic("vectorized", 32), chaotic("lowrank", 32)):
         assert moved_by_a_coin(made) == 0
+        assert made.backend.lanes in {1, 16}
+    with monkeypatch.context() as patched:
+        patched.setattr(DenseProblem, "gradient", lambda *given: other(slice(0, None, 2), *given))
+        assert moved_by_a_coin(made := chaotic("vectorized", 32)) == 0
         assert made.backend.lanes == 16
     with monkeypatch.context() as patched:  # the clip is tried too
         patched.setattr("fedflat.pieces.clipping.norms_of", lambda m: m.norm(dim=1) + 2.0**-20 * torch.arange(len(m)))
         assert sent_by(made := chaotic("vectorized", 32), THERE)
         assert made.backend.lanes is None
-    monkeypatch.setattr(DenseProblem, "gradient", other)
+    monkeypatch.setattr(DenseProblem, "gradient", lambda *given: other(slice(16, None), *given))
     if believed:  # the twin: no trial
-        monkeypatch.setattr("fedflat.backends.choose._alike", lambda *_: True)
+        monkeypatch.setattr("fedflat.backends.choose._lanes", lambda *_: 16)
     made = chaotic("vectorized", 32)
     assert (moved_by_a_coin(made) > 0) == believed
     assert made.backend.lanes == (16 if believed else None)
