@@ -7,6 +7,7 @@ is made up, and a draw from a global generator is an error. Python that would fo
 ``.item()``, ``view.generator``) is refused by torch or here; such a piece's clients are trained one by one.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,8 @@ Traced = Callable[[list[Tensor], dict[str, Tensor], Any, Ask], Tensor]
 """What is recorded: one client's tensors, the broadcast, a generator, and how to ask -> the outcome."""
 FEW = (3, 2)
 """Numbers of clients that a piece is recorded on."""
+LARGE = 1e6
+"""What multiplies numbers of rows that must not show in others."""
 KEPT = 4
 """Recordings kept of a piece: for each shape and each phase's public numbers one."""
 
@@ -269,15 +272,17 @@ def _refuse_mixing(recording: Recording, samples: Sequence[Tensor], rest: Sequen
     def answer(name: str, classes: int, at: Tensor) -> Tensor:
         return at.new_ones(len(at), classes) if classes else at * 2
 
-    # NaN must not show in rows without it: vmap cannot see what a matrix product mixes.
+    # NaN must not show in rows without it, nor large numbers: vmap cannot see what a matrix product mixes.
     rows = torch.arange(len(samples[0]), device=samples[0].device)
-    plain = recording.run([*samples, *rest], answer)
-    for bit in range((len(rows) - 1).bit_length()):  # of any two rows one is hidden and the other not, some time
-        for hidden in ((rows >> bit) % 2 == 0, (rows >> bit) % 2 == 1):
-            broken = [values.masked_fill(hidden[:, None], torch.nan) for values in samples]
-            outcome = recording.run([*broken, *rest], answer)
-            if not torch.equal(plain[~hidden].nan_to_num(), outcome[~hidden].nan_to_num()):
-                raise Refused("mixes the clients of a block")
+    with becoming(lambda error: Refused(f"fails on some numbers ({_in_words(error)})"), left=Refused):
+        plain = recording.run([*samples, *rest], answer)
+        for bit, worse in itertools.product(range((len(rows) - 1).bit_length()), (torch.nan, LARGE)):
+            # Of any two rows one is hidden and the other not, some time.
+            for hidden in ((rows >> bit) % 2 == 0, (rows >> bit) % 2 == 1):
+                broken = [torch.where(hidden[:, None], values * worse, values) for values in samples]
+                outcome = recording.run([*broken, *rest], answer)
+                if not torch.equal(plain[~hidden].nan_to_num(), outcome[~hidden].nan_to_num()):
+                    raise Refused("mixes the clients of a block")
 
 
 def _in_words(error: Exception) -> str:

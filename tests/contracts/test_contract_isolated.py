@@ -44,6 +44,10 @@ def unwraps_one(g: Tensor, w: Tensor, view: ClientView) -> Tensor:
     return g + inside._add_batch_dim(torch.cat([rows[:1] * 0, rows[-1:], rows[2:] * 0]), 0, level)
 
 
+def large(g: Tensor, w: Tensor, view: ClientView) -> Tensor:
+    return g * (torch._C._functorch.get_unwrapped(w).abs() > 50).any().float()  # type: ignore[attr-defined]
+
+
 def adds_up(g: Tensor, w: Tensor, view: ClientView) -> Tensor:
     KEPT.add_(1)
     return g + KEPT
@@ -59,6 +63,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "its own generator": (lambda g, w, view: g * view.generator.random(), "draws from view.generator"),
     "the block": (unwraps, "mixes the clients of a block"),
     "one of the block": (unwraps_one, "mixes the clients of a block"),
+    "large numbers of the block": (large, "mixes the clients of a block"),
+    "no finite numbers": (lambda g, w, view: g * torch.histc(w, 4).max(), "fails on some numbers"),
     "later": (lambda g, w, view: unwraps(g, w, view) if view.lr > 0.1 else g, "mixes the clients of a block"),
     "a counter": (adds_up, "writes into a tensor that it was given or keeps"),
     "a memory": (lambda g, w, view: g + KEPT.add_(w), "cannot run under torch.func.vmap"),
@@ -125,7 +131,7 @@ def test_a_recording_is_for_any_number_of_clients_unless_its_steps_tell_it() -> 
 class Ruled(torch.autograd.Function):
     @staticmethod
     def forward(w: Tensor) -> Tensor:  # type: ignore[override]
-        return w / w.nan_to_num().abs().max().clamp_min(9.0)
+        return w / w.nan_to_num().abs().max().clamp_min(1e9)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
