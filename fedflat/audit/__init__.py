@@ -20,13 +20,14 @@ from typing import Any
 from torch import nn
 
 from fedflat.assembly.tasks import refuse_other_tasks
-from fedflat.audit.bounds import AuditResult
+from fedflat.audit.bounds import AuditResult, not_run
 from fedflat.audit.mechanism import RUNS, audit_method
-from fedflat.audit.movements import audit_worlds, is_given
+from fedflat.audit.movements import audit_worlds
 from fedflat.audit.noise import audit_noise
+from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.core import durable
-from fedflat.core.checks import one_of
+from fedflat.core.checks import insist, one_of, wrong
 
 __all__ = ["AuditResult", "audit_method", "audit_noise", "audit_run", "audit_worlds", "write_audit"]
 
@@ -43,11 +44,11 @@ def audit_run(
     """Audit a recipe (a Recipe, a dict, a packaged name, a path, a run folder).
 
     kind: ``quick`` (worlds for about 40 s, noise and mechanism), ``worlds`` (pairs of worlds on every back end, on all
-    data), ``noise`` (the noise and the cohorts of real rounds, measured against the plan),
+    data), ``noise`` (the noise of real rounds, measured against the plan),
     ``mechanism`` (its method, one round, the fixed configuration), ``all``. runs: of the mechanism audit. model,
     clients, test: as for ``fedflat.run``.
     folder: of the run whose recipe it is (a path of a run says so itself).
-    Raises InputError for an unknown kind.
+    Raises InputError for an unknown kind, or one that needs a model or data that were given in Python and are not now.
     """
     one_of("--kind", kind, KINDS)
     parsed = Recipe.of(recipe)
@@ -56,10 +57,17 @@ def audit_run(
     chosen = {"quick": ("worlds", "noise", "mechanism"), "all": KINDS}.get(kind, (kind,))
     inputs: dict[str, Any] = {"model": model, "clients": clients, "test": test}
     results = []
-    if "worlds" in chosen:
-        results.append(audit_worlds(parsed, thorough=kind != "quick", folder=folder, **inputs))
-    if "noise" in chosen and not (folder is not None and is_given(parsed, model, clients)):
-        results.append(audit_noise(parsed, **inputs))
+    asked = (parsed.model.name, model), (parsed.data.dataset, clients)
+    if folder is not None and any(name == GIVEN and value is None for name, value in asked):
+        found = f"{folder}, a run whose model or data were given in Python and are not in its folder"
+        missing = wrong("audit", found, "fedflat.audit.audit_run(folder, model=…, clients=…) in Python")
+        insist(kind in ("quick", "mechanism"), missing)
+        results += [not_run("worlds", parsed.algorithm.name, str(missing))] if "worlds" in chosen else []
+    else:
+        if "worlds" in chosen:
+            results.append(audit_worlds(parsed, thorough=kind != "quick", **inputs))
+        if "noise" in chosen:
+            results.append(audit_noise(parsed, **inputs))
     if "mechanism" in chosen:
         privacy = parsed.privacy.model_dump(mode="json", include=AUDITED)
         sections = {"privacy": privacy, "server": parsed.server.model_dump(mode="json")}

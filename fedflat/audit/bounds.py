@@ -125,3 +125,9 @@ class AuditResult:
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values for JSON; an infinite number becomes None."""
         return {name: plain(value) for name, value in (asdict(self) | {"exceeds_proven": self.exceeds_proven}).items()}
+
+
+def not_run(kind: str, method: str, reason: str) -> AuditResult:
+    """Return the result of an audit, of kind worlds or noise, that measured nothing."""
+    figure = "movement" if kind == "worlds" else "ratio"
+    return AuditResult(kind, method, assumptions=(reason,), details={figure: None, "reason": reason})

@@ -1,21 +1,19 @@
-"""Measure the noise of real rounds against the plan: its size, its independence, its secrecy, and the cohort draws.
+"""Measure the noise of real rounds against the plan: its size, its independence, and its secrecy.
 
 Clients without data send exactly zero, so what a round releases is its noise and nothing else. A recipe is run on such
 clients through ``engine.train``, with its own model, method, clip, mechanism and server path, and the released means
-are compared with what the ledger says. Missing noise on some coordinates, one noise in two rounds, a std that is 5 %
-too small and cohorts that anyone can compute are found in seconds.
+are compared with what the ledger says. Missing noise on some coordinates, one noise in two rounds and a std that is 5 %
+too small are found in seconds.
 """
 
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor, nn
 
@@ -23,7 +21,7 @@ from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.records import is_seeded
-from fedflat.audit.bounds import AuditResult, Floats, assumptions
+from fedflat.audit.bounds import AuditResult, Floats, assumptions, not_run
 from fedflat.audit.worlds import CLIENTS, Case, Engine, Maker, Recorder, recorded_run, world_recipe
 from fedflat.config.recipe import Recipe
 from fedflat.core.process import using_threads
@@ -45,10 +43,7 @@ TOO_MUCH = 1.03
 """Noise larger than planned by more than this is a fault of the plan, though no leak."""
 ALIKE = 0.9
 """Correlation from which two noises are one; it is found with a handful of coordinates already."""
-COHORT_CLIENTS, COHORT_ROUNDS = 40, 20
-ASSUMPTIONS = assumptions(
-    "noise", clients=CLIENTS, rounds=ROUNDS, failure=FAILURE, cohort_clients=COHORT_CLIENTS, cohort_rounds=COHORT_ROUNDS
-)
+ASSUMPTIONS = assumptions("noise", clients=CLIENTS, rounds=ROUNDS, failure=FAILURE)
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ class Measured:
 def audit_noise(
     recipe: Recipe, *, model: nn.Module | None = None, clients: Sequence[Any] | None = None, test: Any = None
 ) -> AuditResult:
-    """Compare the noise and the cohorts of a recipe's rounds with its plan.
+    """Compare the noise of a recipe's rounds with its plan.
 
     model, clients, test: as for ``fedflat.run``. Raises InputError where the recipe cannot run.
     """
@@ -83,12 +78,12 @@ def audit_noise(
         "Votes: the mechanism audit measures what they leak.": method.kind != "update",
     }
     if reason := next((words for words, holds in reasons.items() if holds), ""):
-        return AuditResult("noise", method.name, assumptions=(reason,), details={"ratio": None, "reason": reason})
+        return not_run("noise", method.name, reason)
     data = data_of(recipe, clients, test)
     module, _, _ = module_of(recipe, model, data)
     with using_threads(1):
         sample = measure(recipe, module, data)
-        faults = (*_size_faults(sample), *_law_faults(sample), *_correlation_faults(sample), *cohort_faults(recipe))
+        faults = (*_size_faults(sample), *_law_faults(sample), *_correlation_faults(sample))
         if sample.again and recipe.privacy.randomness == "secret":
             faults += ("a second start of the same recipe has the same noise, though its randomness is secret",)
     return AuditResult(
@@ -229,43 +224,3 @@ def _largest_lag(noise: Floats) -> tuple[int, float]:
         return 0, 0.0
     lag = int(np.abs(correlations).argmax())
     return lag + 1, float(correlations[lag])
-
-
-def cohort_faults(recipe: Recipe) -> tuple[str, ...]:
-    """Return what is wrong with secret cohorts: the same under two keys, in two rounds, or of the wrong size."""
-    kind = recipe.cohort.sampling
-    if kind not in ("poisson", "truncated", "fixed"):
-        return ()
-    one, other = (_cohorts(kind, number) for number in (1, 2))
-    drawn, places = sum(map(len, [*one, *other])), 2 * COHORT_ROUNDS * COHORT_CLIENTS
-    uneven = kind == "poisson" and stats.binomtest(drawn, places, 0.5).pvalue < FAILURE
-    faults = {
-        "cohorts are the same under two keys: they can be computed": any(a == b for a, b in zip(one, other)),
-        "two rounds of a run have the same cohort": len(set(one)) < len(one),
-        f"{drawn} of {places} coins fell where half of them should": uneven,
-    }
-    return tuple(fault for fault, holds in faults.items() if holds)
-
-
-def _cohorts(kind: str, number: int) -> list[tuple[int, ...]]:
-    """Return the cohorts of a run with the given sampler, half of the clients in each round."""
-    size = COHORT_CLIENTS // 2
-    recipe = {
-        "rounds": COHORT_ROUNDS, "algorithm": "dp-fedavg", "local": {"steps": 1, "batch_size": 1, "lr": 0.1},
-        "cohort": {"size": size, "sampling": kind} | ({"max": COHORT_CLIENTS - 1} if kind == "truncated" else {}),
-        "privacy": {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
-        "engine": {"device": "cpu", "backend": "sequential"},
-    }  # fmt: skip
-    nobody = [(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64))] * COHORT_CLIENTS
-    job = prepare(Recipe.of(recipe), nn.Linear(2, 2), nobody, (torch.zeros(2, 2), torch.tensor([0, 1])))
-    job.key = digest(job.key, "audit: cohorts", number)
-    cohorts: list[tuple[int, ...]] = []
-    real = job.backend.train
-
-    def observed(cohort: NDArray[np.int64], *rest: Any) -> Any:
-        cohorts.append(tuple(cohort.tolist()))
-        return real(cohort, *rest)
-
-    job.backend = SimpleNamespace(name="cohorts", train=observed)
-    train(job)
-    return cohorts
