@@ -114,15 +114,6 @@ def alone(plan: Any) -> Any:
     return replace(plan, selection=None)
 
 
-def sentences(plan: Any) -> list[str]:
-    """Return what a statement says of the selection."""
-    return [
-        f"ε is that of the selection among a secret number of trials (geometric, {plan.selection.mean:g} in the mean), "
-        "each with settings drawn anew from one public distribution; the selection is not free: one such run, its "
-        f"settings fixed beforehand, would have ε = {alone(plan).epsilon():.4g}."
-    ]
-
-
 def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, multiplier: Multiplier) -> tuple[float, float]:
     """(ε by dp-accounting's own account of a selection, ε by ours), both from a ledger's lines alone.
 
