@@ -11,7 +11,7 @@ directions of neighbours, all settings alike) follows that of the selection by T
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from fedflat.privacy.trust import Guarantee
 Floats = NDArray[np.float64]
 MOST = 1e6
 """The largest mean number of trials."""
-Multiplier = Callable[[Mapping[str, Any]], float]
 SAMPLINGS = ("poisson", "fixed", "full")
 """Cohort laws whose rounds have a bound on their Rényi divergence."""
 TOWARDS = (
@@ -114,10 +113,10 @@ def alone(plan: Any) -> Any:
     return replace(plan, selection=None)
 
 
-def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, multiplier: Multiplier) -> tuple[float, float]:
+def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, sigma: float) -> tuple[float, float]:
     """(ε by dp-accounting's own account of a selection, ε by ours), both from a ledger's lines alone.
 
-    Lines of rounds that were drawn again count as rounds. multiplier: std / sensitivity of a line.
+    Lines of rounds that were drawn again count as rounds. sigma: their least std / sensitivity, > 0.
     Raises InputError: lines that differ in what selected them, or do not say enough.
     """
     first, incomplete = entries[0], (KeyError, TypeError, AttributeError)
@@ -126,10 +125,10 @@ def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, multiplier: M
     with turning(incomplete, wrong("ledger line 0: selection", "not all of it", "every parameter of the selection")):
         selection = Selection.of(first["selection"])
         sampler = make_sampler(str(first["sampling"]), int(first["clients"]), float(first["cohort"]))
-        event = sampler.event(float(f"{min(map(multiplier, entries)):.12g}"))
+        event = sampler.event(sigma)
         orders, divergences = renyi(event, len(entries))
     ours = selection.epsilon(orders, divergences, delta)
-    return (_by_library(selection, event, len(entries), delta) if math.isfinite(ours) else ours), ours
+    return _by_library(selection, event, len(entries), delta), ours
 
 
 def _by_library(selection: Selection, event: Any, rounds: int, delta: float) -> float:
