@@ -129,7 +129,7 @@ def _smallest_epsilon(probs: Floats, first: int, step: float, delta: float) -> f
 def one_round(event: Any, kind: str, q: float, multiplier: float, step: float) -> tuple[LossDistribution, ...]:
     """The library's one-round distribution (pessimistic) on a grid of spacing ``step``.
 
-    For the directions (remove, add), or one where both are the same. kind: gaussian or poisson (q, multiplier), or
+    For the directions (remove, add), or one where both are the same. kind: full or poisson (q, multiplier), or
     truncated (event).
     """
     if kind == "truncated":

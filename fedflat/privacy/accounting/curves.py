@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedflat.core.checks import InputError, in_range, one_of, whole, wrong
+from fedflat.core.checks import InputError, in_range, insist, one_of, whole, wrong
 from fedflat.privacy.accounting.composition import LossDistribution, one_round
 from fedflat.privacy.accounting.gaussian import LITTLE, gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.independent import epsilon_bounds, loss_moments
@@ -34,37 +34,33 @@ def proving(accountant: str) -> str:
     return str(one_of("privacy.accountant", accountant, PROVEN))
 
 
-def _kind(event: Any) -> tuple[str, float, float]:
-    """Return (kind, q, multiplier) of an event: gaussian, poisson, truncated or without replacement."""
+def _kind(event: Any, accountant: str = "pld") -> tuple[str, float, float]:
+    """Return (cohort law, q, multiplier) of an event that the accountant has a bound for, else raise InputError."""
     import dp_accounting as dp
 
-    inner = getattr(event, "event", None)
-    if isinstance(event, dp.GaussianDpEvent):
-        return "gaussian", 1.0, event.noise_multiplier
-    if isinstance(event, dp.PoissonSampledDpEvent) and isinstance(inner, dp.GaussianDpEvent):
-        return "poisson", event.sampling_probability, inner.noise_multiplier
-    if isinstance(event, dp.TruncatedSubsampledGaussianDpEvent):
-        return "truncated", event.sampling_probability, event.noise_multiplier
-    if isinstance(event, dp.SampledWithoutReplacementDpEvent) and isinstance(inner, dp.GaussianDpEvent):
-        return "without replacement", event.sample_size / event.source_dataset_size, inner.noise_multiplier
-    raise wrong("event", type(event).__name__, "a round of Gaussian noise: everybody's, or of sampled clients")
+    match event:
+        case dp.GaussianDpEvent(noise_multiplier=sigma):
+            kind, q = "full", 1.0
+        case dp.PoissonSampledDpEvent(sampling_probability=q, event=dp.GaussianDpEvent(noise_multiplier=sigma)):
+            kind = "poisson"
+        case dp.TruncatedSubsampledGaussianDpEvent(sampling_probability=q, noise_multiplier=sigma):
+            kind = "truncated"
+        case dp.SampledWithoutReplacementDpEvent(event=dp.GaussianDpEvent(noise_multiplier=sigma)):
+            kind, q = "fixed", event.sample_size / event.source_dataset_size
+        case _:
+            raise wrong("event", type(event).__name__, "a round of Gaussian noise: everybody's, or of sampled clients")
+    refuse_unproven(kind, accountant)
+    return kind, q, sigma
 
 
-def refusal(kind: str, accountant: str) -> str:
-    """Return why ``accountant`` cannot account an event of this kind; empty if it can."""
-    if kind == "truncated" and accountant != "pld":
-        return f"{accountant} has no bound for truncated Poisson sampling; use pld"
-    if kind == "without replacement" and accountant == "fft":
-        return f"{accountant} covers Poisson sampling, not cohorts of fixed size; use rdp or pld"
-    return ""
-
-
-def _accountable(event: Any, accountant: str) -> tuple[str, float, float]:
-    """Return :func:`_kind` of an event that the accountant has a bound for, else raise InputError."""
-    kind, q, multiplier = _kind(event)
-    if reason := refusal(kind, accountant):
-        raise InputError(f"privacy.accountant: {reason}.")
-    return kind, q, multiplier
+def refuse_unproven(sampling: str, accountant: str) -> None:
+    """Raise InputError if ``accountant`` has no bound for rounds of this cohort law."""
+    reason = ""
+    if sampling == "truncated" and accountant != "pld":
+        reason = f"{accountant} has no bound for truncated Poisson sampling; use pld"
+    if sampling == "fixed" and accountant == "fft":
+        reason = f"{accountant} covers Poisson sampling, not cohorts of fixed size; use rdp or pld"
+    insist(not reason, InputError(f"privacy.accountant: {reason}."))
 
 
 def grid_step(q: float, multiplier: float) -> float:
@@ -91,8 +87,7 @@ def renyi(event: Any, rounds: int) -> tuple[tuple[float, ...], NDArray[np.float6
     Raises:
         InputError: the library has no bound for this event.
     """
-    _, _, multiplier = _accountable(event, "rdp")
-    if multiplier == 0:
+    if _kind(event, "rdp")[-1] == 0:
         return RDP_ORDERS, np.full(len(RDP_ORDERS), math.inf)
     orders, divergences = _renyi(event)
     return orders, rounds * divergences
@@ -122,7 +117,7 @@ def _renyi(event: Any) -> tuple[tuple[float, ...], NDArray[np.float64]]:
     from dp_accounting import NeighboringRelation, rdp
 
     # The library accepts one relation for these events, and another one for all others.
-    replaced = _kind(event)[0] == "without replacement"
+    replaced = _kind(event)[0] == "fixed"
     relation = NeighboringRelation.REPLACE_ONE if replaced else NeighboringRelation.ADD_OR_REMOVE_ONE
     orders = WITHOUT_REPLACEMENT_ORDERS if replaced else RDP_ORDERS
     accountant = rdp.RdpAccountant(orders, relation)
@@ -143,7 +138,7 @@ def compose_epsilon(event: Any, rounds: int, delta: float, accountant: str = "pl
     Raises:
         InputError: the accountant has no bound for this event.
     """
-    kind, q, multiplier = _accountable(event, proving(accountant))
+    kind, q, multiplier = _kind(event, proving(accountant))
     in_range("delta", delta, 0, 1, open_low=True, open_high=True)
     if kind == "truncated" and 0 < multiplier < LITTLE:
         raise wrong("privacy.noise_multiplier", multiplier, f"0, or at least {LITTLE:g} with truncated cohorts")
@@ -154,9 +149,9 @@ def compose_epsilon(event: Any, rounds: int, delta: float, accountant: str = "pl
     if accountant == "rdp":
         return renyi_epsilon(*renyi(event, rounds), delta)
     # A sum of Gaussians is a Gaussian: no grid is as exact as the formula.
-    if kind == "gaussian" or (kind == "poisson" and q >= 1):
+    if kind == "full" or (kind == "poisson" and q >= 1):
         return gaussian_epsilon(math.sqrt(rounds) / multiplier, delta)
-    if kind == "without replacement":
+    if kind == "fixed":
         # Both are bounds on their own, so the smaller one is too.
         return min(renyi_epsilon(*renyi(event, rounds), delta), schedule_epsilon(rounds, q, multiplier, delta))
     if kind == "poisson" and multiplier < LITTLE:
