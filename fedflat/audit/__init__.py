@@ -13,7 +13,7 @@ round through the real server path many times and bounds ε from below.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,26 +54,23 @@ def audit_run(
     parsed = Recipe.of(recipe)
     refuse_other_tasks("audit", parsed)
     folder = Path(recipe) if isinstance(recipe, (str, Path)) and Path(recipe).is_dir() and clients is None else folder
-    chosen = {"quick": ("worlds", "noise", "mechanism"), "all": KINDS}.get(kind, (kind,))
+    privacy = parsed.privacy.model_dump(mode="json", include=AUDITED)
+    sections = {"privacy": privacy, "server": parsed.server.model_dump(mode="json")}
     inputs: dict[str, Any] = {"model": model, "clients": clients, "test": test}
-    results = []
+    method = parsed.algorithm
+    audits: dict[str, Callable[[], AuditResult]] = {
+        "worlds": lambda: audit_worlds(parsed, thorough=kind != "quick", **inputs),
+        "noise": lambda: audit_noise(parsed, **inputs),
+        "mechanism": lambda: audit_method(method.name, options=method.options, sections=sections, runs=runs),
+    }
     asked = (parsed.model.name, model), (parsed.data.dataset, clients)
     if folder is not None and any(name == GIVEN and value is None for name, value in asked):
-        found = f"{folder}, a run whose model or data were given in Python and are not in its folder"
-        missing = wrong("audit", found, "fedflat.audit.audit_run(folder, model=…, clients=…) in Python")
+        given = f"{folder}, a run whose model or data were given in Python and are not in its folder"
+        missing = wrong("audit", given, "fedflat.audit.audit_run(folder, model=…, clients=…) in Python")
         insist(kind in ("quick", "mechanism"), missing)
-        results += [not_run("worlds", parsed.algorithm.name, str(missing))] if "worlds" in chosen else []
-    else:
-        if "worlds" in chosen:
-            results.append(audit_worlds(parsed, thorough=kind != "quick", **inputs))
-        if "noise" in chosen:
-            results.append(audit_noise(parsed, **inputs))
-    if "mechanism" in chosen:
-        privacy = parsed.privacy.model_dump(mode="json", include=AUDITED)
-        sections = {"privacy": privacy, "server": parsed.server.model_dump(mode="json")}
-        method = parsed.algorithm
-        results.append(audit_method(method.name, options=method.options, sections=sections, runs=runs))
-    return results
+        audits |= {"worlds": lambda: not_run("worlds", method.name, str(missing))}
+        del audits["noise"]
+    return [audit() for name, audit in audits.items() if kind in (name, "quick", "all")]
 
 
 def write_audit(folder: Path, results: Sequence[AuditResult]) -> Path:

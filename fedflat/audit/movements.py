@@ -145,7 +145,7 @@ def shared_noise(stage: Scenario) -> tuple[str, ...]:
 
 
 def _mean(stage: Scenario, changes: tuple[str, ...], kind: str, noise: bool) -> Floats:
-    case, everybody = Case(kind, noise=noise), Maker(stage.template).everybody(kind, stage.clients)
-    recipe = Recipe.of(world_recipe(stage.recipe, stage.clients, Engine("sequential"), 1, case), changes)
+    case, everybody = Case(kind, noise=noise), Maker(stage.template).everybody(kind, room.CLIENTS)
+    recipe = Recipe.of(world_recipe(stage.recipe, room.CLIENTS, Engine("sequential"), 1, case), changes)
     mean = recorded_run(recipe, stage.module, stage, algorithm=stage.algorithm, data=everybody).mean
     return np.zeros(1) if mean is None else mean.double().numpy()
