@@ -148,8 +148,8 @@ def _guarantees(plan: Plan, count: int, proven: float | None) -> tuple[Sequence[
 def _selected(plan: Plan) -> list[str]:
     if plan.selection is None:
         return []
-    alone = tuning.alone(plan).epsilon()
-    return _sentences("reasons", {"selection": True}, mean=plan.selection.mean, alone=alone)
+    one_trial = tuning.alone(plan).epsilon()
+    return _sentences("reasons", {"selection": True}, mean=plan.selection.mean, alone=one_trial)
 
 
 def prior(fact: str) -> str:

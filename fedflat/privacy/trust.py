@@ -237,12 +237,19 @@ def headline(params: AccountingParams) -> float:
     return max(guarantee.epsilon for guarantee in guarantees(params))
 
 
+def round_event(params: AccountingParams) -> Any:
+    """Return one round as a dp-accounting event, of multiplier std / sensitivity under the relation."""
+    import dp_accounting
+
+    multiplier = params.noise_multiplier / params.factor
+    return dp_accounting.GaussianDpEvent(multiplier) if params.trust == "local" else params.sampler.event(multiplier)
+
+
 def _amplified(params: AccountingParams) -> float:
-    event = params.sampler.event(params.noise_multiplier / params.factor)
     apart = params.sampler.separation if isinstance(params.sampler, Scheduled) else 1
     # Rounds closer together than that never concern the same client.
     turns = -(-params.rounds // apart)  # rounds that concern one client
-    return compose_epsilon(event, turns, params.remaining_delta(), params.accountant)
+    return compose_epsilon(round_event(params), turns, params.remaining_delta(), params.accountant)
 
 
 def _central(params: AccountingParams) -> tuple[Guarantee, ...]:
@@ -279,10 +286,7 @@ def _distributed(params: AccountingParams) -> tuple[Guarantee, ...]:
 
 
 def _local(params: AccountingParams) -> tuple[Guarantee, ...]:
-    import dp_accounting
-
     most = params.rounds if params.max_participations is None else min(params.rounds, params.max_participations)
-    event = dp_accounting.GaussianDpEvent(params.noise_multiplier / params.factor)
-    epsilon = compose_epsilon(event, most, params.delta, params.accountant)
+    epsilon = compose_epsilon(round_event(params), most, params.delta, params.accountant)
     text = f"the server, which sees each client's noisy update, and everyone else; at most {most} participations"
     return (Guarantee("server", text, params.relation, epsilon, params.delta, params.accountant),)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from fedflat.core.checks import in_range, require, turning, wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.privacy.accounting.curves import quiet, renyi, renyi_epsilon
-from fedflat.privacy.trust import Guarantee
+from fedflat.privacy.trust import Guarantee, round_event
 
 Floats = NDArray[np.float64]
 MOST = 1e6
@@ -103,7 +103,7 @@ def guarantee(plan: Any, rounds: int) -> Guarantee:
     The score that selects is of whole runs, so whoever looks at a selected run's first rounds looks at all of them.
     """
     # The score that selects is of whole runs, so a trial counts as a whole run from its first round on.
-    orders, divergences = renyi(plan.event(), max(rounds, plan.rounds))
+    orders, divergences = renyi(round_event(plan.params), max(rounds, plan.rounds))
     epsilon = plan.selection.epsilon(orders, divergences, plan.delta)
     return Guarantee("recipients", TOWARDS, plan.relation, epsilon, plan.delta, "rdp")
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedflat.core.checks import InputError, in_range, insist, one_of, whole, wrong
-from fedflat.privacy.accounting.composition import LossDistribution, one_round
+from fedflat.privacy.accounting.composition import LossDistribution, sampled_gaussian, truncated_gaussian
 from fedflat.privacy.accounting.gaussian import LITTLE, gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.independent import epsilon_bounds, loss_moments
 
@@ -75,9 +75,17 @@ def grid_step(q: float, multiplier: float) -> float:
 
 @lru_cache(maxsize=16)
 def _losses(event: Any) -> tuple[LossDistribution, ...]:
-    """The loss distributions of an event of kind poisson or truncated, kept: making them is what takes time."""
+    """The loss distributions (remove, add) of an event of kind poisson or truncated, kept: making them takes time."""
     kind, q, multiplier = _kind(event)
-    return one_round(event, kind, q, multiplier, grid_step(q, multiplier))
+    step = grid_step(q, multiplier)
+    if kind == "truncated":
+        # A cut cohort depends on who else is in it, so it needs the library's rule for full cohorts.
+        masses = truncated_gaussian(event.dataset_size, q, event.truncated_batch_size, multiplier, step)
+    else:
+        masses = sampled_gaussian(q, multiplier, step)
+    # The library offers no public view of the distribution; a test notices if these names change.
+    dense = [mass.to_dense_pmf() for mass in masses]
+    return tuple(LossDistribution(d._probs, d._lower_loss, step, d._infinity_mass) for d in dense)
 
 
 def renyi(event: Any, rounds: int) -> tuple[tuple[float, ...], NDArray[np.float64]]:
