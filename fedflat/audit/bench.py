@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,15 +58,12 @@ class AuditModel(nn.Module):
 
 @dataclass(frozen=True)
 class Bench:
-    """Real parts and a public state to start the round from."""
+    """Real parts and a public state to start the round from. make: a fresh job of the same, as :func:`prepare_job`."""
 
     parts: RoundParts
     state: RoundState
     personal: Tensor
-
-    def changed(self, **parts: Any) -> Self:
-        """Return the same with other parts: how a defect is planted."""
-        return replace(self, parts=replace(self.parts, **parts))
+    make: Callable[[Tensor | None], Job]
 
     def random(self, purpose: str) -> Tensor:
         """Return a standard normal vector ``(d,)`` of a named public stream."""
@@ -105,11 +102,12 @@ def bench_of(name: str, options: Mapping[str, Any] | None = None, sections: Mapp
     options: the algorithm's keys. sections: recipe sections to audit as they are (``privacy`` may bring a clip of its
     own, ``server`` an optimiser); the fixed configuration overrides what it fixes.
     """
-    job = prepare_job(name, options, sections)
+    make = functools.partial(prepare_job, name, options, sections)
+    job = make(None)
     width = job.parts.layout.dimension
     start = stream(0, "audit: start").standard_normal(width) * 0.1
     state = job.parts.first_state(torch.from_numpy(start).float(), job.threshold)
-    bench = Bench(job.parts, state, job.initial_weights[width:].clone())
+    bench = Bench(job.parts, state, job.initial_weights[width:].clone(), make)
     slots = {
         slot: value + 0.1 * bench.random("slot " + slot) if value.shape == state.shared.shape else value
         for slot, value in state.slots.items()

@@ -17,24 +17,6 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.integer[Any]]
 
 
-def lowest_rate(successes: Floats | Counts | int, trials: int, failure: float) -> Floats:
-    """Return a lower Clopper–Pearson limit of the success probability; it is wrong with probability ≤ ``failure``."""
-    # Without a success the law has no lower limit, which scipy says with NaN.
-    return cast(Floats, np.nan_to_num(beta.ppf(failure, successes, trials - successes + 1), nan=0.0))
-
-
-def highest_rate(successes: Floats | Counts | int, trials: int, failure: float) -> Floats:
-    """Return an upper Clopper–Pearson limit of the success probability; it is wrong with probability ≤ ``failure``."""
-    return cast(Floats, np.nan_to_num(beta.ppf(1 - failure, successes + 1, trials - successes), nan=1.0))
-
-
-def epsilon_from_rates(likely: Floats, unlikely: Floats, delta: float) -> Floats:
-    """Return ln((p − δ)/p'): p a lower limit in one world, p' an upper limit in the other; 0 where it is negative."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        log_ratio: Floats = np.log(np.maximum(likely - delta, 0.0) / unlikely)
-    return np.maximum(np.nan_to_num(log_ratio, nan=0.0, neginf=0.0), 0.0)
-
-
 @dataclass(frozen=True)
 class Event:
     """{statistic > threshold} (or ≤, when not ``above``); ``first`` says that world 1 is the likelier one."""
@@ -48,12 +30,23 @@ class Event:
         hits = [int(((x > self.threshold) == self.above).sum()) for x in (absent, present)]
         return (hits[1], hits[0]) if self.first else (hits[0], hits[1])
 
+    def bound(self, absent: Floats, present: Floats, delta: float, failure: float) -> float:
+        """Return the lower bound on ε from fresh runs ``(n,)`` of each world; wrong with probability ≤ ``failure``."""
+        return float(bound_of(*self.counts(absent, present), len(absent), delta, failure))
+
 
 def bound_of(likely: Counts | int, unlikely: Counts | int, trials: int, delta: float, failure: float) -> Floats:
     """Return the lower bound on ε from how often an event occurred in ``trials`` runs of either world; wrong with
-    probability ≤ ``failure``."""
-    high, low = lowest_rate(likely, trials, failure / 2), highest_rate(unlikely, trials, failure / 2)
-    return epsilon_from_rates(high, low, delta)
+    probability ≤ ``failure``.
+
+    It is ln((p − δ)/p'), 0 where that is negative: p a lower Clopper–Pearson limit in the likely world, p' an upper one
+    in the other.
+    """
+    # Without a success the law has no lower limit, and without a failure no upper one, which scipy says with NaN.
+    low = np.nan_to_num(beta.ppf(failure / 2, likely, trials - likely + 1), nan=0.0)
+    high = np.nan_to_num(beta.ppf(1 - failure / 2, unlikely + 1, trials - unlikely), nan=1.0)
+    with np.errstate(divide="ignore"):
+        return cast(Floats, np.maximum(np.log(np.maximum(low - delta, 0.0) / high), 0.0))
 
 
 def choose_event(absent: Floats, present: Floats, delta: float, failure: float) -> tuple[Event, float]:
@@ -77,11 +70,6 @@ def choose_event(absent: Floats, present: Floats, delta: float, failure: float) 
             if bounds[place] > best[1]:
                 best = Event(float(thresholds[place]), above, first), float(bounds[place])
     return best
-
-
-def event_bound(event: Event, absent: Floats, present: Floats, delta: float, failure: float) -> float:
-    """Return the lower bound on ε from fresh runs ``(n,)`` of each world; wrong with probability ≤ ``failure``."""
-    return float(bound_of(*event.counts(absent, present), len(absent), delta, failure))
 
 
 def assumptions(kind: str, **numbers: float) -> tuple[str, ...]:
@@ -125,3 +113,9 @@ class AuditResult:
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values for JSON; an infinite number becomes None."""
         return {name: plain(value) for name, value in (asdict(self) | {"exceeds_proven": self.exceeds_proven}).items()}
+
+
+def not_run(kind: str, method: str, reason: str) -> AuditResult:
+    """Return the result of an audit, of kind worlds or noise, that measured nothing."""
+    figure = "movement" if kind == "worlds" else "ratio"
+    return AuditResult(kind, method, assumptions=(reason,), details={figure: None, "reason": reason})

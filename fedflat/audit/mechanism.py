@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedflat.audit import bench as room
 from fedflat.audit.bench import DELTA, Bench, Client, Neighbours, World
-from fedflat.audit.bounds import AuditResult, Floats, assumptions, choose_event, event_bound
+from fedflat.audit.bounds import AuditResult, Floats, assumptions, choose_event
 from fedflat.audit.worlds import Recorder
 from fedflat.core.checks import in_range, whole
 from fedflat.engine.job import Job
@@ -74,22 +74,10 @@ ROUNDING = 1e-5
 """What float32 arithmetic may add, relative to the sensitivity and absolutely."""
 
 
-def contract_violations(bench: Bench, name: str = "", options: Mapping[str, Any] | None = None,
-                        sections: Mapping[str, Any] | None = None) -> tuple[str, ...]:  # fmt: skip
-    """Return every way in which adversarial neighbours break contract 2b; empty if it holds.
-
-    name, options, sections: as for ``bench_of``; with a name the whole released module is checked as well.
-    """
+def contract_violations(bench: Bench) -> tuple[str, ...]:
+    """Return every way in which adversarial neighbours, or the whole released module, break contract 2b."""
     violations = [f"{name}: {fault}" for name, pair in pairs_of(bench).items() for fault in _differences(pair)]
-    violations += [f"{label}: {fault}" for label, fault in _hostile_messages(bench)]
-    if name:
-        violations += outside_faults(lambda inputs: room.prepare_job(name, options, sections, inputs))
-    return tuple(violations)
-
-
-def _allowed(bench: Bench, broadcast_clip: float) -> float:
-    plan = bench.parts.plan
-    return plan.sensitivity(bench.parts.clip.bound(broadcast_clip)) if plan.private else math.inf
+    return (*violations, *_hostile_messages(bench), *outside_faults(bench.make))
 
 
 def _differences(neighbours: Neighbours) -> list[str]:
@@ -97,7 +85,7 @@ def _differences(neighbours: Neighbours) -> list[str]:
     bench, faults = neighbours.bench, []
     key = room.run_key(0, "exact", 0)
     zero, one = neighbours.world(False, key), neighbours.world(True, key)
-    limit = _allowed(bench, zero.broadcast.clip)
+    limit = bench.parts.plan.sensitivity(bench.parts.clip.bound(zero.broadcast.clip))
     # Another key gives another sum only if the messages are random.
     again = neighbours.world(True, room.run_key(1, "exact", 0)).aggregate.total
     random = zero.aggregate.exact is not None or not torch.equal(one.aggregate.total, again)
@@ -135,14 +123,12 @@ def _same_noise(bench: Bench, zero: World, one: World) -> bool:
     return all(torch.equal(*pair) for pair in draws)
 
 
-def _hostile_messages(bench: Bench) -> list[tuple[str, str]]:
+def _hostile_messages(bench: Bench) -> list[str]:
     """Return which messages that no honest client sends move the sum too far, each added beside an ordinary one."""
     key, width = room.run_key(0, "hostile", 0), bench.parts.message_length
     broadcast = broadcast_of(bench.parts, bench.state, 0)
     ordinary = bench.random("ordinary").repeat(bench.parts.algorithm.vectors)[None]
-    limit, faults = _allowed(bench, broadcast.clip), []
-    if not bench.parts.plan.private:
-        return []
+    limit, faults = bench.parts.plan.sensitivity(bench.parts.clip.bound(broadcast.clip)), []
     hostile = {
         "NaN": torch.full((1, width), math.nan), "one infinite entry": torch.eye(1, width) * math.inf,
         "huge": torch.full((1, width), 3e38), "wrong length": torch.ones(1, width + 1),
@@ -158,7 +144,7 @@ def _hostile_messages(bench: Bench) -> list[tuple[str, str]]:
         moved = float(torch.linalg.vector_norm((totals[1] - totals[0]).double()))
         random = not isinstance(accumulator, (PlainSum, GridAccumulator))
         if not math.isfinite(moved) or (moved > limit * (1 + ROUNDING) and not random):
-            faults.append((label, f"a message moves the sum by {moved:.4g}, more than {limit:.4g}"))
+            faults.append(f"{label}: a message moves the sum by {moved:.4g}, more than {limit:.4g}")
     return faults
 
 
@@ -216,7 +202,7 @@ def audit_method(
     return replace(
         best, method=name, claimed=claimed, proven=proven, confidence=confidence, seconds=time.perf_counter() - began,
         assumptions=(*ASSUMPTIONS, *best.assumptions),
-        violations=contract_violations(bench, name, options, sections) if exact else (),
+        violations=contract_violations(bench) if exact else (),
     )  # fmt: skip
 
 
@@ -268,7 +254,7 @@ def _bounded(absent: Mapping[str, Floats], present: Mapping[str, Floats], failur
     half = runs // 2  # counts on the runs that chose the statistic would give too high a bound
     tried = {name: choose_event(absent[name][:half], present[name][:half], DELTA, failure) for name in absent}
     chosen = max(tried, key=lambda name: tried[name][1])
-    bound = event_bound(tried[chosen][0], absent[chosen][half:], present[chosen][half:], DELTA, failure)
+    bound = tried[chosen][0].bound(absent[chosen][half:], present[chosen][half:], DELTA, failure)
     return AuditResult("mechanism", "", lower_bound=bound, statistic=chosen, runs=runs)
 
 

@@ -6,7 +6,6 @@ Noise of a run is read off it: the released mean with noise, less the one withou
 import importlib.util
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,13 @@ import torch
 from torch import nn
 
 from fedflat.assembly.inputs import data_of, module_of
-from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.audit import worlds as room
-from fedflat.audit.bounds import AuditResult, Floats, assumptions
+from fedflat.audit.bounds import AuditResult, Floats, assumptions, not_run
 from fedflat.audit.noise import cosine
 from fedflat.audit.worlds import SLACK, Case, Engine, Maker, Movement, Scenario, Worlds, recorded_run, world_recipe
-from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, insist
 from fedflat.core.params import layout_of
-from fedflat.core.types import Algorithm
-from fedflat.data.clients import FederatedData
-from fedflat.records import checkpoint
-from fedflat.records.folder import OPENING
-from fedflat.records.opening import Opening
 
 SECONDS = 40.0
 """Of a quick audit, about; what it leaves out is counted and said."""
@@ -56,25 +47,19 @@ def engines_for(recipe: Recipe, *, thorough: bool) -> tuple[Engine, ...]:
 
 def audit_worlds(
     recipe: Recipe, *, thorough: bool = False, model: nn.Module | None = None, clients: Sequence[Any] | None = None,
-    test: Any = None, folder: Path | None = None,
+    test: Any = None,
 ) -> AuditResult:  # fmt: skip
     """Compare pairs of worlds of a recipe on every back end that applies; more than C, and rounding, is a violation.
 
     thorough: every back end and all data, however long it takes; otherwise about ``SECONDS``. model, clients, test: as
-    for ``fedflat.run``. folder: of the run that is audited; its own data are not in it.
+    for ``fedflat.run``.
     """
     began, method = time.perf_counter(), algorithm_of(recipe)
     if not method.private or recipe.privacy.protocol == "published":
         subject = f"{method.name}, which is not private" if not method.private else "a published protocol"
-        return _skipped(method, f"{subject}: no bound is claimed that a message keeps.")
-    if folder is not None and is_given(recipe, model, clients):
-        insist(not thorough, InputError(_unavailable(folder)))
-        return _skipped(method, _unavailable(folder))
+        return not_run("worlds", method.name, f"{subject}: no bound is claimed that a message keeps.")
     data = data_of(recipe, clients, test)
     module, _, _ = module_of(recipe, model, data)
-    note = "" if folder is None else _folder_note(folder, recipe, method, module, data)
-    if note.startswith("audit:"):
-        return _skipped(method, note)
     stage = Scenario(recipe, module, data)
     movements, left = measured(stage, engines_for(recipe, thorough=thorough), None if thorough else SECONDS)
     shared = shared_noise(stage) if method.kind == "update" else ()
@@ -82,19 +67,13 @@ def audit_worlds(
     proven = plan.epsilon(plan.rounds)
     worst = max((m for m in movements if not m.refused), key=lambda m: m.value, default=None)
     if worst is None:
-        return _skipped(method, movements[0].stopped)
+        return not_run("worlds", method.name, movements[0].stopped)
     return AuditResult(
         "worlds", method.name, claimed=proven, proven=proven, canary=worst.case,
         statistic=f"movement of the release over C, {worst.engine}", runs=sum(not m.stopped for m in movements),
         seconds=time.perf_counter() - began, violations=faults(movements, shared),
-        details=_details(movements, worst, left), assumptions=(*ASSUMPTIONS, *([note] if note else [])),
+        details=_details(movements, worst, left), assumptions=ASSUMPTIONS,
     )  # fmt: skip
-
-
-def is_given(recipe: Recipe, model: object, clients: object) -> bool:
-    """Return whether the recipe's model or data were given in Python and are not given now."""
-    asked = (recipe.model.name, model), (recipe.data.dataset, clients)
-    return any(name == GIVEN and value is None for name, value in asked)
 
 
 def measured(stage: Scenario, engines: Sequence[Engine], seconds: float | None = None) -> tuple[list[Movement], int]:
@@ -141,33 +120,6 @@ def _details(movements: Sequence[Movement], worst: Movement, left: int) -> dict[
     }  # fmt: skip
 
 
-def _skipped(method: Algorithm, reason: str) -> AuditResult:
-    return AuditResult("worlds", method.name, assumptions=(reason,), details={"movement": None, "reason": reason})
-
-
-def _unavailable(folder: Path) -> str:
-    return (
-        f"audit: found {folder}, a run whose model or data were given in Python and are not in its folder; allowed: "
-        "fedflat.audit.audit_run(folder, model=…, clients=…) in Python."
-    )
-
-
-def _folder_note(folder: Path, recipe: Recipe, method: Algorithm, module: nn.Module, data: FederatedData) -> str:
-    """Return what must be said where the data at hand, or the model, are not those that the run in ``folder`` had."""
-    newest = checkpoint.newest(folder / "checkpoints")
-    if newest is None:
-        return ""
-    if newest[0].shared.numel() != layout_of(module, method.head).dimension:
-        return _unavailable(folder)
-    if not (folder / OPENING).is_file():
-        return "Nothing in the folder tells which data the run had: it is exported."
-    plain = recipe.model_copy(update={"engine": type(recipe.engine)(backend="sequential", device="cpu")})
-    return CHANGED if "data" in Opening.read(folder).differing(prepare(plain, module, data=data).identity) else ""
-
-
-CHANGED = "The data at hand are not those that the run had: their shapes were used."
-
-
 ALIKE = 0.99
 """Cosine from which two noises are one; independent ones of a few entries stay below it."""
 OTHER = ("local.lr=0.0123", "privacy.clip=0.0321", "server.lr=0.5", "seed=987654")
@@ -193,7 +145,7 @@ def shared_noise(stage: Scenario) -> tuple[str, ...]:
 
 
 def _mean(stage: Scenario, changes: tuple[str, ...], kind: str, noise: bool) -> Floats:
-    case, everybody = Case(kind, noise=noise), Maker(stage.template).everybody(kind, stage.clients)
-    recipe = Recipe.of(world_recipe(stage.recipe, stage.clients, Engine("sequential"), 1, case), changes)
+    case, everybody = Case(kind, noise=noise), Maker(stage.template).everybody(kind, room.CLIENTS)
+    recipe = Recipe.of(world_recipe(stage.recipe, room.CLIENTS, Engine("sequential"), 1, case), changes)
     mean = recorded_run(recipe, stage.module, stage, algorithm=stage.algorithm, data=everybody).mean
     return np.zeros(1) if mean is None else mean.double().numpy()

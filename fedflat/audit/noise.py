@@ -1,21 +1,19 @@
-"""Measure the noise of real rounds against the plan: its size, its independence, its secrecy, and the cohort draws.
+"""Measure the noise of real rounds against the plan: its size, its independence, and its secrecy.
 
 Clients without data send exactly zero, so what a round releases is its noise and nothing else. A recipe is run on such
 clients through ``engine.train``, with its own model, method, clip, mechanism and server path, and the released means
-are compared with what the ledger says. Missing noise on some coordinates, one noise in two rounds, a std that is 5 %
-too small and cohorts that anyone can compute are found in seconds.
+are compared with what the ledger says. Missing noise on some coordinates, one noise in two rounds and a std that is 5 %
+too small are found in seconds.
 """
 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor, nn
 
@@ -23,7 +21,7 @@ from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.records import is_seeded
-from fedflat.audit.bounds import AuditResult, Floats, assumptions
+from fedflat.audit.bounds import AuditResult, Floats, assumptions, not_run
 from fedflat.audit.worlds import CLIENTS, Case, Engine, Maker, Recorder, recorded_run, world_recipe
 from fedflat.config.recipe import Recipe
 from fedflat.core.process import using_threads
@@ -45,33 +43,13 @@ TOO_MUCH = 1.03
 """Noise larger than planned by more than this is a fault of the plan, though no leak."""
 ALIKE = 0.9
 """Correlation from which two noises are one; it is found with a handful of coordinates already."""
-COHORT_CLIENTS, COHORT_ROUNDS = 40, 20
-ASSUMPTIONS = assumptions(
-    "noise", clients=CLIENTS, rounds=ROUNDS, failure=FAILURE, cohort_clients=COHORT_CLIENTS, cohort_rounds=COHORT_ROUNDS
-)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Noise of several runs, in units of the planned std: float64 ``(runs, rounds, entries)``.
-
-    planned: correlation of two rounds of one run by the plan, ``(rounds, rounds)``. again: whether a second start of
-    the same recipe has the same noise. std: of the first ledger line. needed: σ times its sensitivity. outside: the
-    largest number that left outside a common mask.
-    """
-
-    noise: Floats
-    planned: Floats
-    again: bool
-    std: float
-    needed: float
-    outside: float
+ASSUMPTIONS = assumptions("noise", clients=CLIENTS, rounds=ROUNDS, failure=FAILURE)
 
 
 def audit_noise(
     recipe: Recipe, *, model: nn.Module | None = None, clients: Sequence[Any] | None = None, test: Any = None
 ) -> AuditResult:
-    """Compare the noise and the cohorts of a recipe's rounds with its plan.
+    """Compare the noise of a recipe's rounds with its plan.
 
     model, clients, test: as for ``fedflat.run``. Raises InputError where the recipe cannot run.
     """
@@ -83,44 +61,49 @@ def audit_noise(
         "Votes: the mechanism audit measures what they leak.": method.kind != "update",
     }
     if reason := next((words for words, holds in reasons.items() if holds), ""):
-        return AuditResult("noise", method.name, assumptions=(reason,), details={"ratio": None, "reason": reason})
+        return not_run("noise", method.name, reason)
     data = data_of(recipe, clients, test)
     module, _, _ = module_of(recipe, model, data)
     with using_threads(1):
-        sample = measure(recipe, module, data)
-        faults = (*_size_faults(sample), *_law_faults(sample), *_correlation_faults(sample), *cohort_faults(recipe))
-        if sample.again and recipe.privacy.randomness == "secret":
-            faults += ("a second start of the same recipe has the same noise, though its randomness is secret",)
+        small, empty = _small(recipe, data)
+        noise, planned, faults = measure(prepare(small, module, data=empty))
+        faults += [*_size_faults(noise), *_law_faults(noise), *_correlation_faults(noise, planned)]
+        # Two starts by the command's own path show whether a secret key is drawn anew.
+        starts = [recorded_run(small, module, data=empty).means[0].double().numpy() for _ in range(2)]
+        if cosine(*starts) > ALIKE and recipe.privacy.randomness == "secret":
+            faults.append("a second start of the same recipe has the same noise, though its randomness is secret")
     return AuditResult(
         "noise", method.name, confidence=1 - FAILURE, canary="clients without data",
-        statistic="std over the planned one", runs=sample.noise.shape[0], seconds=time.perf_counter() - began,
-        assumptions=ASSUMPTIONS, violations=faults, details={"ratio": math.sqrt(float(np.square(sample.noise).mean()))},
+        statistic="std over the planned one", runs=len(noise), seconds=time.perf_counter() - began,
+        assumptions=ASSUMPTIONS, violations=tuple(faults), details={"ratio": math.sqrt(float(np.square(noise).mean()))},
     )  # fmt: skip
 
 
-def measure(recipe: Recipe, module: nn.Module, data: FederatedData) -> Measured:
-    """Run the recipe on clients without data, and collect the noise of its rounds."""
-    small, empty = _small(recipe, data)
-    first = prepare(small, module, data=empty)
+def measure(job: Job) -> tuple[Floats, Floats, list[str]]:
+    """Run a job of clients without data under several keys, and collect the noise of its rounds.
+
+    Returns: the noise in units of the planned std, float64 ``(runs, rounds, entries)``; the correlation of two rounds
+    of one run by the plan, ``(rounds, rounds)``; and what is wrong with the ledger's arithmetic or the common mask.
+    """
     runs, lines, outside = list[Floats](), list[dict[str, Any]](), 0.0
     for number in range(MOST_RUNS):
         # Under one key all runs would have the same noise.
         if number:
-            first.key = digest(first.key, "audit: noise", number)
-        noise, lines, outside = _noise(first)
+            job.key = digest(job.key, "audit: noise", number)
+        noise, lines, outside = _noise(job)
         runs.append(noise)
         if number and sum(run.shape[1] for run in runs) >= ENTRIES:
             break
-    # Two starts by the command's own path show whether a secret key is drawn anew.
-    starts = [recorded_run(small, module, data=empty).means[0].double().numpy() for _ in range(2)]
-    scales, planned = _plan(first.parts, lines)
+    scales, planned = _plan(job.parts, lines)
     width = min(run.shape[1] for run in runs)
-    noise = np.stack([run[:, :width] for run in runs]) / scales[:, None]
-    line = lines[0]
-    return Measured(
-        noise, planned, cosine(*starts) > ALIKE, line["std"],
-        line["noise_multiplier"] * line["sensitivity"] if line["trust"] == "central" else 0.0, outside,
-    )  # fmt: skip
+    std, needed = lines[0]["std"], lines[0]["noise_multiplier"] * lines[0]["sensitivity"]
+    faults = {
+        f"the ledger's std {std:.6g} is below σ × sensitivity, {needed:.6g}":
+            lines[0]["trust"] == "central" and std < needed * (1 - 1e-9),
+        "something leaves outside the common mask": outside > 0,
+    }  # fmt: skip
+    scaled = np.stack([run[:, :width] for run in runs]) / scales[:, None]
+    return scaled, planned, [fault for fault, holds in faults.items() if holds]
 
 
 def _small(recipe: Recipe, data: FederatedData) -> tuple[Recipe, FederatedData]:
@@ -163,13 +146,9 @@ def _plan(parts: RoundParts, lines: Sequence[dict[str, Any]]) -> tuple[Floats, F
     return np.array(base) * lengths, rows @ rows.T / np.outer(lengths, lengths)
 
 
-def _size_faults(sample: Measured) -> list[str]:
-    """Return what is wrong with the ledger's arithmetic, the std of each round, and the noise of each coordinate."""
-    faults, noise = [], sample.noise
-    if sample.std < sample.needed * (1 - 1e-9):
-        faults.append(f"the ledger's std {sample.std:.6g} is below σ × sensitivity, {sample.needed:.6g}")
-    if sample.outside:
-        faults.append("something leaves outside the common mask")
+def _size_faults(noise: Floats) -> list[str]:
+    """Return what is wrong with the std of each round, and the noise of each coordinate."""
+    faults = []
     for t in range(noise.shape[1]):
         squares, count = float(np.square(noise[:, t]).sum()), noise[:, t].size
         ratio = math.sqrt(squares / count)
@@ -177,30 +156,28 @@ def _size_faults(sample: Measured) -> list[str]:
             faults.append(f"round {t}: the noise's std is {ratio:.3f} of the planned one")
         elif ratio > TOO_MUCH and stats.chi2.sf(squares, count) < FAILURE:
             faults.append(f"round {t}: the noise's std is {ratio:.3f} times the planned one")
-    silent = int((noise == 0).all(axis=(0, 1)).sum())
-    weak = np.square(noise).sum((0, 1))
-    limit = stats.chi2.ppf(FAILURE / noise.shape[2], noise.shape[0] * noise.shape[1])
-    if silent or (weak < limit).any():
-        faults.append(f"{int((weak < limit).sum()) or silent} of {noise.shape[2]} coordinates have too little noise")
+    weak = np.square(noise).sum((0, 1)) < stats.chi2.ppf(FAILURE / noise.shape[2], noise.shape[0] * noise.shape[1])
+    if weak.any():
+        faults.append(f"{weak.sum()} of {noise.shape[2]} coordinates have too little noise")
     return faults
 
 
-def _law_faults(sample: Measured) -> list[str]:
+def _law_faults(noise: Floats) -> list[str]:
     """Return a fault unless the noise is Gaussian, by Kolmogorov and Smirnov's test on a slice."""
-    test = stats.kstest(sample.noise[..., :SLICE].ravel()[:SLICE], "norm")
+    test = stats.kstest(noise[..., :SLICE].ravel()[:SLICE], "norm")
     # A grid, or 3 % of freedom in the std, is not a fault of the law.
     return ["the noise is not Gaussian"] if test.pvalue < FAILURE and test.statistic > 0.03 else []
 
 
-def _correlation_faults(sample: Measured) -> list[str]:
+def _correlation_faults(noise: Floats, planned: Floats) -> list[str]:
     """Return correlations that are not planned: between rounds, coordinates and runs."""
-    faults, noise = [], sample.noise[..., :SLICE]
+    faults, noise = [], noise[..., :SLICE]
     limit = _limit(noise[:, 0].size)
     for s in range(noise.shape[1]):
         for t in range(s):
             seen = cosine(noise[:, s], noise[:, t])
-            if abs(seen - sample.planned[s, t]) > limit:
-                faults.append(f"rounds {t} and {s}: correlation {seen:.2f} where {sample.planned[s, t]:.2f} is planned")
+            if abs(seen - planned[s, t]) > limit:
+                faults.append(f"rounds {t} and {s}: correlation {seen:.2f} where {planned[s, t]:.2f} is planned")
     one, other = noise[:-1], noise[1:]
     if one.size and abs(cosine(one, other)) > _limit(one.size):
         faults.append("runs under different keys share their noise")
@@ -229,43 +206,3 @@ def _largest_lag(noise: Floats) -> tuple[int, float]:
         return 0, 0.0
     lag = int(np.abs(correlations).argmax())
     return lag + 1, float(correlations[lag])
-
-
-def cohort_faults(recipe: Recipe) -> tuple[str, ...]:
-    """Return what is wrong with secret cohorts: the same under two keys, in two rounds, or of the wrong size."""
-    kind = recipe.cohort.sampling
-    if kind not in ("poisson", "truncated", "fixed"):
-        return ()
-    one, other = (_cohorts(kind, number) for number in (1, 2))
-    drawn, places = sum(map(len, [*one, *other])), 2 * COHORT_ROUNDS * COHORT_CLIENTS
-    uneven = kind == "poisson" and stats.binomtest(drawn, places, 0.5).pvalue < FAILURE
-    faults = {
-        "cohorts are the same under two keys: they can be computed": any(a == b for a, b in zip(one, other)),
-        "two rounds of a run have the same cohort": len(set(one)) < len(one),
-        f"{drawn} of {places} coins fell where half of them should": uneven,
-    }
-    return tuple(fault for fault, holds in faults.items() if holds)
-
-
-def _cohorts(kind: str, number: int) -> list[tuple[int, ...]]:
-    """Return the cohorts of a run with the given sampler, half of the clients in each round."""
-    size = COHORT_CLIENTS // 2
-    recipe = {
-        "rounds": COHORT_ROUNDS, "algorithm": "dp-fedavg", "local": {"steps": 1, "batch_size": 1, "lr": 0.1},
-        "cohort": {"size": size, "sampling": kind} | ({"max": COHORT_CLIENTS - 1} if kind == "truncated" else {}),
-        "privacy": {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
-        "engine": {"device": "cpu", "backend": "sequential"},
-    }  # fmt: skip
-    nobody = [(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64))] * COHORT_CLIENTS
-    job = prepare(Recipe.of(recipe), nn.Linear(2, 2), nobody, (torch.zeros(2, 2), torch.tensor([0, 1])))
-    job.key = digest(job.key, "audit: cohorts", number)
-    cohorts: list[tuple[int, ...]] = []
-    real = job.backend.train
-
-    def observed(cohort: NDArray[np.int64], *rest: Any) -> Any:
-        cohorts.append(tuple(cohort.tolist()))
-        return real(cohort, *rest)
-
-    job.backend = SimpleNamespace(name="cohorts", train=observed)
-    train(job)
-    return cohorts

@@ -76,11 +76,6 @@ class Maker:
         """Return the data of ``kind`` for a client; clients other than 0 have fewer examples, one of them a single
         one."""
         x, y = self.ordinary(client)
-        if kind == "ordinary":
-            return x, y
-        # A client without data is the world in which it is absent.
-        if kind == "empty":
-            return x[:0], y[:0]
         inputs, targets = self._hostile(kind, client, x, y)
         return inputs.to(x.dtype), targets
 
@@ -88,8 +83,14 @@ class Maker:
         """Return inputs and targets of a kind, which may end with a scale; x, y: the client's ordinary ones."""
         name, _, number = kind.rpartition(" ")
         name, scale = (name, float(number)) if number[0].isdigit() else (kind, 1.0)
-        u = self.direction(client)
+        draw = stream(0, "audit: hostile example", client).standard_normal(self.template.input_shape)
+        u = torch.from_numpy(draw).float()
         match name:
+            case "ordinary":
+                return x, y
+            case "empty":
+                # A client without data is the world in which it is absent.
+                return x[:0], y[:0]
             case "cancelling":
                 return self._cancelling(u, scale, y)
             case "opposite":
@@ -141,7 +142,9 @@ class Maker:
         ends = np.cumsum([0, *(len(x) for x, _ in pairs)], dtype=np.int64)
         parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in pairwise(ends))
         empty = tuple(np.empty(0, dtype=np.int64) for _ in parts)
-        test, labels = self.public()
+        # A few test examples, the last of the last class: it says how many classes there are.
+        test, labels = (torch.cat([tensor, tensor, tensor])[:8] for tensor in self.ordinary(0))
+        labels[-1] = self.template.classes - 1
         return replace(
             self.template, inputs=inputs, targets=targets, parts=parts, held_back=empty, test_inputs=test,
             test_targets=labels, name="worlds",
@@ -153,18 +156,6 @@ class Maker:
         count = max(1, ROWS - client % ROWS)
         rows = torch.from_numpy(held[np.arange(client * ROWS, client * ROWS + count) % len(held)])
         return self.template.inputs[rows], self.template.targets[rows]
-
-    def public(self) -> Pair:
-        """Return a few test examples, the last of the last class: it says how many classes there are."""
-        x, y = self.ordinary(0)
-        x, y = (torch.cat([t, t, t])[:8] for t in (x, y))
-        y[-1] = self.template.classes - 1
-        return x, y
-
-    def direction(self, client: int) -> Tensor:
-        """Return a standard normal example ``(…)``, always the same one for a client."""
-        draw = stream(0, "audit: hostile example", client).standard_normal(self.template.input_shape)
-        return torch.from_numpy(draw).float()
 
     def label(self, number: int, like: Tensor) -> Tensor:
         """Return the targets of the form of ``like`` ``(n, …)``, all of class ``number`` (counted round)."""
@@ -246,16 +237,14 @@ class Scenario:
     template: FederatedData
     algorithm: Algorithm | None = None
     change: Callable[[Job], None] | None = None
-    clients: int = CLIENTS
 
     @property
     def cases(self) -> tuple[Case, ...]:
         """The cases of ``cases.yaml`` that mean something for its examples and its model."""
         text = Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8")
-        kind = "numbers" if self.template.inputs.is_floating_point() else "tokens"
+        every = yaml.safe_load(text)["numbers" if self.template.inputs.is_floating_point() else "tokens"]
         linear = any(isinstance(layer, nn.Linear) for layer in self.module.modules())
-        cases = (Case(**fields) for fields in yaml.safe_load(text)[kind])
-        return tuple(case for case in cases if linear or case.start != "even")
+        return tuple(Case(**fields) for fields in every if linear or fields.get("start") != "even")
 
     @property
     def method(self) -> Algorithm:
@@ -336,18 +325,15 @@ class Worlds:
 
     def movement(self, engine: Engine, case: Case) -> Movement:
         """Return the pair of worlds of a case, on a back end."""
-        movement = Movement(engine.name, case.name)
+        movement, absent = Movement(engine.name, case.name), None
         try:
             absent = self._without(engine, case)
-        except (InputError, Aborted) as error:
-            return replace(movement, stopped=_sentence(error), refused=True)
-        except RunError as error:
-            # A back end that dies is a fault, not a refusal.
-            return replace(movement, stopped=_sentence(error), neither=True)
-        try:
             present = self._release(engine, case, self.maker.make(case.client, 0))
         except (InputError, RunError) as error:
-            return replace(movement, stopped=_sentence(error))
+            # A back end that dies is a fault, not a refusal.
+            refused = absent is None and isinstance(error, InputError | Aborted)
+            stopped = str(error).splitlines()[0]
+            return replace(movement, stopped=stopped, refused=refused, neither=absent is None and not refused)
         total = present.scale * _distance(present.mean, absent.mean)
         method = self.stage.method
         server = server_of(self.stage.recipe, method)
@@ -368,7 +354,7 @@ class Worlds:
 
     def _release(self, engine: Engine, case: Case, mine: Pair) -> _Release:
         state = self._later if case.start == "later" else None
-        others = [self.maker.make(case.others, client) for client in range(1, self.stage.clients)]
+        others = [self.maker.make(case.others, client) for client in range(1, CLIENTS)]
         recorder = Recorder()
         data = self.maker.federation([*others, mine] if case.last else [mine, *others])
         outcome, parts = self._run(engine, data, recorder, case, state)
@@ -381,7 +367,7 @@ class Worlds:
     @functools.cached_property
     def _later(self) -> RoundState:
         """The released state after a round of ordinary data."""
-        data = self.maker.everybody("ordinary", self.stage.clients)
+        data = self.maker.everybody("ordinary", CLIENTS)
         outcome, _ = self._run(Engine("sequential"), data, Recorder(), Case("ordinary"), None, planted=False)
         return outcome.state
 
@@ -390,7 +376,7 @@ class Worlds:
         planted: bool = True,
     ) -> tuple[Outcome, RoundParts]:  # fmt: skip
         stage = self.stage
-        recipe = world_recipe(stage.recipe, stage.clients, engine, 1 if state is None else state.round + 1, case)
+        recipe = world_recipe(stage.recipe, CLIENTS, engine, 1 if state is None else state.round + 1, case)
         module = headless(stage.module) if case.start == "even" else stage.module
         job = prepare(recipe, module, algorithm=stage.algorithm, data=data)
         # Both worlds draw with one key, so only the client's data differ.
@@ -450,7 +436,3 @@ def headless(module: nn.Module) -> nn.Module:
 def _distance(a: Tensor, b: Tensor) -> float:
     distance = float(torch.linalg.vector_norm(a.double() - b.double()))
     return distance if math.isfinite(distance) else math.inf
-
-
-def _sentence(error: Exception) -> str:
-    return str(error).splitlines()[0]

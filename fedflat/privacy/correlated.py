@@ -72,11 +72,6 @@ class ScheduledPlan(Accounted):
             return 1.0
         return self.factor.largest_column() if self.chance is not None else self.factor.sensitivity(self.separation)
 
-    @property
-    def participations(self) -> int:
-        """k: rounds that a client takes part in at most."""
-        return -(-self.factor.rounds // self.separation)
-
     def multiplier(self, sigma: float, rounds: int) -> float:
         """Return std / sensitivity of the one Gaussian that all spans make after ``rounds``, in a public schedule."""
         # Spans were drawn with keys of their own: independent Gaussians, whose squares add up.
@@ -110,11 +105,11 @@ class ScheduledPlan(Accounted):
 
     def record(self, plan: Any) -> dict[str, Any]:
         """Return what the ledger needs beside the plan's fields: C's description, b, k and p."""
-        entry = {
+        return {
             "noise": self.kind, "bands": self.factor.bands, "factor": self.factor.digest, "rounds": self.factor.rounds,
-            "separation": self.separation, "participations": self.participations,
+            "separation": self.separation, "participations": -(-self.factor.rounds // self.separation),
+            **({} if self.chance is None else {"chance": self.chance}),
         }  # fmt: skip
-        return entry if self.chance is None else {**entry, "chance": self.chance}
 
     def by_round(self, plan: Any, round: int) -> dict[str, Any]:
         """The column of C of a round, from which its sensitivity follows, and the norm of its row of C⁻¹."""

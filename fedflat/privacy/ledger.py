@@ -118,13 +118,10 @@ def run_of(entries: Iterable[Mapping[str, Any]]) -> Entry | None:
     return run if run is None or isinstance(run, dict) else {}
 
 
-def _attempt(entry: Mapping[str, Any]) -> int:
-    return int(entry.get("attempt", 1))
-
-
-def _same_draw(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    """Whether two entries are attempts at one event, drawn with whatever key."""
-    return {**event(left), "key_id": None} == {**event(right), "key_id": None}
+def _attempts(entries: Iterable[Mapping[str, Any]], entry: Mapping[str, Any]) -> int:
+    """Return how often an entry's event was drawn, with whatever key."""
+    alike = (other for other in entries if {**event(other), "key_id": None} == {**event(entry), "key_id": None})
+    return max((int(other.get("attempt", 1)) for other in alike), default=0)
 
 
 def _check_line(path: Path, number: int, raw: bytes, previous: str) -> Entry:
@@ -200,14 +197,12 @@ def _write_all(descriptor: int, data: bytes) -> None:
 def _lock(path: Path) -> IO[bytes]:
     """Take the one-writer lock on a side file that names the holder; released by the system if the holder dies."""
     side = path.with_suffix(".lock")
-    with contextlib.suppress(BlockingIOError):
-        return lock_file(side, wait=False, mode=0o644)
-    time.sleep(MOMENT)
-    try:
-        return lock_file(side, wait=False, mode=0o644)
-    except BlockingIOError as error:
-        holder = side.read_bytes()[:32].decode(errors="replace").strip() or "unknown"
-        raise RunError(f"{path.parent}: another process (pid {holder}) is writing this run's ledger") from error
+    for wait in (MOMENT, 0.0):
+        with contextlib.suppress(BlockingIOError):
+            return lock_file(side, wait=False, mode=0o644)
+        time.sleep(wait)
+    holder = side.read_bytes()[:32].decode(errors="replace").strip() or "unknown"
+    raise RunError(f"{path.parent}: another process (pid {holder}) is writing this run's ledger")
 
 
 class Ledger(contextlib.AbstractContextManager["Ledger"]):
@@ -332,8 +327,8 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         spent: list[Entry] = []
         before = list(self.entries)
         for entry in [entry for entry in before if entry["round"] == drawn and "attempt" not in entry]:
-            tries = max(_attempt(other) for other in before if _same_draw(other, entry))
-            spent.append(self._write({**event(entry), **self._key, "attempt": tries + 1, "reason": reason}))
+            again = {"attempt": _attempts(before, entry) + 1, "reason": reason}
+            spent.append(self._write({**event(entry), **self._key, **again}))
         self._replay = [entry for entry in self._replay if entry["round"] != drawn] + spent
         return spent
 
@@ -347,7 +342,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
 
     def charge_lost(self, entry: Mapping[str, Any], reason: str) -> Entry:
         """Charge an event whose own line is gone from this file: it may have been released."""
-        tries = max((_attempt(other) for other in self.entries if _same_draw(other, entry)), default=0)
+        tries = _attempts(self.entries, entry)
         return self._write({**event(entry), **({"attempt": tries + 1} if tries else {}), "reason": reason})
 
     def charge_open(self, payload: Mapping[str, Any], reason: str) -> Entry:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fedflat.core.checks import in_range, one_of, require, whole, wrong
-from fedflat.core.cohorts import Fixed, Poisson, Truncated
+from fedflat.core.cohorts import make_sampler
 from fedflat.core.rounding import MOST
 from fedflat.core.types import Sampler
 from fedflat.privacy import tuning
@@ -118,20 +118,6 @@ class Plan(AccountingParams):
         """
         return self.account.std(self, bound)
 
-    def event(self) -> Any:
-        """One round of the Gaussian sum as a dp-accounting event, of multiplier std / sensitivity under ``relation``.
-
-        None where a mechanism has an account of its own, which alone answers for it.
-        """
-        import dp_accounting
-
-        if self.mechanism is not None:
-            return None
-        if not self.private:
-            return dp_accounting.NonPrivateDpEvent()
-        multiplier = self.event_multiplier / self.factor
-        return dp_accounting.GaussianDpEvent(multiplier) if self.trust == "local" else self.sampler.event(multiplier)
-
     def guarantees(self, rounds: int | None = None) -> tuple[Guarantee, ...]:
         """The guarantee towards each adversary after ``rounds`` rounds (default: all of them).
 
@@ -139,17 +125,13 @@ class Plan(AccountingParams):
             InputError: trust distributed, and the chance of an aborted round uses up δ.
         """
         count = self.rounds if rounds is None else whole("rounds", rounds)
-        if count not in self._known:
-            self._known[count] = self._guarantees(count)
-        return self._known[count]
-
-    def _guarantees(self, count: int) -> tuple[Guarantee, ...]:
         if not self.private:
             text = "no clip, no noise: nothing is proven towards anyone"
             return (Guarantee("everyone", text, "add-remove", math.inf if count else 0.0, self.delta, "none"),)
-        if self.selection is not None:
-            return (tuning.guarantee(self, count),)
-        return self.account.guarantees(self, count)
+        if count not in self._known:
+            selected = self.selection is not None
+            self._known[count] = (tuning.guarantee(self, count),) if selected else self.account.guarantees(self, count)
+        return self._known[count]
 
     def at(self, multiplier: float) -> "Plan":
         """Return the plan with another event multiplier."""
@@ -276,9 +258,8 @@ def _scaled(sampler: Sampler, factor: float) -> Sampler:
     """The same law for a population ``factor`` times as large, with the same q."""
     clients = max(1, round(sampler.clients * factor))
     size = min(float(clients), sampler.q * clients)
-    if isinstance(sampler, Truncated):
-        return Truncated(clients, size, max(math.ceil(size), round(sampler.maximum * factor)))
-    return Fixed(clients, max(1, round(size))) if isinstance(sampler, Fixed) else Poisson(clients, size)
+    maximum = sampler.maximum and max(math.ceil(size), round(sampler.maximum * factor))
+    return make_sampler(sampler.name, clients, max(1, round(size)) if sampler.name == "fixed" else size, maximum)
 
 
 def build_plan(

@@ -62,13 +62,11 @@ def _another_factor(entries: Entries, rounds: int) -> list[str]:
 
 def columns_of(entries: Entries) -> dict[int, list[float]]:
     """Round -> its column of C from the diagonal down; KeyError where a line lacks it."""
-    first = entries[0]
-    if first["noise"] == "independent":
-        return {int(entry["round"]): [1.0] for entry in entries}
-    if first["noise"] == "tree":
-        factor = tree(int(first["rounds"]))
-        return {int(e["round"]): factor.columns[int(e["round"])].tolist() for e in entries}
-    return {int(entry["round"]): [float(c) for c in entry["column"]] for entry in entries}
+    kind, rounds = entries[0]["noise"], [int(entry["round"]) for entry in entries]
+    if kind == "independent":
+        return {t: [1.0] for t in rounds}
+    columns = tree(int(entries[0]["rounds"])).columns[rounds] if kind == "tree" else [e["column"] for e in entries]
+    return {t: [float(c) for c in column] for t, column in zip(rounds, columns)}
 
 
 def gaussians(entries: Entries, noise: float) -> tuple[float, int]:

@@ -75,13 +75,16 @@ def statement(
     one_of("key_source", key_source, ("seed", "os-entropy"))
     seeded, charged = key_source == "seed", rounds_charged(rounds_run, entries)
     spent, count = plan.at(least_noise(plan, entries)), charged
-    planned: list[str] = []
+    shared: list[str] = []
     if isinstance(plan.mechanism, ScheduledPlan):
+        # Rounds share one account: that of the planned run, and of each further key.
         plan = spent = plan.standing(entries)
-        count = max(rounds_run, plan.rounds_within_budget())
-        planned = _planned(plan, rounds_run, count)
+        count, keys = max(rounds_run, plan.rounds_within_budget()), len({entry.get("key_id") for entry in entries})
+        shared = _sentences("reasons", {"keys": keys > 1, "planned": rounds_run < count}, keys=keys, planned=count)
+    guarantees, refused = _guarantees(spent, count, proven)
     # The claimed figure is the paper's; it never stands for what is proven.
-    guarantees, claimed, proven, why = _proof(spent, count, claimed, proven)
+    if plan.protocol == "sound":
+        claimed = proven = max((guarantee.epsilon for guarantee in guarantees), default=math.inf)
     finite = proven is not None and math.isfinite(proven)
     again = Counter(str(entry["reason"]) for entry in entries if "reason" in entry)
     simulated = spent.simulated_epsilon(charged) if plan.private and plan.noise_cohort else None
@@ -109,8 +112,7 @@ def statement(
         "accountant": plan.accountant,
         **({"selection": plan.selection.record()} if plan.selection else {}),
         "reasons": [
-            *reasons, *planned, *(tuning.sentences(plan) if plan.selection else ()), *why,
-            *_reasons(spent, finite, charged - rounds_run),
+            *reasons, *shared, *_selected(plan), *refused, *_reasons(spent, finite, charged - rounds_run),
             *(TEXTS["reasons"]["again"].format(count=count, reason=reason) for reason, count in again.items()),
         ],
         "not_covered": not_covered(plan, facts, key_source),
@@ -125,25 +127,29 @@ def statement(
     return {**clean, "checklist": checklist(clean)}
 
 
-def _proof(
-    plan: Plan, count: int, claimed: float | None, proven: float | None
-) -> tuple[Sequence[Any], float | None, float | None, list[str]]:
-    """Return the guarantees, the claimed and the proven ε, and why there is none."""
+def _sentences(section: str, conditions: Mapping[str, object], **numbers: Any) -> list[str]:
+    """Return the sentences of a section of statement.yaml whose conditions hold, with their numbers."""
+    return [TEXTS[section][name].format(**numbers) for name, holds in conditions.items() if holds]
+
+
+def _guarantees(plan: Plan, count: int, proven: float | None) -> tuple[Sequence[Any], list[str]]:
+    """Return the guarantees, none of a published procedure without a bound, and why there are none where one is due."""
     published = plan.protocol == "published"
-    if published and (proven is None or not math.isfinite(proven)):
-        return (), claimed, proven, [TEXTS["reasons"]["published"]]
-    guarantees: Sequence[Any] = ()
-    refused: list[str] = []
-    if plan.private and not (published and plan.mechanism is None):
-        # Events charged beyond the plan can use up δ (aborted rounds).
-        try:
-            guarantees = plan.guarantees(count)
-        except InputError as error:
-            refused = [str(error)]
-    if published:
-        return guarantees, claimed, proven, []
-    epsilon = max((guarantee.epsilon for guarantee in guarantees), default=math.inf)
-    return guarantees, epsilon, epsilon, refused
+    unbounded = plan.mechanism is None or proven is None or not math.isfinite(proven)
+    if not plan.private or (published and unbounded):
+        return (), []
+    # Events charged beyond the plan can use up δ (aborted rounds).
+    try:
+        return plan.guarantees(count), []
+    except InputError as error:
+        return (), [str(error)]
+
+
+def _selected(plan: Plan) -> list[str]:
+    if plan.selection is None:
+        return []
+    one_trial = tuning.alone(plan).epsilon()
+    return _sentences("reasons", {"selection": True}, mean=plan.selection.mean, alone=one_trial)
 
 
 def prior(fact: str) -> str:
@@ -158,23 +164,13 @@ def prior(fact: str) -> str:
 
 def _reasons(plan: Plan, finite: bool, extra: int) -> list[str]:
     """Return why there is no finite ε, and what the figures beside it mean."""
-    noised = plan.event_multiplier != 0
+    noised, published = plan.event_multiplier != 0, plan.protocol == "published"
     conditions = {
-        "not_private": not plan.private,
-        "no_noise": plan.private and not noised,
-        "not_finite": noised and plan.protocol == "sound" and not finite,
-        "noise_cohort": plan.noise_cohort,
-        "extra": extra > 0,
-    }
-    return [TEXTS["reasons"][name].format(extra=extra) for name, holds in conditions.items() if holds]
-
-
-def _planned(plan: Plan, run: int, planned: int) -> list[str]:
-    """Say that rounds share one account: that of the planned run, and of each further key."""
-    spans = len(plan.account.spans) if isinstance(plan.account, ScheduledPlan) else 0
-    conditions = {"keys": spans, "planned": run < planned}
-    numbers = {"keys": spans + 1, "planned": planned}
-    return [TEXTS["reasons"][name].format(**numbers) for name, holds in conditions.items() if holds]
+        "published": published and not finite, "not_private": not plan.private,
+        "no_noise": plan.private and not noised, "not_finite": noised and not published and not finite,
+        "noise_cohort": plan.noise_cohort, "extra": extra > 0,
+    }  # fmt: skip
+    return _sentences("reasons", conditions, extra=extra)
 
 
 def _adjacency(guarantees: Sequence[Any]) -> str:
@@ -243,11 +239,9 @@ def not_covered(plan: Plan, facts: Mapping[str, Any], key_source: str) -> list[s
         "server": plan.trust == "central" and plan.protocol == "sound", "aggregation": plan.trust == "distributed",
         "shares": plan.trust == "distributed" and plan.mechanism is None,
     }  # fmt: skip
-    numbers = {"left_out": facts.get("left_out"), "delta": plan.delta}
-    if schedule is not None:
-        # Exchanging data moves two columns where emptying a slot moves one.
-        numbers["epsilon"] = _number(schedule.epsilon(plan, plan.rounds_within_budget(), moved=2.0))
-    return [TEXTS["not_covered"][name].format(**numbers) for name, holds in conditions.items() if holds]
+    # Exchanging data moves two columns where emptying a slot moves one.
+    exchanged = schedule and _number(schedule.epsilon(plan, plan.rounds_within_budget(), moved=2.0))
+    return _sentences("not_covered", conditions, left_out=facts.get("left_out"), delta=plan.delta, epsilon=exchanged)
 
 
 def is_seeded(statement: Mapping[str, Any]) -> bool:
@@ -269,19 +263,8 @@ def refuse_seeded(where: str, statement: Mapping[str, Any]) -> None:
 
 def checklist(body: Mapping[str, Any]) -> dict[str, str]:
     """The reporting items of Ponomareva et al. 2023, Section 5.3, each a sentence under a stable key."""
-    return {
-        "dp_setting": f"{body['trust']}: {body['trust_model']}",
-        "data_accesses": "Every round's cohort updates"
-        + (", of all trials." if "selection" in body else ". Not the search for hyper-parameters; see not_covered."),
-        "final_output": "Every round's shared model and the released metrics, not only the last model.",
-        "unit_of_privacy": body["unit"],
-        "adjacency": body["adjacency"],
-        "accounting_type": f"{body['accountant']} accounting composed over {body['rounds_charged']} rounds.",
-        "accounting_assumptions": f"{body['sampling']} This run drew its cohorts so.",
-        "formal_statement": headline(body),
-        "tuning": TEXTS["tuning"]["counted" if "selection" in body else "not_counted"],
-        "verifiability": "ledger.jsonl holds every event; the figure can be recomputed from it with another library.",
-    }
+    items = TEXTS["checklist"] | (TEXTS["checklist_of_a_selection"] if "selection" in body else {})
+    return {item: text.format(**body, headline=headline(body)) for item, text in items.items()}
 
 
 def _number(value: float | None) -> str:

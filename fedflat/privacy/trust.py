@@ -12,7 +12,7 @@ from fedflat.core.checks import InputError, in_range, one_of, require, whole, wr
 from fedflat.core.cohorts import Scheduled
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Sampler
-from fedflat.privacy.accounting.curves import compose_epsilon, proving, refusal
+from fedflat.privacy.accounting.curves import compose_epsilon, proving, refuse_unproven
 from fedflat.privacy.accounting.gaussian import schedule_epsilon
 
 TRUSTS = ("central", "distributed", "local")
@@ -79,8 +79,11 @@ class AccountingParams:
         in_range("privacy.delta", self.delta, 0, 1, open_low=True, open_high=True)
         proving(self.accountant)
         one_of("privacy.trust", self.trust, TRUSTS)
-        if reason := inapplicable(self.accountant, self.sampler.name, self.trust):
+        if self.trust == "distributed" and self.sampler.name in ("min-separation", "cyclic-poisson"):
+            reason = "sampling whose rounds keep apart has a proof under trust: central only"
             raise InputError(f"privacy.accountant: {reason}.")
+        if self.trust != "local":
+            refuse_unproven(self.sampler.name, self.accountant)
         limits = {
             "cohort.min": (self.min_cohort, "distributed"),
             "colluders": (self.colluders or None, "distributed"),
@@ -108,10 +111,7 @@ class AccountingParams:
 
     def abort_probability(self) -> float:
         """The chance that any round has fewer honest shares than the minimum cohort (0 unless distributed)."""
-        if self.min_cohort is None:
-            return 0.0
-        chance = _too_few(self.sampler, self.min_cohort, self.colluders)
-        return 1.0 if chance >= 1 else -math.expm1(self.rounds * math.log1p(-chance))
+        return 0.0 if self.min_cohort is None else _abort(self.sampler, self.rounds, self.min_cohort, self.colluders)
 
     def remaining_delta(self) -> float:
         """δ less the chance of an abort.
@@ -190,6 +190,12 @@ def _most(sampler: Sampler) -> float:
     return float(sampler.size if sampler.maximum is None else sampler.maximum)
 
 
+def _abort(sampler: Sampler, rounds: int, min_cohort: int, colluders: int) -> float:
+    """P(too few honest clients in any of the rounds' cohorts)."""
+    chance = _too_few(sampler, min_cohort, colluders)
+    return 1.0 if chance >= 1 else -math.expm1(rounds * math.log1p(-chance))
+
+
 def _too_few(sampler: Sampler, min_cohort: int, colluders: int) -> float:
     """P(fewer than ``min_cohort`` honest clients in one cohort); colluders in a fixed cohort are all assumed drawn."""
     from scipy.stats import binom
@@ -209,22 +215,12 @@ def default_min_cohort(sampler: Sampler, rounds: int, delta: float, colluders: i
         InputError: even a minimum of 1 is too likely to abort.
     """
     for min_cohort in range(math.ceil(sampler.size), 0, -1):
-        chance = _too_few(sampler, min_cohort, colluders)
-        if chance < 1 and -math.expm1(rounds * math.log1p(-chance)) <= delta / 100:
+        if _abort(sampler, rounds, min_cohort, colluders) <= delta / 100:
             return min_cohort
     raise wrong(
         "cohort.size", sampler.size, "a cohort that is hardly ever empty with privacy.trust: distributed",
         hint="The chance of an aborted round is charged to δ.",
     )  # fmt: skip
-
-
-def inapplicable(accountant: str, sampling: str, trust: str) -> str:
-    """Why this accountant gives no figure for this cohort law and trust model; empty if it does."""
-    if trust == "local":
-        return ""
-    if trust == "distributed" and sampling in ("min-separation", "cyclic-poisson"):
-        return "sampling whose rounds keep apart has a proof under trust: central only"
-    return refusal({"fixed": "without replacement"}.get(sampling, sampling), accountant)
 
 
 def guarantees(params: AccountingParams) -> tuple[Guarantee, ...]:
@@ -241,12 +237,19 @@ def headline(params: AccountingParams) -> float:
     return max(guarantee.epsilon for guarantee in guarantees(params))
 
 
+def round_event(params: AccountingParams) -> Any:
+    """Return one round as a dp-accounting event, of multiplier std / sensitivity under the relation."""
+    import dp_accounting
+
+    multiplier = params.noise_multiplier / params.factor
+    return dp_accounting.GaussianDpEvent(multiplier) if params.trust == "local" else params.sampler.event(multiplier)
+
+
 def _amplified(params: AccountingParams) -> float:
-    event = params.sampler.event(params.noise_multiplier / params.factor)
     apart = params.sampler.separation if isinstance(params.sampler, Scheduled) else 1
     # Rounds closer together than that never concern the same client.
     turns = -(-params.rounds // apart)  # rounds that concern one client
-    return compose_epsilon(event, turns, params.remaining_delta(), params.accountant)
+    return compose_epsilon(round_event(params), turns, params.remaining_delta(), params.accountant)
 
 
 def _central(params: AccountingParams) -> tuple[Guarantee, ...]:
@@ -283,10 +286,7 @@ def _distributed(params: AccountingParams) -> tuple[Guarantee, ...]:
 
 
 def _local(params: AccountingParams) -> tuple[Guarantee, ...]:
-    import dp_accounting
-
     most = params.rounds if params.max_participations is None else min(params.rounds, params.max_participations)
-    event = dp_accounting.GaussianDpEvent(params.noise_multiplier / params.factor)
-    epsilon = compose_epsilon(event, most, params.delta, params.accountant)
+    epsilon = compose_epsilon(round_event(params), most, params.delta, params.accountant)
     text = f"the server, which sees each client's noisy update, and everyone else; at most {most} participations"
     return (Guarantee("server", text, params.relation, epsilon, params.delta, params.accountant),)

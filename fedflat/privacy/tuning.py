@@ -11,7 +11,7 @@ directions of neighbours, all settings alike) follows that of the selection by T
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 from fedflat.core.checks import in_range, require, turning, wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.privacy.accounting.curves import quiet, renyi, renyi_epsilon
-from fedflat.privacy.trust import Guarantee
+from fedflat.privacy.trust import Guarantee, round_event
 
 Floats = NDArray[np.float64]
 MOST = 1e6
 """The largest mean number of trials."""
-Multiplier = Callable[[Mapping[str, Any]], float]
 SAMPLINGS = ("poisson", "fixed", "full")
 """Cohort laws whose rounds have a bound on their Rényi divergence."""
 TOWARDS = (
@@ -104,7 +103,7 @@ def guarantee(plan: Any, rounds: int) -> Guarantee:
     The score that selects is of whole runs, so whoever looks at a selected run's first rounds looks at all of them.
     """
     # The score that selects is of whole runs, so a trial counts as a whole run from its first round on.
-    orders, divergences = renyi(plan.event(), max(rounds, plan.rounds))
+    orders, divergences = renyi(round_event(plan.params), max(rounds, plan.rounds))
     epsilon = plan.selection.epsilon(orders, divergences, plan.delta)
     return Guarantee("recipients", TOWARDS, plan.relation, epsilon, plan.delta, "rdp")
 
@@ -114,19 +113,10 @@ def alone(plan: Any) -> Any:
     return replace(plan, selection=None)
 
 
-def sentences(plan: Any) -> list[str]:
-    """Return what a statement says of the selection."""
-    return [
-        f"ε is that of the selection among a secret number of trials (geometric, {plan.selection.mean:g} in the mean), "
-        "each with settings drawn anew from one public distribution; the selection is not free: one such run, its "
-        f"settings fixed beforehand, would have ε = {alone(plan).epsilon():.4g}."
-    ]
-
-
-def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, multiplier: Multiplier) -> tuple[float, float]:
+def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, sigma: float) -> tuple[float, float]:
     """(ε by dp-accounting's own account of a selection, ε by ours), both from a ledger's lines alone.
 
-    Lines of rounds that were drawn again count as rounds. multiplier: std / sensitivity of a line.
+    Lines of rounds that were drawn again count as rounds. sigma: their least std / sensitivity, > 0.
     Raises InputError: lines that differ in what selected them, or do not say enough.
     """
     first, incomplete = entries[0], (KeyError, TypeError, AttributeError)
@@ -135,10 +125,10 @@ def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, multiplier: M
     with turning(incomplete, wrong("ledger line 0: selection", "not all of it", "every parameter of the selection")):
         selection = Selection.of(first["selection"])
         sampler = make_sampler(str(first["sampling"]), int(first["clients"]), float(first["cohort"]))
-        event = sampler.event(float(f"{min(map(multiplier, entries)):.12g}"))
+        event = sampler.event(sigma)
         orders, divergences = renyi(event, len(entries))
     ours = selection.epsilon(orders, divergences, delta)
-    return (_by_library(selection, event, len(entries), delta) if math.isfinite(ours) else ours), ours
+    return _by_library(selection, event, len(entries), delta), ours
 
 
 def _by_library(selection: Selection, event: Any, rounds: int, delta: float) -> float:

@@ -83,8 +83,12 @@ def recompute(entries: Entries, *, delta: float | None = None) -> Recomputed:
     alike = (sampling, trust) == ("poisson", "central") or len({tuple(map(e.get, ONCE)) for e in entries}) == 1
     require(alike, "ledger", "cohorts or clients that differ between lines", "the same numbers in every line")
     spent = min(float(e["delta"]) for e in entries) if delta is None else delta
+    # To twelve digits, so that rounds whose clips differ still are one law.
+    sigma = float(f"{min(map(multiplier, entries)):.12g}")
+    if sigma == 0 and mechanism != "ddgauss":
+        return Recomputed(math.inf, math.inf, "a round without noise")
     if any(e.get("selection") is not None for e in entries):
-        library, ours = tuning.recomputed(entries, spent, multiplier)
+        library, ours = tuning.recomputed(entries, spent, sigma)
         return Recomputed(library, ours * (1 - ROUNDING), "private selection, dp-accounting RDP and our own formula")
     ways = {
         _ddgauss: mechanism == "ddgauss",
@@ -95,7 +99,7 @@ def recompute(entries: Entries, *, delta: float | None = None) -> Recomputed:
         _fixed: sampling == "fixed",
         _truncated: sampling == "truncated",
     }
-    return next((way for way, holds in ways.items() if holds), _poisson)(entries, spent)
+    return next((way for way, holds in ways.items() if holds), _poisson)(entries, sigma, spent)
 
 
 def _not_shortened(figure: Recomputed, event: Any, rounds: int, delta: float, accountant: str = "pld") -> Recomputed:
@@ -111,9 +115,7 @@ def _not_shortened(figure: Recomputed, event: Any, rounds: int, delta: float, ac
 
 
 def poisson(q: float, sigma: float, rounds: int, delta: float, *, accountant: str = "pld") -> Recomputed:
-    """Poisson-subsampled Gaussian rounds under add-remove, each with multiplier ``sigma``."""
-    if sigma == 0:
-        return Recomputed(math.inf, math.inf, "a round without noise")
+    """Poisson-subsampled Gaussian rounds under add-remove, each with multiplier ``sigma`` > 0."""
     if q == 1:
         epsilon = participation(rounds, 1.0, sigma, delta)
         return Recomputed(epsilon, epsilon, "exact Gaussian composition")
@@ -122,13 +124,17 @@ def poisson(q: float, sigma: float, rounds: int, delta: float, *, accountant: st
         epsilon = participation(rounds, q, sigma, delta)
         return Recomputed(epsilon, epsilon * (1 - LIBRARY_SLACK), "schedule seen, next to no noise")
     if accountant == "fft":
-        import dp_accounting as dp
-
-        return _library(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), rounds, delta)
+        return _library(_sampled(q, sigma), rounds, delta)
     from fedflat.privacy.accounting.independent import epsilon_bounds
 
     low, high = epsilon_bounds(q, sigma, rounds, delta)
     return Recomputed((low + high) / 2, low, "own integration of the privacy loss")
+
+
+def _sampled(q: float, sigma: float) -> Any:
+    import dp_accounting as dp
+
+    return dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma))
 
 
 def _library(event: Any, rounds: int, delta: float) -> Recomputed:
@@ -171,16 +177,11 @@ def participation(rounds: int, q: float, sigma: float, delta: float) -> float:
     return float(brentq(excess, 0.0, top**2 / 2 + top * math.sqrt(2 * math.log(1 / delta)) + 1, xtol=1e-10))
 
 
-def _least(entries: Entries) -> float:
-    """The least multiplier of any line, to twelve digits, so that rounds whose clips differ still are one law."""
-    return float(f"{min(map(multiplier, entries)):.12g}")
-
-
-def _distributed(entries: Entries, delta: float) -> Recomputed:
+def _distributed(entries: Entries, sigma: float, delta: float) -> Recomputed:
     """Towards the server, which knows the cohorts; the chance of an aborted round is taken from δ."""
     short = too_few(entries[0])
     left = delta + math.expm1(len(entries) * math.log1p(-short)) if short < 1 else 0.0
-    epsilon = participation(len(entries), float(entries[0]["q"]), _least(entries), left)
+    epsilon = participation(len(entries), float(entries[0]["q"]), sigma, left)
     return Recomputed(epsilon, epsilon, "mixture over participations, direct sum")
 
 
@@ -194,16 +195,16 @@ def too_few(entry: Mapping[str, Any]) -> float:
     return float(binom.cdf(minimum - 1, entry["clients"] - int(entry.get("colluders") or 0), entry["q"]))
 
 
-def _local(entries: Entries, delta: float) -> Recomputed:
+def _local(entries: Entries, sigma: float, delta: float) -> Recomputed:
     """Towards the server, which sees each update: the plain composition of the participations allowed."""
     most = min(len(entries), entries[0].get("max_participations") or len(entries))
-    epsilon = participation(most, 1.0, _least(entries), delta)
+    epsilon = participation(most, 1.0, sigma, delta)
     return Recomputed(epsilon, epsilon, "exact Gaussian composition")
 
 
-def _published(entries: Entries, delta: float) -> Recomputed:
+def _published(entries: Entries, sigma: float, delta: float) -> Recomputed:
     """A published procedure: lines are single messages; its busiest client's in a public schedule, else Bin(T, q)."""
-    sigma, first, rounds = min(map(multiplier, entries)), entries[0], len(entries)
+    first, rounds = entries[0], len(entries)
     if first["sampling"] == "round-number":
         from fedflat.core.cohorts import FromRound
 
@@ -214,14 +215,12 @@ def _published(entries: Entries, delta: float) -> Recomputed:
     return Recomputed(epsilon, epsilon, "exact Gaussian composition of a client's messages")
 
 
-def _fixed(entries: Entries, delta: float) -> Recomputed:
+def _fixed(entries: Entries, sigma: float, delta: float) -> Recomputed:
     """Fixed cohorts, replace-one: the smaller of dp-accounting's RDP and the bound with the schedule revealed."""
     import dp_accounting
     from dp_accounting import rdp
 
-    sigma, first, rounds = _least(entries), entries[0], len(entries)
-    if sigma == 0:
-        return Recomputed(math.inf, math.inf, "a round without noise")
+    first, rounds = entries[0], len(entries)
     revealed = participation(rounds, float(first["q"]), sigma, delta)
     sampled, sizes = dp_accounting.SampledWithoutReplacementDpEvent, (int(first["clients"]), int(first["cohort"]))
     event = sampled(*sizes, dp_accounting.GaussianDpEvent(sigma))
@@ -232,40 +231,31 @@ def _fixed(entries: Entries, delta: float) -> Recomputed:
     return _not_shortened(checked, event, rounds, delta)
 
 
-def _poisson(entries: Entries, delta: float, accountant: str = "") -> Recomputed:
+def _poisson(entries: Entries, sigma: float, delta: float, accountant: str = "") -> Recomputed:
     """Poisson cohorts, add-remove. accountant: by default the one that the first line names."""
-    import dp_accounting as dp
-
     accountant = accountant or str(entries[0].get("accountant"))
-    q, sigma, rounds = max(float(e["q"]) for e in entries), _least(entries), len(entries)
+    q, rounds = max(float(e["q"]) for e in entries), len(entries)
     figure = poisson(q, sigma, rounds, delta, accountant=accountant)
-    plain = dp.GaussianDpEvent(sigma)
-    event = plain if q >= 1 else dp.PoissonSampledDpEvent(q, plain)
-    return _not_shortened(figure, event, rounds, delta, accountant)
+    return _not_shortened(figure, _sampled(q, sigma), rounds, delta, accountant)
 
 
-def _truncated(entries: Entries, delta: float) -> Recomputed:
+def _truncated(entries: Entries, sigma: float, delta: float) -> Recomputed:
     import dp_accounting
 
-    first, sigma, rounds = entries[0], _least(entries), len(entries)
-    if sigma == 0:
-        return Recomputed(math.inf, math.inf, "a round without noise")
+    first, rounds = entries[0], len(entries)
     if first["cohort_max"] >= first["clients"]:
-        return _poisson(entries, delta, "pld")
+        return _poisson(entries, sigma, delta, "pld")
     event = dp_accounting.TruncatedSubsampledGaussianDpEvent(first["clients"], first["q"], first["cohort_max"], sigma)
     return _not_shortened(_library(event, rounds, delta), event, rounds, delta)
 
 
-def _scheduled(entries: Entries, delta: float) -> Recomputed:
+def _scheduled(entries: Entries, sigma: float, delta: float) -> Recomputed:
     """Rounds that follow a schedule, by the columns in their lines (``schedules.gaussians``)."""
     from fedflat.privacy.schedules import gaussians
 
     first, incomplete = entries[0], (LookupError, TypeError, ZeroDivisionError)
     with turning(incomplete, wrong("ledger line 0", "not all of a schedule", "every parameter of its rounds")):
-        noise = drawn(entries)
-        if noise == 0:
-            return Recomputed(math.inf, math.inf, "a round without noise")
-        sigma, turns = gaussians(entries, noise)
+        sigma, turns = gaussians(entries, drawn(entries))
     if first.get("chance") is not None:
         return poisson(float(first["chance"]), sigma, turns, delta, accountant=str(first["accountant"]))
     epsilon = participation(1, 1.0, sigma, delta)
@@ -277,7 +267,7 @@ def drawn(entries: Entries) -> float:
     return float(min(multiplier(e) * e["sensitivity"] / (e["clip"] * (1 + e.get("rounding", 0.0))) for e in entries))
 
 
-def _ddgauss(entries: Entries, delta: float) -> Recomputed:
+def _ddgauss(entries: Entries, sigma: float, delta: float) -> Recomputed:
     """By the published bound from the line's own fields: no second library knows this mechanism."""
     from fedflat.privacy.accounting.discrete import DDGaussAccount
 

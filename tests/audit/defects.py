@@ -170,16 +170,21 @@ def leaky_job(inputs: Tensor | None) -> Job:
     return job
 
 
+def changed(bench: Bench, **parts: Any) -> Bench:
+    """The same with other parts."""
+    return replace(bench, parts=replace(bench.parts, **parts))
+
+
 def plant(defect: str, bench: Bench) -> Bench:
     """The same federation with a defect of ``DEFECTS`` in its parts (not the unclipped buffer)."""
     parts = bench.parts
     if defect in ("per-tensor clip", "published clip"):
-        return bench.changed(clip=EachTensorAlone(parts.clip))
+        return changed(bench, clip=EachTensorAlone(parts.clip))
     if defect == "weighted mean":
-        return bench.changed(weighted=True)
+        return changed(bench, weighted=True)
     if defect == "mask after noise":
-        return bench.changed(mechanism=MaskAfterNoise(parts.mechanism, parts.plan.divisor))
-    return bench.changed(mechanism=RealisedDenominator(parts.mechanism))
+        return changed(bench, mechanism=MaskAfterNoise(parts.mechanism, parts.plan.divisor))
+    return changed(bench, mechanism=RealisedDenominator(parts.mechanism))
 
 
 DEFECTS: dict[str, tuple[int, ...]] = {

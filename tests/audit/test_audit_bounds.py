@@ -5,31 +5,26 @@ import math
 import numpy as np
 import pytest
 from defects import largest_bound
+from scipy.optimize import brentq
 from scipy.stats import binom
 
-from fedflat.audit.bounds import Event, choose_event, epsilon_from_rates, event_bound, highest_rate, lowest_rate
+from fedflat.audit.bounds import Event, bound_of, choose_event
 from fedflat.core.rng import stream
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 
 
-@pytest.mark.parametrize(("successes", "trials"), [(1, 10), (7, 10), (3, 10_000), (9_990, 10_000)])
-@pytest.mark.parametrize("failure", [0.05, 1e-6])
-def test_clopper_pearson_limits_are_where_the_binomial_tail_is_the_failure(successes, trials, failure):
-    low, high = float(lowest_rate(successes, trials, failure)), float(highest_rate(successes, trials, failure))
-    assert binom.sf(successes - 1, trials, low) == pytest.approx(failure, rel=1e-6)
-    assert binom.cdf(successes, trials, high) == pytest.approx(failure, rel=1e-6)
+@pytest.mark.parametrize(("likely", "unlikely", "trials"), [(7, 1, 10), (9_990, 3, 10_000), (900, 400, 1000)])
+@pytest.mark.parametrize("failure", [0.1, 2e-6])
+def test_limits_are_where_the_binomial_tail_is_half_the_failure(likely, unlikely, trials, failure):
+    low = brentq(lambda p: binom.sf(likely - 1, trials, p) - failure / 2, 1e-9, 1 - 1e-9)
+    high = brentq(lambda p: binom.cdf(unlikely, trials, p) - failure / 2, 1e-9, 1 - 1e-9)
+    expected = max(0.0, math.log(max(low - 0.01, 1e-300) / high))
+    assert float(bound_of(likely, unlikely, trials, 0.01, failure)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_clopper_pearson_at_the_ends():
-    assert float(lowest_rate(0, 50, 0.05)) == 0.0
-    assert float(highest_rate(50, 50, 0.05)) == 1.0
-    assert float(highest_rate(0, 50, 0.05)) == pytest.approx(1 - 0.05 ** (1 / 50))
-
-
-def test_epsilon_from_rates_is_never_negative_and_takes_delta_off():
-    rates = epsilon_from_rates(np.array([0.5, 0.1, 0.0]), np.array([0.1, 0.5, 0.1]), 0.1)
-    assert rates[0] == pytest.approx(math.log(4))
-    assert rates[1] == rates[2] == 0.0
+def test_a_bound_is_never_negative():
+    bounds = bound_of(np.array([50, 0, 10, 50]), np.array([0, 50, 40, 50]), 50, 0.0, 0.1)
+    assert bounds.tolist() == [pytest.approx(math.log(0.05 ** (1 / 50) / (1 - 0.05 ** (1 / 50)))), 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("shift", [3.0, -3.0])
@@ -37,7 +32,7 @@ def test_chosen_event_separates_either_way_round(shift):
     generator = stream(0, "test")
     absent, present = generator.standard_normal(4000), generator.standard_normal(4000) + shift
     event, promised = choose_event(absent[:2000], present[:2000], 1e-5, 0.05)
-    assert 2.0 < event_bound(event, absent[2000:], present[2000:], 1e-5, 0.05) < gaussian_epsilon(3.0, 1e-5)
+    assert 2.0 < event.bound(absent[2000:], present[2000:], 1e-5, 0.05) < gaussian_epsilon(3.0, 1e-5)
     assert promised > 2.0
 
 
@@ -45,10 +40,10 @@ def test_constant_statistics_are_separated_at_the_cap_or_not_at_all():
     zeros, ones = np.zeros(1000), np.ones(1000)
     for absent, present in ((zeros, ones), (ones, zeros)):
         event, _ = choose_event(absent, present, 1e-5, 0.05)
-        assert event_bound(event, absent, present, 1e-5, 0.05) == pytest.approx(largest_bound(2000, 1e-5, 0.05))
+        assert event.bound(absent, present, 1e-5, 0.05) == pytest.approx(largest_bound(2000, 1e-5, 0.05))
     event, promised = choose_event(zeros, zeros, 1e-5, 0.05)
     assert promised == 0.0
-    assert event_bound(event, zeros, zeros, 1e-5, 0.05) == 0.0
+    assert event.bound(zeros, zeros, 1e-5, 0.05) == 0.0
 
 
 def test_event_counts_name_the_likely_world_first():
@@ -64,5 +59,5 @@ def test_bound_from_fresh_runs_is_wrong_no_more_often_than_it_says():
         absent, present = generator.standard_normal((2, 400))
         present = present + 0.5
         event, _ = choose_event(absent[:200], present[:200], 1e-2, 0.05)
-        exceeded += event_bound(event, absent[200:], present[200:], 1e-2, 0.05) > exact
+        exceeded += event.bound(absent[200:], present[200:], 1e-2, 0.05) > exact
     assert exceeded <= 10

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest
 
+from fedflat.assembly.jobs import prepare
 from fedflat.audit import audit_noise
-from fedflat.audit.noise import cohort_faults
 from fedflat.config.recipe import Recipe
 from fedflat.core.rng import stream
 from fedflat.engine import train as loop
@@ -110,13 +111,32 @@ def few(parts: Any, key: bytes, draw: int) -> np.ndarray:
     return parts.plan.sampler.select(stream(key, "cohort", draw))[::2]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"), [(public, "two keys"), (once, "two rounds"), (few, "coins")], ids=["public", "once", "few"]
-)
-def test_broken_cohorts_are_found(change: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cohort_faults(Recipe.load("quick-start")) == ()
-    monkeypatch.setattr(loop, "select_cohort", change)
-    assert any(words in sentence for sentence in cohort_faults(Recipe.load("quick-start")))
+BROKEN_DRAWS = (public, once, few)
+
+
+def cohorts_of(key: bytes, select: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The cohorts that a run of 20 rounds draws under a key, each client with chance one half."""
+    drawn: list[tuple[int, ...]] = []
+
+    def watched(parts: Any, key: bytes, draw: int) -> np.ndarray:
+        drawn.append(tuple(cohort := select(parts, key, draw)))
+        return cohort
+
+    monkeypatch.setattr(loop, "select_cohort", watched)
+    changes = ["rounds=20", "data.clients=40", "cohort.size=20", "local.steps=1", "engine.backend=sequential"]
+    job = prepare(Recipe.load("quick-start", changes))
+    job.key = key
+    loop.train(job)
+    return drawn
+
+
+@pytest.mark.parametrize("select", [loop.select_cohort, public, once, few])
+def test_cohorts_follow_key_and_round_and_law(select: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the broken draws fails one of the three."""
+    one, other = (cohorts_of(bytes([number]) * 32, select, monkeypatch) for number in (1, 2))
+    same = {public: any(a == b for a, b in zip(one, other)), once: len(set(one)) < 20}
+    uneven = binomtest(sum(map(len, [*one, *other])), 2 * 20 * 40, 0.5).pvalue < 1e-7
+    assert [select for select, broken in {**same, few: uneven}.items() if broken] == [select] * (select in BROKEN_DRAWS)
 
 
 def test_a_secret_run_that_draws_the_same_noise_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from fedflat.core.cohorts import Poisson
 from fedflat.core.rounding import ROUNDING
 from fedflat.engine.job import Job
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round
+from fedflat.privacy.trust import round_event
 
 WIDE = 1500  # hidden units: about 15,000 weights
 RARE = 0.01  # expected cohort
@@ -112,9 +113,9 @@ def test_event_times_sensitivity_is_the_std_drawn(method: str, size: int, sampli
     plan = job(method, {"cohort": cohort}).parts.plan
     assert plan.relation == {"poisson": "add-remove", "fixed": "replace-one"}[sampling]
     assert plan.sensitivity(0.2) == pytest.approx(factor * 0.2 * (1 + ROUNDING))
-    assert _multiplier(plan.event()) * plan.sensitivity(0.2) == pytest.approx(plan.std(0.2), rel=1e-12)
+    assert _multiplier(round_event(plan.params)) * plan.sensitivity(0.2) == pytest.approx(plan.std(0.2), rel=1e-12)
     line = plan.record(0, 0.2)
-    assert line["std"] / line["sensitivity"] == pytest.approx(_multiplier(plan.event()), rel=1e-12)
+    assert line["std"] / line["sensitivity"] == pytest.approx(_multiplier(round_event(plan.params)), rel=1e-12)
 
 
 @pytest.mark.parametrize(("sampling", "factor"), [("poisson", 1), ("fixed", 2)])
@@ -122,8 +123,10 @@ def test_the_std_drawn_is_the_std_of_the_event(sampling: str, factor: int) -> No
     made = job("dp-fedsam", {"cohort": {"sampling": sampling}}, module(WIDE))
     plan = made.parts.plan
     (noise,) = sums(made, 1)
-    assert fits(noise, _multiplier(plan.event()) * factor * 0.2)
-    assert not fits(noise, _multiplier(plan.event()) * (3 - factor) * 0.2)  # the other relation's sensitivity
+    assert fits(noise, _multiplier(round_event(plan.params)) * factor * 0.2)
+    assert not fits(
+        noise, _multiplier(round_event(plan.params)) * (3 - factor) * 0.2
+    )  # the other relation's sensitivity
 
 
 def _gaussian_epsilon(multiplier: float, delta: float) -> float:

@@ -49,8 +49,7 @@ def test_refusals():
         plan_of(DDGaussPlan(10, 1.0), sampling="truncated", max_cohort=70).guarantees(1)
 
 
-def test_the_library_has_no_event_for_it_and_settling_twice_changes_nothing():
+def test_settling_twice_changes_nothing():
     plan = plan_of(DDGaussPlan(1000, 0.5))
-    assert plan.event() is None
     once = plan.mechanism.settled(plan)
     assert once.settled(plan) == once and once.most == plan.mechanism.n_max(plan)

@@ -1,7 +1,7 @@
 """Many rounds from one: a discretised privacy loss distribution raised to a power, always rounded up.
 
 The one-round distribution (pessimistic: it dominates the mechanism's) sits on a grid of spacing ``step``: that of a
-Gaussian, everybody's or Poisson-sampled, cohorts truncated or not, by dp-accounting's mechanisms and its algorithm
+Poisson-sampled Gaussian, cohorts truncated or not, by dp-accounting's mechanisms and its algorithm
 (connect-the-dots, Doroshenko et al. 2022, Algorithm 1), with all points of the grid at once. T rounds are its T-fold
 convolution: one forward transform per window length, kept, then a pointwise power and one inverse transform per
 question. What leaves the window above, and the transform's rounding, are charged to δ, so the answer stays an upper
@@ -126,22 +126,6 @@ def _smallest_epsilon(probs: Floats, first: int, step: float, delta: float) -> f
     return max(0.0, step * (first + place) + math.log(excess / scaled[place]))
 
 
-def one_round(event: Any, kind: str, q: float, multiplier: float, step: float) -> tuple[LossDistribution, ...]:
-    """The library's one-round distribution (pessimistic) on a grid of spacing ``step``.
-
-    For the directions (remove, add), or one where both are the same. kind: gaussian or poisson (q, multiplier), or
-    truncated (event).
-    """
-    if kind == "truncated":
-        # A cut cohort depends on who else is in it, so it needs the library's rule for full cohorts.
-        masses = truncated_gaussian(event.dataset_size, q, event.truncated_batch_size, multiplier, step)
-    else:
-        masses = sampled_gaussian(q, multiplier, step)
-    # The library offers no public view of the distribution; a test notices if these names change.
-    dense = [mass.to_dense_pmf() for mass in masses]
-    return tuple(LossDistribution(d._probs, d._lower_loss, step, d._infinity_mass) for d in dense)
-
-
 def deltas(loss: Any, epsilons: Floats) -> Floats:
     """δ of one round at each ε ``(n,)``, as ``loss.get_delta_for_epsilon(epsilons)`` gives it point by point.
 
@@ -149,12 +133,10 @@ def deltas(loss: Any, epsilons: Floats) -> Floats:
     differ from the library's in their last bits; as δ is flat there, that moves it by the square of their distance.
 
     Args:
-        loss: dp-accounting's ``GaussianPrivacyLoss`` with 0 < ``sampling_prob``, add, remove or replace.
+        loss: dp-accounting's ``GaussianPrivacyLoss`` with 0 < ``sampling_prob`` < 1, add, remove or replace.
     """
     from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
 
-    if loss.sampling_prob == 1:
-        return _above(loss, epsilons, -0.5 - epsilons * loss.standard_deviation**2)
     if loss.adjacency_type == AdjacencyType.REPLACE:
         return _above(loss, epsilons, _where_replaced(loss, epsilons))
     q, removed = loss.sampling_prob, loss.adjacency_type == AdjacencyType.REMOVE
@@ -204,9 +186,8 @@ def _one_direction(adjacency: str, q: float, multiplier: float, step: float) -> 
 
 
 def sampled_gaussian(q: float, multiplier: float, step: float) -> tuple[Any, ...]:
-    """The library's distributions of the loss (remove, add), upper bounds on a grid of spacing ``step``; one where they
-    are the same, at q = 1."""
-    return tuple(_one_direction(kind, q, multiplier, step) for kind in (("REMOVE", "ADD") if q < 1 else ("REMOVE",)))
+    """The library's distributions of the loss (remove, add) for q < 1, upper bounds on a grid of spacing ``step``."""
+    return tuple(_one_direction(kind, q, multiplier, step) for kind in ("REMOVE", "ADD"))
 
 
 def truncated_gaussian(clients: int, q: float, most: int, multiplier: float, step: float) -> tuple[Any, ...]:
