@@ -22,12 +22,12 @@ from fedflat.core.checks import nearest, one_of, whole, wrong
 from fedflat.core.imports import calling, imported
 from fedflat.core.rng import PortableDraws, seeded_torch
 from fedflat.models import image_encoder, pretrained, representation, text, vision
-from fedflat.models.state import freeze_batch_norm, group_norm_instead, refuse_unclipped_state
+from fedflat.models.state import freeze_batch_norm, refuse_unclipped_state
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "linear": vision.linear, "mlp": vision.mlp, "cnn": vision.cnn, "cnn-2-layers": vision.cnn_2_layers,
-    "cnn-3": vision.cnn_3, "resnet10": vision.resnet10, "resnet18": vision.resnet18, "char-lstm": text.char_lstm,
-    "char-gru": text.char_gru, "char-linear": text.char_linear, "bow": text.bow, "bow-linear": text.bow_linear,
+    "cnn-3": vision.cnn_3, "resnet10": vision.resnet10, "resnet18": vision.resnet18, "char-gru": text.char_gru,
+    "char-linear": text.char_linear, "bow-linear": text.bow_linear,
     "bow-overlap": text.bow_overlap, "vit-base": pretrained.vit_base, "roberta-base": pretrained.roberta_base,
     "text-encoder": pretrained.text_encoder, "image-encoder": image_encoder.image_encoder,
     "representation": representation.representation,
@@ -102,6 +102,6 @@ def _parameters(factory: Callable[..., nn.Module]) -> tuple[list[str], bool]:
 
 
 __all__ = [
-    "BUILDERS", "NAMES", "OURS", "build", "freeze_batch_norm", "group_norm_instead", "is_sized",
+    "BUILDERS", "NAMES", "OURS", "build", "freeze_batch_norm", "is_sized",
     "refuse_unclipped_state", "takes",
 ]  # fmt: skip

@@ -120,7 +120,7 @@ def _configuration(kind: Any, source: str, pretrained: bool, config: Any, defaul
 
 
 def _published(
-    name: str, classes: int, path: str | None, pretrained: bool, config: Any, attention: str, **defaults: Any
+    name: str, classes: int, path: str | None, pretrained: bool, config: Any, **defaults: Any
 ) -> tuple[nn.Module, Any, str]:
     """Return a published classifier or a random one of its form, its configuration, and where its weights are."""
     transformers = extra("transformers", name)
@@ -130,7 +130,7 @@ def _published(
     with readable(name, source), hub() if pretrained and path is None else nullcontext(), quiet(transformers):
         configuration = _configuration(configurations, source, pretrained, config, defaults)
         configuration.num_labels, configuration.classifier_dropout = classes, 0.0
-        _without_dropout(configuration, attention)
+        _without_dropout(configuration)
         # A folder saved with another number of classes keeps its body and gets a new head. Only safetensors: the other
         # format is a pickle, which runs code.
         loading = {"config": configuration, "ignore_mismatched_sizes": True, "use_safetensors": True}
@@ -138,9 +138,9 @@ def _published(
     return body.float().train(), configuration, source
 
 
-def _without_dropout(config: Any, attention: str) -> None:
+def _without_dropout(config: Any) -> None:
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-    config._attn_implementation = one_of("model.attention", attention, ("sdpa", "eager"))
+    config._attn_implementation = "sdpa"
 
 
 @contextmanager
@@ -202,16 +202,15 @@ def _dense(body: nn.Module) -> list[str]:
 
 def vit_base(
     input_shape: Sequence[int], classes: int, *, pretrained: bool = True, path: str | None = None,
-    config: Mapping[str, Any] | None = None, train: str = "all", rank: int = 8, attention: str = "sdpa",
+    config: Mapping[str, Any] | None = None, train: str = "all", rank: int = 8,
 ) -> nn.Module:  # fmt: skip
     """ViT-Base/16 pre-trained on ImageNet-21k (Liu et al. 2025), with a new classifier.
 
     Options: ``path`` a local folder in place of the download; ``pretrained=False`` with ``config`` (keys of
-    transformers' ViTConfig) random weights; ``train`` all, head, or lora (``rank``, adapters on queries and values);
-    ``attention`` sdpa or eager.
+    transformers' ViTConfig) random weights; ``train`` all, head, or lora (``rank``, adapters on queries and values).
     """
     channels = image_shape("vit-base", input_shape)[0]
-    body, configuration, _ = _published("vit-base", classes, path, pretrained, config, attention)
+    body, configuration, _ = _published("vit-base", classes, path, pretrained, config)
     if channels not in (1, configuration.num_channels):
         raise wrong("model vit-base: input shape", tuple(input_shape), f"1 or {configuration.num_channels} channels")
     module = ImageTransformer(body, int(configuration.image_size), configuration.num_channels)
@@ -221,7 +220,7 @@ def vit_base(
 
 def roberta_base(
     input_shape: Sequence[int], classes: int, *, pretrained: bool = True, path: str | None = None,
-    config: Mapping[str, Any] | None = None, train: str = "all", rank: int = 8, attention: str = "sdpa",
+    config: Mapping[str, Any] | None = None, train: str = "all", rank: int = 8,
     vocabulary: int | None = None, padding: int | None = None,
 ) -> nn.Module:  # fmt: skip
     """RoBERTa-Base (Liu et al. 2025) with a new classifier.
@@ -232,7 +231,7 @@ def roberta_base(
     """
     ids = {"vocab_size": vocabulary, "pad_token_id": padding}
     defaults = ROBERTA_BASE_SIZES | {key: value for key, value in ids.items() if value is not None}
-    body, configuration, source = _published("roberta-base", classes, path, pretrained, config, attention, **defaults)
+    body, configuration, source = _published("roberta-base", classes, path, pretrained, config, **defaults)
     _check_ids(configuration, source if pretrained else None, vocabulary, padding)
     _check_length("roberta-base", input_shape, configuration.max_position_embeddings - configuration.pad_token_id - 1)
     module = TextTransformer(body, configuration.pad_token_id)
@@ -258,7 +257,7 @@ def _check_length(name: str, input_shape: Sequence[int], longest: int) -> None:
 
 FIRST_POSITION = {"bert": 0, "roberta": 1, "xlm-roberta": 1}
 """Kinds of encoders, and the position of the first token, counted from the padding id where it is 1."""
-POOLING = ("mean", "pair", "distance")
+POOLING = ("mean", "distance")
 NEAR = 0.01
 """Added to a squared distance before its logarithm: equal sentences have a finite one."""
 
@@ -268,8 +267,7 @@ class TextEncoder(Headed):
 
     Features: the mean of the last hidden states over the tokens that are not padding, normalised to mean 0 and
     variance 1 in every example (Ba et al. 2016, without weights), so that one learning rate serves every encoder.
-    pooling ``pair``: the two sentences u, v are encoded apart, as in Reimers and Gurevych 2019; features
-    are |u − v| and u·v entry by entry, which do not depend on the sentences' order. ``distance``: one feature, the
+    pooling ``distance``: the two sentences are encoded apart, as in Reimers and Gurevych 2019; one feature, the
     logarithm of their mean squared difference (0 for unrelated ones): a head so small takes little noise.
     """
 
@@ -282,7 +280,7 @@ class TextEncoder(Headed):
         self.first = FIRST_POSITION[config.model_type] * (self.padding + 1)
         self.kinds = int(config.type_vocab_size)
         width = int(config.hidden_size)
-        self.classifier = nn.Linear({"mean": width, "pair": 2 * width, "distance": 1}[pooling], classes)
+        self.classifier = nn.Linear(width if pooling == "mean" else 1, classes)
 
     def features(self, inputs: Tensor) -> Tensor:
         keep = inputs != self.padding
@@ -291,9 +289,7 @@ class TextEncoder(Headed):
         if not apart:
             return _normalised(states, keep)
         u, v = (_normalised(states, keep & (part == side)) for side in (0, 1))
-        if self.pooling == "distance":
-            return torch.log((u - v).square().mean(-1, keepdim=True) / 2 + NEAR)
-        return torch.cat([(u - v).abs(), u * v], dim=-1)
+        return torch.log((u - v).square().mean(-1, keepdim=True) / 2 + NEAR)
 
 
 def _part(ids: Tensor, keep: Tensor) -> Tensor:
@@ -314,13 +310,13 @@ def _normalised(states: Tensor, keep: Tensor) -> Tensor:
 
 def text_encoder(
     input_shape: Sequence[int], classes: int, *, path: str | None = None, train: str = "head", rank: int = 8,
-    pooling: str = "mean", attention: str = "sdpa", vocabulary: int | None = None, padding: int | None = None,
+    pooling: str = "mean", vocabulary: int | None = None, padding: int | None = None,
 ) -> nn.Module:  # fmt: skip
     """Return a BERT, RoBERTa or XLM-RoBERTa encoder in the folder ``path``, with a new linear classifier.
 
     Options: ``path`` (required) a folder written by save_pretrained, with safetensors; ``train`` head (the body is
-    frozen, its features are computed once), lora (``rank``) or all; ``pooling`` mean, or pair or distance for two
-    sentences; ``attention`` sdpa or eager. ``vocabulary`` and ``padding`` come from a recipe's data, whose tokenizer
+    frozen, its features are computed once), lora (``rank``) or all; ``pooling`` mean, or distance for two
+    sentences. ``vocabulary`` and ``padding`` come from a recipe's data, whose tokenizer
     must be the encoder's own. Raises InputError.
     """
     if path is None:
@@ -332,7 +328,7 @@ def text_encoder(
         config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
         if config.model_type not in FIRST_POSITION:
             raise wrong(f"model {name}", f"a {config.model_type} at {source}", ", ".join(FIRST_POSITION))
-        _without_dropout(config, attention)
+        _without_dropout(config)
         loading = {"use_safetensors": True, "local_files_only": True, "add_pooling_layer": False}
         body = transformers.AutoModel.from_pretrained(source, config=config, **loading)
     _check_ids(config, source, vocabulary, padding)

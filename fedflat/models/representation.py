@@ -352,7 +352,7 @@ def representation(
 
     ``body``: ``patches`` or ``{kind: patches, filters: 800, size: 6, stride: 1, cells: 3, threshold: 0.25, dimension:
     2000, whitening: 0.8, images: 4000, flip: false, seed: 0}``, a dictionary made from random-process images, of which
-    no one's data is a part; ``scattering``, with ``scales: 2, angles: 8, order: 2, cells: null`` and the keys from
+    no one's data is a part; ``scattering``, with ``scales: 2, angles: 8, order: 2`` and the keys from
     ``dimension`` on; or ``{kind: contrastive, network: FILE, sha256: …, cells: 2, …}``, a network that
     ``examples/pretrain_body.py`` trained on such images. ``head``: ``linear`` (starts at zero) or ``{kind: mlp, hidden:
     64}``. ``path``: a file with the body, the ``body.safetensors`` of a run; ``sha256``: the digest that it must have.
