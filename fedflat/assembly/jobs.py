@@ -1,11 +1,9 @@
 """Build and check everything live that a run needs, before anything is trained."""
 
-import contextlib
 import copy
 import functools
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +22,7 @@ from fedflat.backends.features import with_features
 from fedflat.backends.in_process import Sequential
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import RunError, require, wrong
+from fedflat.core.checks import require, wrong
 from fedflat.core.held import StateWatch
 from fedflat.core.identity import identity_of
 from fedflat.core.loss import CustomLoss, Objective
@@ -34,7 +32,7 @@ from fedflat.core.types import Algorithm, Broadcast, Factory, RoundState
 from fedflat.data.clients import FederatedData
 from fedflat.data.sources import public_training
 from fedflat.engine import device as place
-from fedflat.engine.device import CPU, device_for, exact, placed
+from fedflat.engine.device import device_for, exact, placed
 from fedflat.engine.evaluate import outputs_of
 from fedflat.engine.job import Evaluation, Job, Metric
 from fedflat.engine.problem import ModuleProblem, refuse_change
@@ -54,7 +52,7 @@ def prepare(
     """Everything live that a run of ``recipe`` needs, checked; no training is done.
 
     loss, metrics: of the user's own, see ``fedflat.run``. features: whether the job's data become a frozen body's
-    features, or stay as they are. A GPU that was not asked for, and fails, is left: the run goes on with the processor.
+    features, or stay as they are.
     """
     # From here on the recipe says `given` wherever Python gave something, so no name can mislead.
     recipe = as_given(recipe, model, clients, data, algorithm, loss)
@@ -62,32 +60,14 @@ def prepare(
     wanted = metrics_of(metrics, recipe, ingredients.data)
     if recipe.evaluation.keep != "last" and ingredients.data.test_inputs is None:
         raise wrong("evaluation.keep", recipe.evaluation.keep, "last where there are no public test data")
-    job = _placed(recipe, ingredients)
+    form = ingredients.module, ingredients.layout, ingredients.data, ingredients.precision, ingredients.objective
+    job = _job(recipe, ingredients, device_for(recipe.engine.device, recipe.engine.backend, *form))
     job.metrics = wanted
     tests, targets = job.data.test_inputs, job.data.test_targets
     if job.metrics and tests is not None and targets is not None:
         outputs = outputs_of(job.problem, job.initial_weights, tests, job.evaluation.batch_size)
         try_metrics(job.metrics, outputs, targets.cpu())
     return job
-
-
-def _placed(recipe: Recipe, ingredients: "_Ingredients") -> Job:
-    """Return the job on the device that the recipe asks for."""
-    engine = recipe.engine
-    form = ingredients.module, ingredients.layout, ingredients.data, ingredients.precision, ingredients.objective
-    device = device_for(engine.device, engine.backend, *form)
-    if engine.device != "auto" or device.type == "cpu":
-        return _job(recipe, ingredients, device)
-    try:
-        return _job(recipe, replace(ingredients, module=copy.deepcopy(ingredients.module)), device)
-    # What fits on a device follows from clients' data, so it may not choose where a run computes.
-    except RunError:  # such as data that are too large for it: nothing is chosen by what clients hold
-        raise
-    except RuntimeError as error:
-        warnings.warn(f"engine.device: going on with the processor: {str(error).splitlines()[0]}", stacklevel=2)
-    with contextlib.suppress(RuntimeError):  # an error of the GPU may stay
-        torch.cuda.empty_cache()
-    return _job(recipe, ingredients, CPU)
 
 
 @dataclass(frozen=True)
