@@ -62,15 +62,12 @@ def algorithm_of(recipe: Recipe, algorithm: Algorithm | Factory | None = None) -
 
 
 def _check_options(name: str, options: Mapping[str, Any], factory: Factory) -> None:
-    """Raise InputError for an option that a method does not take, or needs, or takes as another kind of value."""
+    """Raise InputError for an option that a method does not take, or takes as another kind of value."""
     keys = inspect.signature(factory).parameters
     for key in options:
         allowed = f"for {name}: {', '.join(keys) or 'no key'}"
         require(key in keys, f"algorithm.{key}", key, allowed, hint=nearest(key, keys))
     for parameter in keys.values():
-        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if named and parameter.default is parameter.empty and parameter.name not in options:
-            raise wrong(f"algorithm.{parameter.name}", "nothing", f"a value: {name} needs it and has no default")
         value = options.get(parameter.name, parameter.default)
         # YAML's 1 and 0 would pass as truth values, and mean numbers elsewhere.
         if isinstance(parameter.default, bool) and not isinstance(value, bool):
@@ -239,8 +236,6 @@ def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, fl
         return per_tensor, per_tensor.threshold
     if setting.value is None:
         allowed = "a number > 0, {kind: adaptive, initial: …} or {kind: per-tensor, values: …}"
-        missing = {"constant": "value", "adaptive": "initial", "per-tensor": "values"}.get(setting.kind)
-        require(missing is None, f"privacy.clip.{missing}", "nothing", f"a value; kind {setting.kind} needs it")
         raise wrong("privacy.clip", setting.kind, allowed)
     return clipping.whole_vector(setting.value), setting.value
 

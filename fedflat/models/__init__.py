@@ -67,11 +67,6 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, seed: int, **op
     for key in options:
         if key in SIZES or (key not in allowed and not anything):
             raise wrong(f"model {name}: option", key, ", ".join(allowed) or "none", hint=nearest(key, allowed))
-    try:
-        inspect.signature(factory).bind(**dict.fromkeys((*arguments, *options)))
-    except TypeError as error:
-        problem = f"a callable {str(error).replace('missing', 'that misses')}"
-        raise wrong(f"model {name}", problem, "input_shape, classes and the options given") from None
     with calling(f"model {name}"), seeded_torch(seed, "initial weights"), PortableDraws(seed, "initial weights"):
         module = factory(**arguments, **options)
     if not isinstance(module, nn.Module):

@@ -90,7 +90,7 @@ def test_a_package_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("{path}:sizde", {}, "Did you mean sized?"),
         ("{path}:constant", {}, "found constant; allowed: a callable"),
         ("{path}:number", {}, "a callable that returned int"),
-        ("{path}:demanding", {}, "a callable that misses a required argument: 'vocabulary'"),
+        ("{path}:demanding", {}, "demanding() missing 1 required positional argument: 'vocabulary'"),
         ("{path}:fixed", {"depth": 2}, "option: found depth; allowed: none"),
     ],
 )
