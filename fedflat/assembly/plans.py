@@ -21,7 +21,7 @@ from fedflat.data.preparation import DATASETS
 from fedflat.methods import noise as noising
 from fedflat.methods import shares, votes
 from fedflat.pieces import clipping
-from fedflat.pieces.server import MovingAverage, TailAverage, optimizer
+from fedflat.pieces.server import Adaptive, MovingAverage, Sgd, TailAverage
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.tuning import Selection
 
@@ -230,7 +230,7 @@ def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, fl
             raise wrong("privacy.clip", setting.kind, f"one number for {method.name}, which scales messages itself")
         return clipping.MethodScale(method.scale), setting.value
     if setting.initial is not None:
-        return clipping.adaptive(setting.initial, setting.quantile), setting.initial
+        return clipping.Adaptive(setting.initial, setting.quantile), setting.initial
     if setting.values is not None:
         per_tensor = clipping.per_tensor(setting.values, layout.shared * method.vectors)
         return per_tensor, per_tensor.threshold
@@ -265,9 +265,9 @@ def optimizer_of(recipe: Recipe, method: Algorithm) -> Callable[[MeanView], Opti
     server = server_of(recipe, method).model_dump()
     if method.optimizer is not None:
         return functools.partial(method.optimizer, server["lr"])
-    options = ("momentum",) if server["optimizer"] == "sgd" else ("beta1", "beta2", "tau")
-    step = optimizer(server["optimizer"], **{key: server[key] for key in ("lr", *options)})
-    return lambda view: step
+    if server["optimizer"] == "sgd":
+        return lambda view: Sgd(server["lr"], server["momentum"])
+    return lambda view: Adaptive(server["optimizer"], *(server[key] for key in ("lr", "beta1", "beta2", "tau")))
 
 
 def average_of(recipe: Recipe, method: Algorithm) -> Average | None:

@@ -231,19 +231,10 @@ class GridNoise(Mechanism):
         """Return the adaptive clip's count: each centred bit ±½ on a grid of its own, so that no low bits tell the
         count.
         """
-        signed = np.array([round_half(aggregate.bits)], dtype=np.int64)
+        signed = np.rint([2 * aggregate.bits]).astype(np.int64)  # Σ(b_i − ½) in halves: inside less outside
         if self.count_std == 0:
             return 0.5 * int(signed[0])
         grid = GridGaussian(0.5, self.count_std, 1)
         # Each bit is ±½ on the grid, so the sum of bits is on it as well.
         half = grid.quantize(torch.tensor([0.5]))
         return float(grid.perturb(signed * half, SecureBits(key, "count noise", round))[0] * grid.pitch)
-
-
-def round_half(bits: float) -> int:
-    """Σ(b_i − ½) in halves: how many are inside less how many are outside, a whole number.
-
-    >>> round_half(-1.5)
-    -3
-    """
-    return int(np.rint(2 * bits))
