@@ -153,11 +153,6 @@ def local_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> Local:
             problem = f"local.momentum: {momentum}, for neither the recipe nor {method.name} says one"
             warnings.warn(f"{problem}; Algorithm(momentum=0.0) if its equations divide by K·η", stacklevel=2)
     reason, free = f"Reason: {method.fixed_momentum}.", not method.fixed_momentum
-    if all(phase.steps == 0 for phase in method.phases):
-        fields = type(local).model_fields.items()
-        idle = [f"local.{key}" for key, info in fields if getattr(local, key) != info.default and key != "momentum"]
-        if idle:
-            warnings.warn(f"{', '.join(idle)}: without effect, for {method.name} takes no local step", stacklevel=2)
     fixed = f"{method.momentum or 0.0:g} for {method.name}"
     require(free or momentum == method.momentum, "local.momentum", momentum, fixed, hint=reason)
     if local.optimizer != "sgd":

@@ -159,7 +159,7 @@ def restated(
     if digest is not None and entries and entries[0].get("factor", digest) != digest:
         raise RunError("the noise's factorisation comes out otherwise on this machine, and with it the sentences on it")
     base = {key: value for key, value in content.items() if key != "versions"}
-    if isinstance(base.get("model"), Mapping) and recipe.model.name == GIVEN:
+    if isinstance(base.get("model"), Mapping) and recipe.model.name == GIVEN:  # as it was written once
         base["model"] = {key: value for key, value in base["model"].items() if key not in ("class", "file")}
     return stated(recipe, base, plan, terms, rounds=rounds, entries=entries, tested=public_data)
 

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from torch import nn
 
-from fedflat.core.checks import nearest, one_of, whole, wrong
+from fedflat.core.checks import nearest, one_of, turning, whole, wrong
 from fedflat.core.imports import calling, imported
 from fedflat.core.rng import PortableDraws, seeded_torch
 from fedflat.models import image_encoder, pretrained, representation, text, vision
@@ -83,16 +83,14 @@ def takes(name: str, option: str) -> bool:
 def is_sized(name: str) -> bool:
     """Return whether a model by name or import path is built for a number of classes; False for unknown names."""
     factory = imported(f"model {name}", name) if ":" in name else BUILDERS.get(name)
-    try:
-        accepted, anything = ([], False) if factory is None else _parameters(factory)
-    except ValueError:  # a class of C
-        return False
+    accepted, anything = ([], False) if factory is None else _parameters(factory)
     return "classes" in accepted or anything
 
 
 def _parameters(factory: Callable[..., nn.Module]) -> tuple[list[str], bool]:
     """Return the names that a callable takes, and whether it takes any other as well."""
-    parameters = inspect.signature(factory).parameters.items()
+    with turning(ValueError, wrong("model.name", "a callable without a signature", "a function or class of Python")):
+        parameters = inspect.signature(factory).parameters.items()
     return [key for key, p in parameters if p.kind in NAMED], any(p.kind is p.VAR_KEYWORD for _, p in parameters)
 
 

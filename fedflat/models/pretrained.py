@@ -33,25 +33,29 @@ NATURAL = "public natural data"
 LORA_TARGETS = ("q_proj", "v_proj", "query", "value")
 
 
-class ImageTransformer(Headed):
+class Transformer(Headed):
+    """A classifier of transformers. pretrained: whether its weights are the published ones."""
+
+    trained = "body.classifier."
+
+    def __init__(self, body: nn.Module, pretrained: bool) -> None:
+        super().__init__()
+        self.body, self.config = body, cast(Any, body).config
+        self.prior = NATURAL if pretrained else self.prior
+
+
+class ImageTransformer(Transformer):
     """Images (b, 3 or 1, h, w), resized bilinearly to the model's own size -> logits (b, classes).
 
     Features: the class token's last hidden state.
     """
 
-    trained = "body.classifier."
-
-    def __init__(self, body: nn.Module, side: int, channels: int) -> None:
-        super().__init__()
-        self.body = body
-        self.side = side
-        self.channels = channels
-
     def features(self, images: Tensor) -> Tensor:
+        side = int(self.config.image_size)
         if images.shape[1] == 1:
-            images = images.expand(-1, self.channels, -1, -1)
-        if tuple(images.shape[2:]) != (self.side, self.side):
-            images = F.interpolate(images, size=(self.side, self.side), mode="bilinear", align_corners=False)
+            images = images.expand(-1, self.config.num_channels, -1, -1)
+        if tuple(images.shape[2:]) != (side, side):
+            images = F.interpolate(images, size=(side, side), mode="bilinear", align_corners=False)
         return cast(Tensor, self.body.vit(pixel_values=images).last_hidden_state[:, 0])  # type: ignore[operator, union-attr]
 
 
@@ -80,19 +84,12 @@ def _hidden_states(
     return cast(Tensor, output.last_hidden_state)
 
 
-class TextTransformer(Headed):
+class TextTransformer(Transformer):
     """Ids (b, T) int64 -> logits (b, classes). Features: the last hidden state of the first token."""
 
-    trained = "body.classifier."
-
-    def __init__(self, body: nn.Module, padding: int) -> None:
-        super().__init__()
-        self.body = body
-        self.padding = padding
-
     def features(self, ids: Tensor) -> Tensor:
-        encoder = cast(nn.Module, self.body.roberta)
-        return _hidden_states(encoder, ids, torch.zeros_like(ids), self.padding, self.padding + 1)[:, 0]
+        encoder, padding = cast(nn.Module, self.body.roberta), self.config.pad_token_id
+        return _hidden_states(encoder, ids, torch.zeros_like(ids), padding, padding + 1)[:, 0]
 
     def head(self, features: Tensor) -> Tensor:
         return cast(Tensor, self.body.classifier(features[:, None]))  # type: ignore[operator]
@@ -121,8 +118,8 @@ def _configuration(kind: Any, source: str, pretrained: bool, config: Any, defaul
 
 def _published(
     name: str, classes: int, path: str | None, pretrained: bool, config: Any, **defaults: Any
-) -> tuple[nn.Module, Any, str]:
-    """Return a published classifier or a random one of its form, its configuration, and where its weights are."""
+) -> tuple[nn.Module, str]:
+    """Return a published classifier or a random one of its form, and where its weights are."""
     transformers = extra("transformers", name)
     published, *names = PUBLISHED[name]
     configurations, models = (getattr(transformers, kind) for kind in names)
@@ -135,7 +132,7 @@ def _published(
         # format is a pickle, which runs code.
         loading = {"config": configuration, "ignore_mismatched_sizes": True, "use_safetensors": True}
         body = models.from_pretrained(source, **loading) if pretrained else models(configuration)
-    return body.float().train(), configuration, source
+    return body.float().train(), source
 
 
 def _without_dropout(config: Any) -> None:
@@ -169,8 +166,9 @@ def quiet(transformers: Any) -> Iterator[None]:
         yield
 
 
-def _folder(path: str) -> str:
-    require(Path(path).is_dir(), "model.path", path, "an existing folder written by save_pretrained")
+def _folder(path: str | None) -> str:
+    allowed = "a folder with the weights, written by save_pretrained"
+    require(bool(path) and Path(path or "").is_dir(), "model.path", path or "", allowed)
     return str(path)
 
 
@@ -210,11 +208,9 @@ def vit_base(
     transformers' ViTConfig) random weights; ``train`` all, head, or lora (``rank``, adapters on queries and values).
     """
     channels = image_shape("vit-base", input_shape)[0]
-    body, configuration, _ = _published("vit-base", classes, path, pretrained, config)
-    if channels not in (1, configuration.num_channels):
-        raise wrong("model vit-base: input shape", tuple(input_shape), f"1 or {configuration.num_channels} channels")
-    module = ImageTransformer(body, int(configuration.image_size), configuration.num_channels)
-    module.prior = NATURAL if pretrained else module.prior
+    module = ImageTransformer(_published("vit-base", classes, path, pretrained, config)[0], pretrained)
+    if channels not in (1, module.config.num_channels):
+        raise wrong("model vit-base: input shape", tuple(input_shape), f"1 or {module.config.num_channels} channels")
     return trainable("vit-base", module, train, rank)
 
 
@@ -231,11 +227,10 @@ def roberta_base(
     """
     ids = {"vocab_size": vocabulary, "pad_token_id": padding}
     defaults = ROBERTA_BASE_SIZES | {key: value for key, value in ids.items() if value is not None}
-    body, configuration, source = _published("roberta-base", classes, path, pretrained, config, **defaults)
-    _check_ids(configuration, source if pretrained else None, vocabulary, padding)
-    _check_length("roberta-base", input_shape, configuration.max_position_embeddings - configuration.pad_token_id - 1)
-    module = TextTransformer(body, configuration.pad_token_id)
-    module.prior = NATURAL if pretrained else module.prior
+    body, source = _published("roberta-base", classes, path, pretrained, config, **defaults)
+    module = TextTransformer(body, pretrained)
+    _check_ids(module.config, source if pretrained else None, vocabulary, padding)
+    _check_length("roberta-base", input_shape, module.config.max_position_embeddings - module.config.pad_token_id - 1)
     return trainable("roberta-base", module, train, rank)
 
 
@@ -319,8 +314,6 @@ def text_encoder(
     sentences. ``vocabulary`` and ``padding`` come from a recipe's data, whose tokenizer
     must be the encoder's own. Raises InputError.
     """
-    if path is None:
-        raise wrong("model.path", "nothing", "a folder with the encoder's weights, written by save_pretrained")
     one_of("model.pooling", pooling, POOLING)
     name, source = "text-encoder", _folder(path)
     transformers = extra("transformers", name)
