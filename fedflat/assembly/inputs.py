@@ -83,7 +83,7 @@ def module_of(
     """Return a module of its own for this run, checked to hold nothing that would leave unclipped; whether its training
     draws from torch's generator; and how many classes there are, of a module that is given as many as it puts out.
     """
-    from fedflat.models import OURS, build, refuse_unclipped_state
+    from fedflat.models import build, refuse_unclipped_state
 
     if isinstance(model, nn.Module):
         module = model
@@ -106,8 +106,7 @@ def module_of(
         # The user's own module stays as it was: its weights are w^0 of further runs too.
         module = _copied(module)
         refuse_crashing(module, example)
-    packaged = model is None and recipe.model.name in OURS
-    classes, draws = data.classes, refuse_unclipped_state(module, example, packaged=packaged)
+    classes, draws = data.classes, refuse_unclipped_state(module, example)
     # A module built for the data fits them; one that was given may have other outputs.
     if model is not None or ":" in recipe.model.name or data.name == PAIRS:  # the others are made for the data
         outputs = check_outputs(module, example, data, objective)

@@ -102,24 +102,23 @@ def _pass(module: nn.Module, batch: Tensor) -> list[Tensor]:
         return [out.detach(), *(g for g in grads if g is not None)]
 
 
-def _trained_between(probe: nn.Module, first: Tensor, *between: Tensor) -> tuple[bool, bool]:
-    """Train on one batch and, where there are others, on them and on the first again. Whether the outcomes on the first
-    were the same bits, wherever a module may keep its memory; and whether torch's generator was drawn from."""
+def _trained_between(probe: nn.Module, first: Tensor, other: Tensor) -> tuple[bool, bool]:
+    """Train on one batch, on another, and on the first again. Whether the outcomes on the first were the same bits,
+    wherever a module may keep its memory; and whether torch's generator was drawn from."""
     outcomes, draws = list[list[Tensor]](), False
-    for batch in (first, *between, first) if between else (first,):
+    for batch in (first, other, first):
         with seeded_torch(0, "check of the model's memory"):
             before = global_generators()
-            outcome = _pass(probe, batch)
+            outcomes.append(_pass(probe, batch))
             after = global_generators()
-        outcomes += [outcome] if batch is first else []
         draws |= before[0] != after[0]
         for name, a, b in zip(("NumPy's", "Python's"), before[1:], after[1:]):
             require(a == b, "model", f"a pass that draws from {name} global generator", "torch's own generator")
-    expected, *others = outcomes
-    return all(len(o) == len(expected) and all(map(equal, o, expected)) for o in others), draws
+    once, _, again = outcomes
+    return len(once) == len(again) and all(map(equal, once, again)), draws
 
 
-def refuse_unclipped_state(module: nn.Module, example: Tensor, *, packaged: bool = False) -> bool:
+def refuse_unclipped_state(module: nn.Module, example: Tensor) -> bool:
     """Raise InputError if training would change anything of ``module`` besides its trainable parameters.
 
     ``example`` gives the form of a batch (and the range of token ids). Passes over made-up batches, forward and
@@ -128,7 +127,6 @@ def refuse_unclipped_state(module: nn.Module, example: Tensor, *, packaged: bool
     a pass changes, be it a buffer, a frozen parameter, an attribute, a list, a generator, a hook's closure or a class;
     memory that is out of reach but shows in an outcome; randomness other than torch's own generator; lazy tensors;
     trainable parameters that are not floating point; modules with nothing to train.
-    packaged: a model of this package, on which our tests make the whole search: memory out of reach is not looked for.
     Returns whether training draws from torch's generator.
     """
     _refuse_parameters(module)
@@ -144,9 +142,9 @@ def refuse_unclipped_state(module: nn.Module, example: Tensor, *, packaged: bool
         before = snapshot(probe)
         with torch.no_grad():
             _pass(probe.eval(), batches[1])
-        if not packaged and len(batches[0]):
+        if len(batches[0]):
             _pass(probe.train(), batches[0][:1])  # the last batch of an epoch may be one row
-        forgets, draws = _trained_between(probe.train(), *batches[: 1 if packaged else None])
+        forgets, draws = _trained_between(probe.train(), *batches)
         moved = difference(before, snapshot(probe))
     if moved is not None:
         raise InputError(
