@@ -118,10 +118,6 @@ class WordCounts(Headed):
         return counts / word.sum(1, keepdim=True).clamp(min=1.0).sqrt()
 
 
-LONGEST_PAIR = 2048
-"""Ids of two sentences that :class:`WordOverlap` compares: a gigabyte for 64 pairs."""
-
-
 class WordOverlap(Headed):
     """Whether two sentences use the same words, and logistic regression on that: (b, T) -> (b, classes).
 
@@ -158,9 +154,7 @@ def bow_linear(
 
 def bow_overlap(input_shape: Sequence[int], classes: int, *, padding: int = 0, separator: int = 1) -> nn.Module:
     """Logistic regression on how far two sentences use the same words; ``separator``: the id between them."""
-    if (length := text_length("bow-overlap", input_shape)) > LONGEST_PAIR:
-        allowed = f"at most {LONGEST_PAIR} ids, each is compared with each"
-        raise wrong("model bow-overlap: input shape", (length,), allowed)
+    text_length("bow-overlap", input_shape)
     if whole("model.separator", separator, 0) == whole("model.padding", padding, 0):
         raise wrong("model.separator", separator, "the id between the two sentences, which is not the padding's")
     return WordOverlap(classes, padding, separator)

@@ -96,6 +96,7 @@ def test_text_models_hold_no_unclipped_state_and_follow_the_seed() -> None:
         ("bow-linear", (8,), {"vocabulary": 1}, "model.vocabulary: found 1"),
         ("bow-overlap", (8,), {"padding": 1}, "model.separator: found 1"),
         ("char-linear", (8,), {"context": 0}, "model.context: found 0"),
+        ("char-linear", (8,), {"context": 9}, "model.context: found 9; allowed: a whole number ≥ 1 and ≤ 8"),
     ],
 )
 def test_impossible_options(name: str, shape: tuple[int, ...], options: dict[str, int], words: str) -> None:
@@ -144,19 +145,6 @@ def test_a_character_model_without_layers_adds_a_score_for_each_of_the_last_char
     torch.testing.assert_close(logits[0], last[2] + before[5] + module.bias)
     torch.testing.assert_close(logits[3], last[1] + before[4] + module.bias)
     assert [name for name, _ in module.named_parameters()][-1] == "bias"
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "length", "says"),
-    [
-        ("char-linear", {"context": 10}, 9, "model.context: found 10; allowed: a whole number ≥ 1 and ≤ 9"),
-        ("bow-overlap", {}, 2049, "allowed: at most 2048 ids"),
-    ],
-)
-def test_what_can_only_be_noise_or_too_much_memory(name: str, options: dict[str, int], length: int, says: str) -> None:
-    with pytest.raises(InputError) as error:
-        build(name, (length,), 11, 0, **options)
-    assert says in str(error.value)
 
 
 @pytest.mark.parametrize(
