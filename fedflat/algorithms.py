@@ -14,7 +14,7 @@ from fedflat.core.types import Algorithm, ClientState, Factory, Phase
 from fedflat.pieces import server, state
 from fedflat.pieces.clipping import SmoothedNormalisation
 from fedflat.pieces.gradients import HoldBias, blur, compose, label_prior, look_ahead, pgn, proximal, sam
-from fedflat.pieces.transforms import ClassSums, add_back_direction, lus, random_mask, rescale, top_k, top_mask
+from fedflat.pieces.transforms import AddBackDirection, ClassSums, Rescale, lus, random_mask, top_k, top_mask
 
 __all__ = ["ALGORITHMS", "Algorithm", "Factory", "Phase"]
 
@@ -116,7 +116,7 @@ def fed_smp_topk(
 
 
 def _rescaled(keep: float, wanted: bool) -> tuple[Any, ...]:
-    return (rescale(1 / keep),) if wanted else ()
+    return (Rescale(1 / keep),) if wanted else ()
 
 
 def dp_fedsam(rho: float = 0.5, adaptive: bool = False) -> Algorithm:
@@ -191,7 +191,7 @@ def _pgn(name: str, rho: float, beta: float, smoothing: server.LaplacianSmoothin
     return Algorithm(
         name,
         phases=(Phase(rule=pgn(rho, beta)),),
-        transforms=(add_back_direction(beta),),
+        transforms=(AddBackDirection(beta),),
         server=(server.PgnDirection(beta, smoothing),),
         momentum=0.0,
         fixed_momentum="the message re-adds (1−β)·K·η·g̃, which is exact only without local momentum",
@@ -419,7 +419,7 @@ def dp_fednsam(rho: float = 0.05, gamma: float = 0.5) -> Algorithm:
     (Velocity(gamma=0.9),)
     """
     rule = compose(look_ahead(gamma), sam(rho))
-    return Algorithm("dp-fednsam", phases=(Phase(rule=rule),), server=(server.velocity(gamma),))
+    return Algorithm("dp-fednsam", phases=(Phase(rule=rule),), server=(server.Velocity(gamma),))
 
 
 def dp_disk(kappa: float = 0.7, ahead: float | None = None) -> Algorithm:

@@ -60,7 +60,12 @@ def as_given(
 def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> FederatedData:
     """Return the federation: clients given in Python, or the recipe's data section."""
     if clients is not None:
-        data = _clients(clients, test, recipe.task != "classification")
+        if isinstance(clients, Mapping):
+            data = own_clients(clients, test=test)
+        elif isinstance(clients, FederatedData):
+            data = with_test(clients, test)
+        else:
+            data = from_pairs(clients, test, fractions=recipe.task != "classification")
         parts, held = hold_back(data.parts, recipe.data.client_test_fraction, recipe.seed)
         return replace(data, parts=parts, held_back=held)
     require(test is None, "test", "a test set without clients", "clients=[(inputs, targets), …] as well, or neither")
@@ -72,22 +77,13 @@ def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> FederatedData
     return load(recipe.data, recipe.seed)
 
 
-def _clients(clients: Clients, test: Any, fractions: bool) -> FederatedData:
-    """Return the pairs, a dict by user, or what ``fedflat.clients`` made of something else."""
-    if isinstance(clients, Mapping):
-        return own_clients(clients, test=test)
-    if not isinstance(clients, FederatedData):
-        return from_pairs(clients, test, fractions=fractions)
-    return with_test(clients, test)
-
-
 def module_of(
     recipe: Recipe, model: nn.Module | None, data: FederatedData, objective: Objective = CROSS_ENTROPY
 ) -> tuple[nn.Module, bool, int]:
     """Return a module of its own for this run, checked to hold nothing that would leave unclipped; whether its training
     draws from torch's generator; and how many classes there are, of a module that is given as many as it puts out.
     """
-    from fedflat.models import OURS, build, refuse_unclipped_state
+    from fedflat.models import build, refuse_unclipped_state
 
     if isinstance(model, nn.Module):
         module = model
@@ -110,8 +106,7 @@ def module_of(
         # The user's own module stays as it was: its weights are w^0 of further runs too.
         module = _copied(module)
         refuse_crashing(module, example)
-    packaged = model is None and recipe.model.name in OURS
-    classes, draws = data.classes, refuse_unclipped_state(module, example, packaged=packaged)
+    classes, draws = data.classes, refuse_unclipped_state(module, example)
     # A module built for the data fits them; one that was given may have other outputs.
     if model is not None or ":" in recipe.model.name or data.name == PAIRS:  # the others are made for the data
         outputs = check_outputs(module, example, data, objective)
@@ -170,11 +165,6 @@ class Form(NamedTuple):
     train: int
     test: int
 
-    @property
-    def dataset(self) -> str:
-        """As ``data.dataset`` names it."""
-        return f"{PREFIX}{'x'.join(map(str, self.shape))}/{self.classes}/{self.train}+{self.test}"
-
 
 def form_of(dataset: str) -> Form:
     """Return what the name of a data set says.
@@ -211,7 +201,7 @@ def on_proxy(recipe: Recipe, data: FederatedData) -> Recipe:
     held = round(train / (1 - recipe.data.client_test_fraction))
     tested = len(data.test_targets) if data.test_targets is not None else max(1, train // 5)
     section = DataSection(
-        dataset=Form((shape[0], shape[1], shape[2]), data.classes, held, tested).dataset,
+        dataset=f"{PREFIX}{'x'.join(map(str, shape))}/{data.classes}/{held}+{tested}",
         partition=Partition() if recipe.data.partition.kind == "natural" else recipe.data.partition,
         clients=data.clients,
         client_test_fraction=recipe.data.client_test_fraction,
@@ -232,7 +222,7 @@ def federation(options: DataSection, seed: int) -> FederatedData:
     for name in DataSection.model_fields:
         if name not in used and getattr(options, name) != DataSection.model_fields[name].default:
             raise wrong(f"data.{name}", getattr(options, name), "nothing: a random process does not use it")
-    images, targets = examples(form, form.train + form.test)
+    images, targets = examples(form)
     parts = partition(targets[: form.train].numpy(), options.partition, options.clients, seed)
     if options.max_per_client is not None:
         parts = bounded(parts, options.max_per_client, seed)
@@ -244,8 +234,9 @@ def federation(options: DataSection, seed: int) -> FederatedData:
     )  # fmt: skip
 
 
-def examples(form: Form, count: int) -> tuple[Tensor, Tensor]:
-    """``count`` standardised images ``(count, c, h, w)`` float32 and their classes ``(count,)`` int64."""
+def examples(form: Form) -> tuple[Tensor, Tensor]:
+    """Return all standardised images ``(n, c, h, w)`` float32 and their classes ``(n,)`` int64."""
+    count = form.train + form.test
     stand_for = dead_leaves(form.classes * MODES, form.shape, SEED)
     over = dead_leaves(min(POOL, count), form.shape, SEED + 1)
     images, targets = [], []

@@ -1,11 +1,8 @@
 """Build and check everything live that a run needs, before anything is trained."""
 
-import contextlib
 import copy
-import functools
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,13 +15,13 @@ from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
 from fedflat.assembly.piece_check import try_pieces
 from fedflat.assembly.plans import algorithm_of, average_of, clip_of, local_of, optimizer_of, plan_of, weighted
 from fedflat.assembly.records import identity, settled
-from fedflat.assembly.tasks import SQUARED, metrics_of, objective_of, suited, try_metrics, with_public_classes
+from fedflat.assembly.tasks import metrics_of, objective_of, suited, try_metrics, with_public_classes
 from fedflat.backends.choose import backend_for
 from fedflat.backends.features import with_features
 from fedflat.backends.in_process import Sequential
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import RunError, require, wrong
+from fedflat.core.checks import wrong
 from fedflat.core.held import StateWatch
 from fedflat.core.identity import identity_of
 from fedflat.core.loss import CustomLoss, Objective
@@ -34,7 +31,7 @@ from fedflat.core.types import Algorithm, Broadcast, Factory, RoundState
 from fedflat.data.clients import FederatedData
 from fedflat.data.sources import public_training
 from fedflat.engine import device as place
-from fedflat.engine.device import CPU, device_for, exact, placed
+from fedflat.engine.device import device_for, exact, placed
 from fedflat.engine.evaluate import outputs_of
 from fedflat.engine.job import Evaluation, Job, Metric
 from fedflat.engine.problem import ModuleProblem, refuse_change
@@ -43,7 +40,7 @@ from fedflat.methods import noise as noising
 from fedflat.methods import shares, votes
 from fedflat.methods.published import Published
 from fedflat.models import is_sized
-from fedflat.pieces.gradients import LabelPrior, check_bias
+from fedflat.pieces.gradients import check_bias
 
 
 def prepare(
@@ -54,40 +51,22 @@ def prepare(
     """Everything live that a run of ``recipe`` needs, checked; no training is done.
 
     loss, metrics: of the user's own, see ``fedflat.run``. features: whether the job's data become a frozen body's
-    features, or stay as they are. A GPU that was not asked for, and fails, is left: the run goes on with the processor.
+    features, or stay as they are.
     """
     # From here on the recipe says `given` wherever Python gave something, so no name can mislead.
     recipe = as_given(recipe, model, clients, data, algorithm, loss)
-    ingredients = replace(_ingredients(recipe, model, clients, test, algorithm, data, loss), features=features)
+    ingredients = _ingredients(recipe, model, clients, test, algorithm, data, loss)
     wanted = metrics_of(metrics, recipe, ingredients.data)
     if recipe.evaluation.keep != "last" and ingredients.data.test_inputs is None:
         raise wrong("evaluation.keep", recipe.evaluation.keep, "last where there are no public test data")
-    job = _placed(recipe, ingredients)
+    form = ingredients.module, ingredients.layout, ingredients.data, ingredients.precision, ingredients.objective
+    job = _job(recipe, ingredients, device_for(recipe.engine.device, recipe.engine.backend, *form), features)
     job.metrics = wanted
     tests, targets = job.data.test_inputs, job.data.test_targets
     if job.metrics and tests is not None and targets is not None:
         outputs = outputs_of(job.problem, job.initial_weights, tests, job.evaluation.batch_size)
         try_metrics(job.metrics, outputs, targets.cpu())
     return job
-
-
-def _placed(recipe: Recipe, ingredients: "_Ingredients") -> Job:
-    """Return the job on the device that the recipe asks for."""
-    engine = recipe.engine
-    form = ingredients.module, ingredients.layout, ingredients.data, ingredients.precision, ingredients.objective
-    device = device_for(engine.device, engine.backend, *form)
-    if engine.device != "auto" or device.type == "cpu":
-        return _job(recipe, ingredients, device)
-    try:
-        return _job(recipe, replace(ingredients, module=copy.deepcopy(ingredients.module)), device)
-    # What fits on a device follows from clients' data, so it may not choose where a run computes.
-    except RunError:  # such as data that are too large for it: nothing is chosen by what clients hold
-        raise
-    except RuntimeError as error:
-        warnings.warn(f"engine.device: going on with the processor: {str(error).splitlines()[0]}", stacklevel=2)
-    with contextlib.suppress(RuntimeError):  # an error of the GPU may stay
-        torch.cuda.empty_cache()
-    return _job(recipe, ingredients, CPU)
 
 
 @dataclass(frozen=True)
@@ -106,9 +85,8 @@ class _Ingredients:
     random: bool
     objective: Objective
     user_code: tuple[Any, ...]
-    features: bool = True
 
-    @functools.cached_property
+    @property
     def digest(self) -> str:
         """Of every example, the public ones too."""
         more = [] if self.public is None else [self.public.fingerprint()]
@@ -144,8 +122,6 @@ def _ingredients(
     layout = layout_of(module, method.head)
     zeros = data.inputs.new_zeros(2, *data.inputs.shape[1:])  # a server may hold no rows
     check_bias(method, module, layout, zeros, data.targets)
-    adjusted = recipe.loss == SQUARED and any(isinstance(phase.rule, LabelPrior) for phase in method.phases)
-    require(not adjusted, "loss", f"{SQUARED} with {method.name}", "cross-entropy, whose logits it adjusts")
     random = random or objective.own is not None
     return _Ingredients(method, data, queries, public, module, layout, precision, random, objective, user_code)
 
@@ -163,13 +139,13 @@ def _apart(
     return data, None, public
 
 
-def _job(recipe: Recipe, ingredients: _Ingredients, device: torch.device) -> Job:
+def _job(recipe: Recipe, ingredients: _Ingredients, device: torch.device, features: bool) -> Job:
     """Return the job on a device, to which the module is moved."""
     # The identity and a federation's app need the weights as they were before any device touched them.
     pristine = copy.deepcopy(ingredients.module).cpu()
     module, layout, precision = ingredients.module.to(device), ingredients.layout, ingredients.precision
     untouched = StateWatch(module)
-    data = _resident(ingredients.data, module, device, precision, ingredients.features)
+    data = _resident(ingredients.data, module, device, precision, features)
     if any(part is ingredients.module for part in ingredients.user_code):
         data = place.in_bearable_layout(module, data)
     parts, threshold = _parts(recipe, ingredients.method, data, layout)

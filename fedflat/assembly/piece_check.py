@@ -21,19 +21,7 @@ from fedflat.core.held import equal, global_generators
 from fedflat.core.params import Layout
 from fedflat.core.process import using_threads
 from fedflat.core.rng import seeded_torch, stream
-from fedflat.core.types import (
-    AVERAGE,
-    Algorithm,
-    ClientState,
-    ClientView,
-    CommonMask,
-    MaskView,
-    MeanView,
-    Phase,
-    ServerStep,
-    ServerView,
-    broadcast_by,
-)
+from fedflat.core.types import AVERAGE, Algorithm, ClientState, ClientView, MaskView, MeanView, ServerView, broadcast_by
 from fedflat.engine.isolated import called
 from fedflat.pieces.clipping import MethodScale
 
@@ -41,6 +29,7 @@ SHORT, ENTRIES = 256, 2_000
 """Entries of a tensor in a shortened trial, and of a vector from which the shortened trial comes first."""
 ON_CLIENTS = "a piece that is called with ({}, view) and works on one client's vector (k,)"
 ON_SERVER = "a step that reads its own slots and returns a vector (d,) and its slots"
+OPTIMIZER = "algorithm.optimizer"
 Call = Callable[[Tensor, Tensor, np.random.Generator], Any]
 """Two inputs of a piece, ``(k,)``, and a generator -> what it makes of them."""
 
@@ -78,10 +67,9 @@ def _check_form(result: object, shape: tuple[int, ...], dtype: torch.dtype = tor
     """Raise Fault for what is no tensor of a shape and type."""
     if not isinstance(result, Tensor):
         raise Fault(f"{type(result).__name__} returned", f"a tensor of shape {shape}")
-    if result.shape != shape:
-        raise Fault(f"shape {tuple(result.shape)} returned for {shape}", "the same shape")
-    if result.dtype != dtype:
-        raise Fault(f"{result.dtype} returned for {dtype}", "the same type")
+    for found, wanted, kind in ((tuple(result.shape), shape, "shape"), (result.dtype, dtype, "type")):
+        if found != wanted:
+            raise Fault(f"{kind} {found} returned for {wanted}", f"the same {kind}")
 
 
 def _numbers(purpose: str, size: int) -> Tensor:
@@ -96,6 +84,9 @@ class _Trial:
         self.algorithm, self.layout, self.size = algorithm, layout, layout.dimension
         self.tensors, self.weights = layout.tensors("shared"), _numbers("w^t", layout.dimension)
         self.slots: dict[str, Tensor] = {}
+        self.on_server: dict[str, Any] = {f"algorithm.server[{i}]": step for i, step in enumerate(algorithm.server)}
+        if algorithm.optimizer is not None:
+            self.on_server[OPTIMIZER] = algorithm.optimizer
 
     def run(self) -> bool:
         """Try all of them; return whether one that clients run draws random numbers."""
@@ -155,21 +146,20 @@ class _Trial:
             tensors=self.tensors, **only,
         )  # fmt: skip
 
-    def _train(self, phase: Phase, start: Tensor, target: Tensor, generator: np.random.Generator) -> Any:
+    def _train(self, phase: Any, start: Tensor, target: Tensor, generator: np.random.Generator) -> Any:
         """Return the second gradient of a rule on f(w) = ‖w − target‖²/2 + a wave, after one step."""
         view = self._view(
             target, generator, start=start.clone(), clip=1.0, shares=lambda classes: torch.full((classes,), 1 / classes)
         )
         if phase.part == "personal":
             view = replace(view, broadcast={}, state={}, tensors=())
-        rule: Any = phase.rule
 
         def gradient(w: Tensor) -> Tensor:
             return (w - target) + 0.1 * torch.sin(3 * w)
 
-        first = rule(gradient, view)(start.clone())
+        first = phase.rule(gradient, view)(start.clone())
         _check_form(first, tuple(start.shape))
-        return rule(gradient, view)(start - 0.1 * first)
+        return phase.rule(gradient, view)(start - 0.1 * first)
 
     def _transform(self, transform: Any, update: Tensor, gradient: Tensor, generator: np.random.Generator) -> Any:
         seen = {"gradient": gradient.clone, "examples": lambda: torch.ones(1)}
@@ -178,7 +168,7 @@ class _Trial:
     def _remember(self, state: ClientState, sent: Tensor, before: Tensor, generator: np.random.Generator) -> Any:
         return state.next(sent.repeat(self.algorithm.vectors), self._view(before, generator))
 
-    def _try_mask(self, mask: CommonMask) -> None:
+    def _try_mask(self, mask: Callable[[MaskView], Tensor]) -> None:
         """Try the common mask: boolean, of the vector's length, and the same from the same public randomness."""
         public = (lambda: _numbers("public update", self.size)) if self.algorithm.options.get("public") else None
         drawn = list[Tensor]()
@@ -192,54 +182,39 @@ class _Trial:
                 raise Fault("another mask from the same public randomness", "draws from view.generator only")
 
     def _try_slots(self) -> None:
-        """Look at the slots of the server's steps at w^0, and at what clients receive of them."""
-        for index, step in enumerate(self.algorithm.server):
-            with _refusing(f"algorithm.server[{index}]", step, ON_SERVER):
-                self._add(step)
-        if self.algorithm.optimizer is not None:
-            with _refusing("algorithm.optimizer", self.algorithm.optimizer, ON_SERVER):
-                self._check_broadcast(self.algorithm.optimizer)
-
-    def _add(self, step: ServerStep) -> None:
-        """Add a step's slots to the others'; each has a name of its own."""
-        more = step.initial(self.weights.clone())
-        if taken := more.keys() & {*self.slots, AVERAGE}:
-            raise Fault(f"the slot {min(taken)!r} twice", "a name that no other step and not the released average has")
-        self.slots.update(more)
-        self._check_broadcast(step)
-
-    def _check_broadcast(self, piece: object) -> None:
-        """Check what clients receive of the slots: named in a tuple, of the model's length."""
-        names = getattr(piece, "broadcast", ())
-        # A forgotten comma makes a string of the tuple, whose letters would be taken for names.
-        if isinstance(names, str):
-            raise Fault(f"broadcast = {names!r}", f"a tuple of names: ({names!r},), with the comma")
-        for name in names:
-            if name in self.slots and tuple(self.slots[name].shape) != (self.size,):
-                raise Fault(f"the broadcast slot {name!r} of shape {tuple(self.slots[name].shape)}", f"({self.size},)")
+        """Look at the slots of the server's pieces at w^0, each with a name of its own, and at what clients receive."""
+        for place, piece in self.on_server.items():
+            with _refusing(place, piece, ON_SERVER):
+                more = {} if place == OPTIMIZER else piece.initial(self.weights.clone())
+                if taken := more.keys() & {*self.slots, AVERAGE}:
+                    allowed = "a name that no other step and not the released average has"
+                    raise Fault(f"the slot {min(taken)!r} twice", allowed)
+                self.slots.update(more)
+                names = getattr(piece, "broadcast", ())
+                # A forgotten comma makes a string of the tuple, whose letters would be taken for names.
+                if isinstance(names, str):
+                    raise Fault(f"broadcast = {names!r}", f"a tuple of names: ({names!r},), with the comma")
+                for name in names:
+                    if (shape := tuple(self.slots.get(name, self.weights).shape)) != (self.size,):
+                        raise Fault(f"the broadcast slot {name!r} of shape {shape}", f"({self.size},)")
 
     def _try_server(self) -> None:
         """Try the server's steps in turn, and the method's own optimiser behind them: they see nothing private, so only
         what they return is looked at.
         """
-        method = self.algorithm
-        if method.vectors > 1 and not method.server:
-            problem = f"nothing for messages of {method.vectors} vectors"
-            raise wrong("algorithm.server", problem, "a step for their mean")
-        mean = _numbers("a mean", method.vectors * self.size)
-        for index, step in enumerate(method.server):
-            with _refusing(f"algorithm.server[{index}]", step, ON_SERVER):
-                mean = self._twice(functools.partial(self._step, step), mean)
-        if method.optimizer is not None:
-            with _refusing("algorithm.optimizer", method.optimizer, ON_SERVER):
-                self._twice(self._optimize, mean)
+        vectors = self.algorithm.vectors
+        if vectors > 1 and not self.algorithm.server:
+            raise wrong("algorithm.server", f"nothing for messages of {vectors} vectors", "a step for their mean")
+        mean = _numbers("a mean", vectors * self.size)
+        for place, piece in self.on_server.items():
+            with _refusing(place, piece, ON_SERVER):
+                mean = self._twice(functools.partial(self._optimize if place == OPTIMIZER else self._step, piece), mean)
 
-    def _step(self, step: ServerStep, mean: Tensor, slots: dict[str, Tensor]) -> Any:
+    def _step(self, step: Any, mean: Tensor, slots: dict[str, Tensor]) -> Any:
         return step(mean, ServerView(0, 2, 0.1, self.tensors, slots, 5.0, 20))
 
-    def _optimize(self, mean: Tensor, slots: dict[str, Tensor]) -> Any:
+    def _optimize(self, factory: Any, mean: Tensor, slots: dict[str, Tensor]) -> Any:
         """Return one round of the server's optimiser, made anew as in every round."""
-        factory: Any = self.algorithm.optimizer
         view = MeanView(std=0.1, clip=1.0, divisor=10.0)
         return factory(self.algorithm.server_lr, view)(self.weights.clone(), mean, slots)
 
@@ -283,7 +258,7 @@ def _try_scale(rule: Callable[[Tensor, float], Tensor]) -> None:
     allowed = "a function of a message's norm and C"
     with _refusing("algorithm.scale", rule, allowed):
         factors = clip.scale(norms, 1.0)
-        if not torch.equal(factors, clip.scale(norms, 1.0)):
+        if not torch.equal(factors, clip.scale(norms, 1.0)):  # a memory out of the clip's sight
             raise Fault("other factors for the same norms", allowed)
         if not factors.any():
             raise Fault("no factor above 0 (negative ones and NaN count as 0)", allowed)

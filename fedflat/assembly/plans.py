@@ -21,7 +21,7 @@ from fedflat.data.preparation import DATASETS
 from fedflat.methods import noise as noising
 from fedflat.methods import shares, votes
 from fedflat.pieces import clipping
-from fedflat.pieces.server import MovingAverage, TailAverage, optimizer
+from fedflat.pieces.server import Adaptive, MovingAverage, Sgd, TailAverage
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.tuning import Selection
 
@@ -62,15 +62,12 @@ def algorithm_of(recipe: Recipe, algorithm: Algorithm | Factory | None = None) -
 
 
 def _check_options(name: str, options: Mapping[str, Any], factory: Factory) -> None:
-    """Raise InputError for an option that a method does not take, or needs, or takes as another kind of value."""
+    """Raise InputError for an option that a method does not take, or takes as another kind of value."""
     keys = inspect.signature(factory).parameters
     for key in options:
         allowed = f"for {name}: {', '.join(keys) or 'no key'}"
         require(key in keys, f"algorithm.{key}", key, allowed, hint=nearest(key, keys))
     for parameter in keys.values():
-        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if named and parameter.default is parameter.empty and parameter.name not in options:
-            raise wrong(f"algorithm.{parameter.name}", "nothing", f"a value: {name} needs it and has no default")
         value = options.get(parameter.name, parameter.default)
         # YAML's 1 and 0 would pass as truth values, and mean numbers elsewhere.
         if isinstance(parameter.default, bool) and not isinstance(value, bool):
@@ -156,11 +153,6 @@ def local_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> Local:
             problem = f"local.momentum: {momentum}, for neither the recipe nor {method.name} says one"
             warnings.warn(f"{problem}; Algorithm(momentum=0.0) if its equations divide by K·η", stacklevel=2)
     reason, free = f"Reason: {method.fixed_momentum}.", not method.fixed_momentum
-    if all(phase.steps == 0 for phase in method.phases):
-        fields = type(local).model_fields.items()
-        idle = [f"local.{key}" for key, info in fields if getattr(local, key) != info.default and key != "momentum"]
-        if idle:
-            warnings.warn(f"{', '.join(idle)}: without effect, for {method.name} takes no local step", stacklevel=2)
     fixed = f"{method.momentum or 0.0:g} for {method.name}"
     require(free or momentum == method.momentum, "local.momentum", momentum, fixed, hint=reason)
     if local.optimizer != "sgd":
@@ -233,14 +225,12 @@ def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, fl
             raise wrong("privacy.clip", setting.kind, f"one number for {method.name}, which scales messages itself")
         return clipping.MethodScale(method.scale), setting.value
     if setting.initial is not None:
-        return clipping.adaptive(setting.initial, setting.quantile), setting.initial
+        return clipping.Adaptive(setting.initial, setting.quantile), setting.initial
     if setting.values is not None:
         per_tensor = clipping.per_tensor(setting.values, layout.shared * method.vectors)
         return per_tensor, per_tensor.threshold
     if setting.value is None:
         allowed = "a number > 0, {kind: adaptive, initial: …} or {kind: per-tensor, values: …}"
-        missing = {"constant": "value", "adaptive": "initial", "per-tensor": "values"}.get(setting.kind)
-        require(missing is None, f"privacy.clip.{missing}", "nothing", f"a value; kind {setting.kind} needs it")
         raise wrong("privacy.clip", setting.kind, allowed)
     return clipping.whole_vector(setting.value), setting.value
 
@@ -270,9 +260,9 @@ def optimizer_of(recipe: Recipe, method: Algorithm) -> Callable[[MeanView], Opti
     server = server_of(recipe, method).model_dump()
     if method.optimizer is not None:
         return functools.partial(method.optimizer, server["lr"])
-    options = ("momentum",) if server["optimizer"] == "sgd" else ("beta1", "beta2", "tau")
-    step = optimizer(server["optimizer"], **{key: server[key] for key in ("lr", *options)})
-    return lambda view: step
+    if server["optimizer"] == "sgd":
+        return lambda view: Sgd(server["lr"], server["momentum"])
+    return lambda view: Adaptive(server["optimizer"], *(server[key] for key in ("lr", "beta1", "beta2", "tau")))
 
 
 def average_of(recipe: Recipe, method: Algorithm) -> Average | None:

@@ -1,8 +1,6 @@
 """Write down a run before it begins: its recipe, fingerprint, versions, and what its randomness follows."""
 
-import inspect
 import json
-import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,12 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedflat.assembly.plans import is_public, server_of
-from fedflat.config.reading import GIVEN, dumped
+from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
 from fedflat.core.durable import digest_of_json, write_tensors
 from fedflat.core.identity import identity_of
-from fedflat.core.imports import DIGEST
 from fedflat.core.params import Layout
 from fedflat.core.types import MOMENTUM, Algorithm
 from fedflat.engine.job import Job
@@ -100,21 +97,8 @@ def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
     dump["engine"] |= {"device": str(job.problem.device), "compile": False}
     threads = getattr(job.backend, "threads", None)
     dump["engine"] |= {} if threads is None else {"processes": threads}
-    if recipe.model.name == GIVEN:
-        dump["model"] |= _origin(type(job.problem.pristine))
     dump["versions"] = versions(("fedflat", "torch", "numpy", "dp-accounting")) | ({} if run is None else {"run": run})
     return dumped(dump)
-
-
-def _origin(kind: type) -> dict[str, str]:
-    """Return where the class of a module that was given in Python comes from: its name, and its file's, without the
-    folder.
-    """
-    try:
-        file = {"file": Path(inspect.getfile(kind)).name}
-    except (OSError, TypeError):  # defined at a prompt
-        file = {}
-    return {"class": f"{kind.__module__.partition(DIGEST)[0]}.{kind.__qualname__}", **file}
 
 
 def write_frozen(job: Job, folder: Path) -> None:
@@ -130,20 +114,15 @@ def is_seeded(recipe: Recipe) -> bool:
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse seeded noise for clients of one's own, unless the recipe says that it is a benchmark; warn of keys without
-    effect.
+    """Refuse seeded noise for clients of one's own, unless the recipe says that it is a benchmark; warn of a paper that
+    is named where the sound round runs.
 
     Raises:
         InputError: with what to write instead.
     """
     privacy = recipe.privacy
-    idle = {  # not refused: a run's own recipe may have them
-        "published beside privacy.protocol: sound": privacy.published and privacy.protocol == "sound",
-        "benchmark beside privacy.randomness: secret": privacy.benchmark and not is_seeded(recipe),
-        "budget above privacy.epsilon": (privacy.budget or 0.0) > (privacy.epsilon or math.inf),
-    }
-    for key in (key for key, holds in idle.items() if holds):
-        warnings.warn(f"privacy.{key}: without effect", stacklevel=2)
+    if privacy.published and privacy.protocol == "sound":
+        warnings.warn("privacy.published beside privacy.protocol: sound: without effect", stacklevel=2)
     if is_seeded(recipe) and not privacy.benchmark and not is_public(recipe.data.dataset):
         hint = "Seeded noise can be drawn again, so it protects nobody; privacy.benchmark: true allows it to measure."
         raise wrong("privacy.randomness", "seeded with clients of one's own", "secret", hint=hint)

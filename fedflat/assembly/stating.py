@@ -159,7 +159,7 @@ def restated(
     if digest is not None and entries and entries[0].get("factor", digest) != digest:
         raise RunError("the noise's factorisation comes out otherwise on this machine, and with it the sentences on it")
     base = {key: value for key, value in content.items() if key != "versions"}
-    if isinstance(base.get("model"), Mapping) and recipe.model.name == GIVEN:
+    if isinstance(base.get("model"), Mapping) and recipe.model.name == GIVEN:  # as it was written once
         base["model"] = {key: value for key, value in base["model"].items() if key not in ("class", "file")}
     return stated(recipe, base, plan, terms, rounds=rounds, entries=entries, tested=public_data)
 
@@ -170,11 +170,9 @@ def stated(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the statement of ``rounds`` finished rounds whose ledger has ``entries``. base: the settled recipe."""
     plan = plan.standing(entries)
-    facts = {**base, **_facts(recipe, terms, tested)}
-    # Both would tell who reads the statement more than the guarantee allows for.
-    for name in ("engine", "seed"):  # where it ran changes nothing; whoever knows a simulation's seed knows its noise
-        facts.pop(name, None)
-    facts |= noising.facts(recipe, plan)
+    # Where it ran changes nothing, and whoever knows a simulation's seed knows its noise.
+    public = {key: value for key, value in base.items() if key not in ("engine", "seed")}
+    facts = {**public, **_facts(recipe, terms, tested), **noising.facts(recipe, plan)}
     charged = rounds_charged(rounds, entries)
     warnings: list[str] = []
     if terms.deployment:

@@ -33,8 +33,8 @@ class Recipe(Section):
     """What is learnt, which decides the loss and what targets must be: class numbers (cross-entropy), a 0 or 1 for each
     label (binary cross-entropy), numbers (squared error), or the next token at each place. Example: regression"""
     loss: str | None = None
-    """squared: for classification, on one-hot targets less 1/K. Or a loss of one's own, my_file.py:my_loss: (outputs,
-    targets) -> loss of each example. None: the task's. Example: squared"""
+    """A loss of one's own, my_file.py:my_loss: (outputs, targets) -> loss of each example. None: the task's.
+    Example: my_file.py:my_loss"""
     algorithm: Annotated[sections.NamedSection, BeforeValidator(as_named)]
     """A name of fedflat list algorithms with its options, or my_file.py:my_method. Example: {name: dp-fedsam, rho:
     0.05}"""

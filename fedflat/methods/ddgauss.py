@@ -121,10 +121,6 @@ class DistributedDiscreteGaussian(ShareNumbers):
         """Return the whole numbers modulo 2^bits, in [0, 2^bits)."""
         return values & ((1 << self.bits) - 1)
 
-    def top_up(self, total: Integers, shares: int, noise: Source) -> Integers:
-        """Server: add `shares` further noise shares, so that every release carries n_max of them (see the account)."""
-        return self.wrap(total + self.shares(shares, noise))
-
     def decode(self, total: Integers, signs: Floats) -> Tensor:
         """Server: sum modulo 2^bits `(d',)` -> float32 `(d,)`, the noisy sum of clipped updates in their units."""
         half = 1 << (self.bits - 1)
@@ -175,8 +171,9 @@ class SharedDiscreteNoise(Mechanism):
         """Return the decoded noisy sum, float32 `(d,)`."""
         # An empty round is released too: zero and its noise.
         total = np.zeros(self.mechanism.padded, dtype=np.int64) if aggregate.exact is None else aggregate.exact
-        noisy = self.mechanism.top_up(total, self.shares, self._source(key, "noise", broadcast.round))
-        return self.mechanism.decode(noisy, self._signs(broadcast))
+        # So many further shares that every release carries n_max of them (see the account).
+        noise = self.mechanism.shares(self.shares, self._source(key, "noise", broadcast.round))
+        return self.mechanism.decode(total + noise, self._signs(broadcast))
 
     def _signs(self, broadcast: Broadcast) -> Floats:
         return self.mechanism.signs(stream(self.seed, "rotation", broadcast.round))

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from fedflat.core.checks import require, wrong
+from fedflat.core.checks import require
 from fedflat.core.discrete import default_granularity
 from fedflat.core.rounding import ROUNDING
 from fedflat.privacy.accounting.discrete import DDGaussAccount
@@ -156,6 +156,5 @@ class DDGaussPlan(Accounted):
         }  # fmt: skip
 
     def _min_cohort(self, plan: Plan) -> int:
-        if plan.min_cohort is None:
-            raise wrong("privacy.trust", plan.trust, "distributed, with which cohort.min is set, for ddgauss")
-        return plan.min_cohort
+        require(plan.min_cohort is not None, "privacy.trust", plan.trust, "distributed, for ddgauss")
+        return int(plan.min_cohort or 0)

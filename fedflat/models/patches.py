@@ -190,34 +190,26 @@ BANK = "kymatio.scattering2d.filter_bank"
 
 @dataclass(frozen=True)
 class ScatteringOptions:
-    """scales: J; means are over about 2^J pixels. angles: L. order: 1 or 2 moduli. cells: the side of the grid that the
-    means are averaged over further; None: it is not.
-    """
+    """scales: J; means are over about 2^J pixels. angles: L. order: 1 or 2 moduli."""
 
     scales: int = 2
     angles: int = 8
     order: int = 2
-    cells: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("scales", "angles", "order"):
             whole(f"model.body.{name}", getattr(self, name), 1, 2 if name == "order" else None)
-        if self.cells is not None:
-            whole("model.body.cells", self.cells, 1)
 
 
 class Scattering(nn.Module):
     """Images (b, c, h, w) -> maps (b, c·P, positions), P = 1 + J·L + L²·J(J − 1)/2 paths of order 2. Buffers only."""
 
-    pool: Tensor | None
-
     def __init__(self, shape: tuple[int, int, int], options: ScatteringOptions) -> None:
         super().__init__()
         self.scales, self.order = options.scales, options.order
         step, sides = 2**options.scales, shape[1:]
-        least = max(step + 1, step * (options.cells or 1))
-        allowed = f"at least {least} × {least}, or fewer scales"
-        require(min(sides) >= least, "model.body", f"images of {sides[0]} × {sides[1]}", allowed)
+        allowed = f"at least {step + 1} × {step + 1}, or fewer scales"
+        require(min(sides) > step, "model.body", f"images of {sides[0]} × {sides[1]}", allowed)
         padded = [(side // step + 2) * step for side in sides]
         margins = [((to - side) // 2, (to - side + 1) // 2) for side, to in zip(sides, padded)]
         self.around = [*margins[1], *margins[0]]
@@ -227,8 +219,6 @@ class Scattering(nn.Module):
         for j in range(options.scales):
             for at, levels in enumerate(zip(*[one["levels"] for one in bank["psi"] if one["j"] == j])):
                 self.register_buffer(f"wave{j}_{at}", _filters(levels, j - at))
-        rows, columns = (to // step - 2 for to in padded)
-        self.register_buffer("pool", pooling(rows, columns, options.cells) if options.cells else None)
 
     def forward(self, images: Tensor) -> Tensor:
         return torch.stack([self._maps(image) for image in images])
@@ -243,8 +233,7 @@ class Scattering(nn.Module):
             for k in range(j + 1, self.scales if self.order == 2 else 0):
                 second = _modulus(first[:, :, None], getattr(self, f"wave{k}_{j}"), 2 ** (k - j))
                 means.append(self._means(second.flatten(1, 2), k))
-        paths = torch.cat(means, 1).flatten(0, 1)
-        return paths if self.pool is None else paths @ self.pool
+        return torch.cat(means, 1).flatten(0, 1)
 
     def _means(self, spectrum: Tensor, level: int) -> Tensor:
         """Return the means, at a level, of what has this spectrum (c, paths, …): (c, paths, positions)."""

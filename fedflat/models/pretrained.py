@@ -33,25 +33,29 @@ NATURAL = "public natural data"
 LORA_TARGETS = ("q_proj", "v_proj", "query", "value")
 
 
-class ImageTransformer(Headed):
+class Transformer(Headed):
+    """A classifier of transformers. pretrained: whether its weights are the published ones."""
+
+    trained = "body.classifier."
+
+    def __init__(self, body: nn.Module, pretrained: bool) -> None:
+        super().__init__()
+        self.body, self.config = body, cast(Any, body).config
+        self.prior = NATURAL if pretrained else self.prior
+
+
+class ImageTransformer(Transformer):
     """Images (b, 3 or 1, h, w), resized bilinearly to the model's own size -> logits (b, classes).
 
     Features: the class token's last hidden state.
     """
 
-    trained = "body.classifier."
-
-    def __init__(self, body: nn.Module, side: int, channels: int) -> None:
-        super().__init__()
-        self.body = body
-        self.side = side
-        self.channels = channels
-
     def features(self, images: Tensor) -> Tensor:
+        side = int(self.config.image_size)
         if images.shape[1] == 1:
-            images = images.expand(-1, self.channels, -1, -1)
-        if tuple(images.shape[2:]) != (self.side, self.side):
-            images = F.interpolate(images, size=(self.side, self.side), mode="bilinear", align_corners=False)
+            images = images.expand(-1, self.config.num_channels, -1, -1)
+        if tuple(images.shape[2:]) != (side, side):
+            images = F.interpolate(images, size=(side, side), mode="bilinear", align_corners=False)
         return cast(Tensor, self.body.vit(pixel_values=images).last_hidden_state[:, 0])  # type: ignore[operator, union-attr]
 
 
@@ -80,19 +84,12 @@ def _hidden_states(
     return cast(Tensor, output.last_hidden_state)
 
 
-class TextTransformer(Headed):
+class TextTransformer(Transformer):
     """Ids (b, T) int64 -> logits (b, classes). Features: the last hidden state of the first token."""
 
-    trained = "body.classifier."
-
-    def __init__(self, body: nn.Module, padding: int) -> None:
-        super().__init__()
-        self.body = body
-        self.padding = padding
-
     def features(self, ids: Tensor) -> Tensor:
-        encoder = cast(nn.Module, self.body.roberta)
-        return _hidden_states(encoder, ids, torch.zeros_like(ids), self.padding, self.padding + 1)[:, 0]
+        encoder, padding = cast(nn.Module, self.body.roberta), self.config.pad_token_id
+        return _hidden_states(encoder, ids, torch.zeros_like(ids), padding, padding + 1)[:, 0]
 
     def head(self, features: Tensor) -> Tensor:
         return cast(Tensor, self.body.classifier(features[:, None]))  # type: ignore[operator]
@@ -120,9 +117,9 @@ def _configuration(kind: Any, source: str, pretrained: bool, config: Any, defaul
 
 
 def _published(
-    name: str, classes: int, path: str | None, pretrained: bool, config: Any, attention: str, **defaults: Any
-) -> tuple[nn.Module, Any, str]:
-    """Return a published classifier or a random one of its form, its configuration, and where its weights are."""
+    name: str, classes: int, path: str | None, pretrained: bool, config: Any, **defaults: Any
+) -> tuple[nn.Module, str]:
+    """Return a published classifier or a random one of its form, and where its weights are."""
     transformers = extra("transformers", name)
     published, *names = PUBLISHED[name]
     configurations, models = (getattr(transformers, kind) for kind in names)
@@ -130,17 +127,17 @@ def _published(
     with readable(name, source), hub() if pretrained and path is None else nullcontext(), quiet(transformers):
         configuration = _configuration(configurations, source, pretrained, config, defaults)
         configuration.num_labels, configuration.classifier_dropout = classes, 0.0
-        _without_dropout(configuration, attention)
+        _without_dropout(configuration)
         # A folder saved with another number of classes keeps its body and gets a new head. Only safetensors: the other
         # format is a pickle, which runs code.
         loading = {"config": configuration, "ignore_mismatched_sizes": True, "use_safetensors": True}
         body = models.from_pretrained(source, **loading) if pretrained else models(configuration)
-    return body.float().train(), configuration, source
+    return body.float().train(), source
 
 
-def _without_dropout(config: Any, attention: str) -> None:
+def _without_dropout(config: Any) -> None:
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-    config._attn_implementation = one_of("model.attention", attention, ("sdpa", "eager"))
+    config._attn_implementation = "sdpa"
 
 
 @contextmanager
@@ -169,8 +166,9 @@ def quiet(transformers: Any) -> Iterator[None]:
         yield
 
 
-def _folder(path: str) -> str:
-    require(Path(path).is_dir(), "model.path", path, "an existing folder written by save_pretrained")
+def _folder(path: str | None) -> str:
+    allowed = "a folder with the weights, written by save_pretrained"
+    require(bool(path) and Path(path or "").is_dir(), "model.path", path or "", allowed)
     return str(path)
 
 
@@ -202,26 +200,23 @@ def _dense(body: nn.Module) -> list[str]:
 
 def vit_base(
     input_shape: Sequence[int], classes: int, *, pretrained: bool = True, path: str | None = None,
-    config: Mapping[str, Any] | None = None, train: str = "all", rank: int = 8, attention: str = "sdpa",
+    config: Mapping[str, Any] | None = None, train: str = "all", rank: int = 8,
 ) -> nn.Module:  # fmt: skip
     """ViT-Base/16 pre-trained on ImageNet-21k (Liu et al. 2025), with a new classifier.
 
     Options: ``path`` a local folder in place of the download; ``pretrained=False`` with ``config`` (keys of
-    transformers' ViTConfig) random weights; ``train`` all, head, or lora (``rank``, adapters on queries and values);
-    ``attention`` sdpa or eager.
+    transformers' ViTConfig) random weights; ``train`` all, head, or lora (``rank``, adapters on queries and values).
     """
     channels = image_shape("vit-base", input_shape)[0]
-    body, configuration, _ = _published("vit-base", classes, path, pretrained, config, attention)
-    if channels not in (1, configuration.num_channels):
-        raise wrong("model vit-base: input shape", tuple(input_shape), f"1 or {configuration.num_channels} channels")
-    module = ImageTransformer(body, int(configuration.image_size), configuration.num_channels)
-    module.prior = NATURAL if pretrained else module.prior
+    module = ImageTransformer(_published("vit-base", classes, path, pretrained, config)[0], pretrained)
+    if channels not in (1, module.config.num_channels):
+        raise wrong("model vit-base: input shape", tuple(input_shape), f"1 or {module.config.num_channels} channels")
     return trainable("vit-base", module, train, rank)
 
 
 def roberta_base(
     input_shape: Sequence[int], classes: int, *, pretrained: bool = True, path: str | None = None,
-    config: Mapping[str, Any] | None = None, train: str = "all", rank: int = 8, attention: str = "sdpa",
+    config: Mapping[str, Any] | None = None, train: str = "all", rank: int = 8,
     vocabulary: int | None = None, padding: int | None = None,
 ) -> nn.Module:  # fmt: skip
     """RoBERTa-Base (Liu et al. 2025) with a new classifier.
@@ -232,11 +227,10 @@ def roberta_base(
     """
     ids = {"vocab_size": vocabulary, "pad_token_id": padding}
     defaults = ROBERTA_BASE_SIZES | {key: value for key, value in ids.items() if value is not None}
-    body, configuration, source = _published("roberta-base", classes, path, pretrained, config, attention, **defaults)
-    _check_ids(configuration, source if pretrained else None, vocabulary, padding)
-    _check_length("roberta-base", input_shape, configuration.max_position_embeddings - configuration.pad_token_id - 1)
-    module = TextTransformer(body, configuration.pad_token_id)
-    module.prior = NATURAL if pretrained else module.prior
+    body, source = _published("roberta-base", classes, path, pretrained, config, **defaults)
+    module = TextTransformer(body, pretrained)
+    _check_ids(module.config, source if pretrained else None, vocabulary, padding)
+    _check_length("roberta-base", input_shape, module.config.max_position_embeddings - module.config.pad_token_id - 1)
     return trainable("roberta-base", module, train, rank)
 
 
@@ -258,7 +252,7 @@ def _check_length(name: str, input_shape: Sequence[int], longest: int) -> None:
 
 FIRST_POSITION = {"bert": 0, "roberta": 1, "xlm-roberta": 1}
 """Kinds of encoders, and the position of the first token, counted from the padding id where it is 1."""
-POOLING = ("mean", "pair", "distance")
+POOLING = ("mean", "distance")
 NEAR = 0.01
 """Added to a squared distance before its logarithm: equal sentences have a finite one."""
 
@@ -268,8 +262,7 @@ class TextEncoder(Headed):
 
     Features: the mean of the last hidden states over the tokens that are not padding, normalised to mean 0 and
     variance 1 in every example (Ba et al. 2016, without weights), so that one learning rate serves every encoder.
-    pooling ``pair``: the two sentences u, v are encoded apart, as in Reimers and Gurevych 2019; features
-    are |u − v| and u·v entry by entry, which do not depend on the sentences' order. ``distance``: one feature, the
+    pooling ``distance``: the two sentences are encoded apart, as in Reimers and Gurevych 2019; one feature, the
     logarithm of their mean squared difference (0 for unrelated ones): a head so small takes little noise.
     """
 
@@ -282,7 +275,7 @@ class TextEncoder(Headed):
         self.first = FIRST_POSITION[config.model_type] * (self.padding + 1)
         self.kinds = int(config.type_vocab_size)
         width = int(config.hidden_size)
-        self.classifier = nn.Linear({"mean": width, "pair": 2 * width, "distance": 1}[pooling], classes)
+        self.classifier = nn.Linear(width if pooling == "mean" else 1, classes)
 
     def features(self, inputs: Tensor) -> Tensor:
         keep = inputs != self.padding
@@ -291,9 +284,7 @@ class TextEncoder(Headed):
         if not apart:
             return _normalised(states, keep)
         u, v = (_normalised(states, keep & (part == side)) for side in (0, 1))
-        if self.pooling == "distance":
-            return torch.log((u - v).square().mean(-1, keepdim=True) / 2 + NEAR)
-        return torch.cat([(u - v).abs(), u * v], dim=-1)
+        return torch.log((u - v).square().mean(-1, keepdim=True) / 2 + NEAR)
 
 
 def _part(ids: Tensor, keep: Tensor) -> Tensor:
@@ -314,17 +305,15 @@ def _normalised(states: Tensor, keep: Tensor) -> Tensor:
 
 def text_encoder(
     input_shape: Sequence[int], classes: int, *, path: str | None = None, train: str = "head", rank: int = 8,
-    pooling: str = "mean", attention: str = "sdpa", vocabulary: int | None = None, padding: int | None = None,
+    pooling: str = "mean", vocabulary: int | None = None, padding: int | None = None,
 ) -> nn.Module:  # fmt: skip
     """Return a BERT, RoBERTa or XLM-RoBERTa encoder in the folder ``path``, with a new linear classifier.
 
     Options: ``path`` (required) a folder written by save_pretrained, with safetensors; ``train`` head (the body is
-    frozen, its features are computed once), lora (``rank``) or all; ``pooling`` mean, or pair or distance for two
-    sentences; ``attention`` sdpa or eager. ``vocabulary`` and ``padding`` come from a recipe's data, whose tokenizer
+    frozen, its features are computed once), lora (``rank``) or all; ``pooling`` mean, or distance for two
+    sentences. ``vocabulary`` and ``padding`` come from a recipe's data, whose tokenizer
     must be the encoder's own. Raises InputError.
     """
-    if path is None:
-        raise wrong("model.path", "nothing", "a folder with the encoder's weights, written by save_pretrained")
     one_of("model.pooling", pooling, POOLING)
     name, source = "text-encoder", _folder(path)
     transformers = extra("transformers", name)
@@ -332,7 +321,7 @@ def text_encoder(
         config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
         if config.model_type not in FIRST_POSITION:
             raise wrong(f"model {name}", f"a {config.model_type} at {source}", ", ".join(FIRST_POSITION))
-        _without_dropout(config, attention)
+        _without_dropout(config)
         loading = {"use_safetensors": True, "local_files_only": True, "add_pooling_layer": False}
         body = transformers.AutoModel.from_pretrained(source, config=config, **loading)
     _check_ids(config, source, vocabulary, padding)

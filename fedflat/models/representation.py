@@ -229,7 +229,7 @@ class PublicBody(nn.Module):
     @property
     def width(self) -> int:
         """Features."""
-        return int(getattr(self.projection, "width", 0)) or len(self.projection.weight)
+        return len(self.projection.weight)
 
     def forward(self, images: Tensor) -> Tensor:
         return cast(Tensor, self.projection(*(self.maps(view) for view in self.views(images))))
@@ -237,10 +237,6 @@ class PublicBody(nn.Module):
     def views(self, images: Tensor) -> list[Tensor]:
         """Return the images, and their mirror images where features are of both."""
         return [images, images.flip(-1)] if self.flip else [images]
-
-    def as_data(self, images: Tensor) -> Tensor:
-        """Return standardised synthetic images as if the data had prepared them."""
-        return images
 
     def make(self, made_of: str, shape: Shape, options: ProjectionOptions, seed: int) -> None:
         """Fill the body from the cache, or from synthetic images (minutes), and keep it there if that can be written.
@@ -251,7 +247,7 @@ class PublicBody(nn.Module):
         tensors = read_tensors(cache_folder() / f"body-{key}.safetensors")
         if tensors is None:
             with torch.no_grad(), using_threads(torch.get_num_threads()):
-                images = self.as_data(dead_leaves(options.images, shape, seed))
+                images = dead_leaves(options.images, shape, seed)
                 if isinstance(self.maps, Patches | Network):
                     self.maps.fit(images, seed)
                 self.projection.fit([fitted_maps(self.maps, view) for view in self.views(images)], options)
@@ -356,7 +352,7 @@ def representation(
 
     ``body``: ``patches`` or ``{kind: patches, filters: 800, size: 6, stride: 1, cells: 3, threshold: 0.25, dimension:
     2000, whitening: 0.8, images: 4000, flip: false, seed: 0}``, a dictionary made from random-process images, of which
-    no one's data is a part; ``scattering``, with ``scales: 2, angles: 8, order: 2, cells: null`` and the keys from
+    no one's data is a part; ``scattering``, with ``scales: 2, angles: 8, order: 2`` and the keys from
     ``dimension`` on; or ``{kind: contrastive, network: FILE, sha256: …, cells: 2, …}``, a network that
     ``examples/pretrain_body.py`` trained on such images. ``head``: ``linear`` (starts at zero) or ``{kind: mlp, hidden:
     64}``. ``path``: a file with the body, the ``body.safetensors`` of a run; ``sha256``: the digest that it must have.

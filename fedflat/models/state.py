@@ -5,15 +5,14 @@ averaged or sent, first of all batch norm's running statistics, would be a relea
 """
 
 import copy
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from fedflat.core.checks import InputError, require, users_code, whole, wrong
+from fedflat.core.checks import InputError, require, users_code, wrong
 from fedflat.core.held import difference, equal, global_generators, snapshot
 from fedflat.core.process import using_threads
 from fedflat.core.rng import seeded_torch
@@ -31,39 +30,14 @@ class FixedNorm(nn.Module):
 
     def __init__(self, norm: _NormBase) -> None:
         super().__init__()
-        mean, variance = norm.running_mean, norm.running_var
-        if mean is None or variance is None:
-            raise wrong("freeze_batch_norm", "a norm without running statistics", "one with them")
         self.eps = norm.eps
-        self.register_buffer("running_mean", mean.detach().clone())
-        self.register_buffer("running_var", variance.detach().clone())
+        for name in ("running_mean", "running_var"):
+            self.register_buffer(name, norm.get_buffer(name).detach().clone())
         self.weight = norm.weight  # given a copy by freeze_batch_norm; sharing keeps tied weights tied
         self.bias = norm.bias
 
     def forward(self, x: Tensor) -> Tensor:
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-
-
-def _path(name: str) -> str:
-    return name or "the module itself"
-
-
-def _replaced(module: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
-    """Return a deep copy in which ``make(path, submodule)`` replaces submodules (None: keep); shared ones stay
-    shared."""
-    _refuse_lazy(module)
-    result = copy.deepcopy(module)
-    new: dict[int, nn.Module] = {}
-    for name, child in result.named_modules():
-        if (substitute := make(name, child)) is not None:
-            new[id(child)] = substitute.train(child.training)
-    if id(result) in new:
-        return new[id(result)]
-    for parent in list(result.modules()):
-        for key, held in parent._modules.items():
-            if held is not None and id(held) in new:
-                parent._modules[key] = new[id(held)]
-    return result
 
 
 def freeze_batch_norm(module: nn.Module) -> nn.Module:
@@ -72,31 +46,14 @@ def freeze_batch_norm(module: nn.Module) -> nn.Module:
     Weight and bias stay trainable, so nothing moves outside the clipped update. The statistics must be public
     (a published checkpoint, a public data set): they are released as they are. Raises InputError for lazy norms.
     """
-
-    def make(name: str, child: nn.Module) -> nn.Module | None:
-        return FixedNorm(child) if isinstance(child, _NormBase) and child.running_mean is not None else None
-
-    return _replaced(module, make)
-
-
-def group_norm_instead(module: nn.Module, groups: int = 32) -> nn.Module:
-    """Return a copy of ``module`` with group norm (``groups`` groups) for every batch norm; weight and bias are kept.
-
-    Raises InputError when a norm's channels are not a multiple of ``groups``.
-    """
-    whole("groups", groups, 1)
-
-    def make(name: str, child: nn.Module) -> nn.Module | None:
-        if not isinstance(child, _BatchNorm):
-            return None
-        if child.num_features % groups:
-            raise wrong("groups", groups, f"a divisor of the {child.num_features} channels of {_path(name)}")
-        norm = nn.GroupNorm(groups, child.num_features, child.eps, child.affine)
-        if child.affine:
-            norm.weight, norm.bias = child.weight, child.bias
-        return norm
-
-    return _replaced(module, make)
+    _refuse_lazy(module)
+    result = copy.deepcopy(module)
+    norms = [part for part in result.modules() if isinstance(part, _NormBase) and part.running_mean is not None]
+    fixed: dict[nn.Module | None, nn.Module] = {norm: FixedNorm(norm).train(norm.training) for norm in norms}
+    for parent in list(result.modules()):
+        for key, child in parent._modules.items():
+            parent._modules[key] = fixed.get(child, child)  # a shared norm stays shared
+    return fixed.get(result, result)
 
 
 def _refuse_lazy(module: nn.Module) -> None:
@@ -118,9 +75,9 @@ def _refuse_running_statistics(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, _NormBase) and child.running_mean is not None:
             raise InputError(
-                f"model: {_path(name)} is {type(child).__name__} with running statistics; they would leave every "
-                "client unclipped and without noise. Remedy: group norm (fedflat.models.group_norm_instead), or, if "
-                "its statistics are public, fedflat.models.freeze_batch_norm(module)."
+                f"model: {name or 'the module itself'} is {type(child).__name__} with running statistics; they would "
+                "leave every client unclipped and without noise. Remedy: group norm (torch.nn.GroupNorm), or, if its "
+                "statistics are public, fedflat.models.freeze_batch_norm(module)."
             )
 
 
@@ -136,8 +93,8 @@ def _batches(example: Tensor) -> list[Tensor]:
 def _pass(module: nn.Module, batch: Tensor) -> list[Tensor]:
     """Return the output of a forward pass and, where there is a graph, the gradients of its squared sum."""
     trained = [p for p in module.parameters() if p.requires_grad]
-    allowed = f"a module that takes a batch of shape {tuple(batch.shape)}"
-    with users_code("model", allowed, "in a training pass", hint=_dtype_hint(module, batch)):
+    allowed = f"a module that takes a batch of shape {tuple(batch.shape)} and type {batch.dtype}"
+    with users_code("model", allowed, "in a training pass"):
         out = module(batch)
         if not (isinstance(out, Tensor) and out.requires_grad and out.is_floating_point()):
             return [out.detach()] if isinstance(out, Tensor) else []
@@ -145,32 +102,23 @@ def _pass(module: nn.Module, batch: Tensor) -> list[Tensor]:
         return [out.detach(), *(g for g in grads if g is not None)]
 
 
-def _dtype_hint(module: nn.Module, batch: Tensor) -> str:
-    """A sentence where numbers of two kinds may be why they do not go together."""
-    if not batch.is_floating_point():
-        return "Whole numbers are token ids: give measurements as float32."
-    odd = {str(p.dtype) for p in module.parameters() if p.is_floating_point() and p.dtype != batch.dtype}
-    return f"Its weights are {', '.join(sorted(odd))}, the inputs {batch.dtype}: module.float()." if odd else ""
-
-
-def _trained_between(probe: nn.Module, first: Tensor, *between: Tensor) -> tuple[bool, bool]:
-    """Train on one batch and, where there are others, on them and on the first again. Whether the outcomes on the first
-    were the same bits, wherever a module may keep its memory; and whether torch's generator was drawn from."""
+def _trained_between(probe: nn.Module, first: Tensor, other: Tensor) -> tuple[bool, bool]:
+    """Train on one batch, on another, and on the first again. Whether the outcomes on the first were the same bits,
+    wherever a module may keep its memory; and whether torch's generator was drawn from."""
     outcomes, draws = list[list[Tensor]](), False
-    for batch in (first, *between, first) if between else (first,):
+    for batch in (first, other, first):
         with seeded_torch(0, "check of the model's memory"):
             before = global_generators()
-            outcome = _pass(probe, batch)
+            outcomes.append(_pass(probe, batch))
             after = global_generators()
-        outcomes += [outcome] if batch is first else []
         draws |= before[0] != after[0]
         for name, a, b in zip(("NumPy's", "Python's"), before[1:], after[1:]):
             require(a == b, "model", f"a pass that draws from {name} global generator", "torch's own generator")
-    expected, *others = outcomes
-    return all(len(o) == len(expected) and all(map(equal, o, expected)) for o in others), draws
+    once, _, again = outcomes
+    return len(once) == len(again) and all(map(equal, once, again)), draws
 
 
-def refuse_unclipped_state(module: nn.Module, example: Tensor, *, packaged: bool = False) -> bool:
+def refuse_unclipped_state(module: nn.Module, example: Tensor) -> bool:
     """Raise InputError if training would change anything of ``module`` besides its trainable parameters.
 
     ``example`` gives the form of a batch (and the range of token ids). Passes over made-up batches, forward and
@@ -179,7 +127,6 @@ def refuse_unclipped_state(module: nn.Module, example: Tensor, *, packaged: bool
     a pass changes, be it a buffer, a frozen parameter, an attribute, a list, a generator, a hook's closure or a class;
     memory that is out of reach but shows in an outcome; randomness other than torch's own generator; lazy tensors;
     trainable parameters that are not floating point; modules with nothing to train.
-    packaged: a model of this package, on which our tests make the whole search: memory out of reach is not looked for.
     Returns whether training draws from torch's generator.
     """
     _refuse_parameters(module)
@@ -195,9 +142,9 @@ def refuse_unclipped_state(module: nn.Module, example: Tensor, *, packaged: bool
         before = snapshot(probe)
         with torch.no_grad():
             _pass(probe.eval(), batches[1])
-        if not packaged and len(batches[0]):
+        if len(batches[0]):
             _pass(probe.train(), batches[0][:1])  # the last batch of an epoch may be one row
-        forgets, draws = _trained_between(probe.train(), *batches[: 1 if packaged else None])
+        forgets, draws = _trained_between(probe.train(), *batches)
         moved = difference(before, snapshot(probe))
     if moved is not None:
         raise InputError(

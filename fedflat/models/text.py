@@ -1,6 +1,6 @@
 """Build small text models on ids (b, T) int64.
 
-The recurrent models are written out cell by cell: torch's own LSTM and GRU have no batching rule and fail under
+The recurrent model is written out step by step: torch's own GRU has no batching rule and fails under
 ``torch.func.vmap``, with which the vectorised engine trains several clients at once.
 """
 
@@ -23,84 +23,47 @@ def text_length(name: str, input_shape: Sequence[int]) -> int:
     return input_shape[0]
 
 
-class Recurrence(nn.Module):
-    """One recurrent layer with one bias: (b, T, inputs) -> (b, T, hidden), zero initial state.
+class GRU(nn.Module):
+    """One recurrent layer (Cho et al. 2014): (b, T, inputs) -> (b, T, hidden), zero initial state.
 
-    Gates are stacked as in torch, (i, f, g, o) for the LSTM and (r, z, n) for the GRU.
+    It is torch.nn.GRU with ``bias_hh = 0``; gates are stacked as there (r, z, n).
     """
-
-    gates: int
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
         self.hidden = hidden
-        self.weight_ih = nn.Parameter(torch.empty(self.gates * hidden, inputs))
-        self.weight_hh = nn.Parameter(torch.empty(self.gates * hidden, hidden))
-        self.bias = nn.Parameter(torch.empty(self.gates * hidden))
+        self.weight_ih = nn.Parameter(torch.empty(3 * hidden, inputs))
+        self.weight_hh = nn.Parameter(torch.empty(3 * hidden, hidden))
+        self.bias = nn.Parameter(torch.empty(3 * hidden))
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        driven = F.linear(x, self.weight_ih, self.bias)  # (b, T, gates · hidden): one product for all steps
-        state = memory = driven.new_zeros(driven.shape[0], self.hidden)
-        outputs = []
+        driven = F.linear(x, self.weight_ih, self.bias)  # (b, T, 3 · hidden): one product for all steps
+        state, states = driven.new_zeros(driven.shape[0], self.hidden), []
         for now in driven.unbind(1):
-            state, memory = self.step(now, state, memory)
-            outputs.append(state)
-        return torch.stack(outputs, 1)
-
-    def step(self, now: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-
-class LSTM(Recurrence):
-    """Hochreiter and Schmidhuber 1997; torch.nn.LSTM with ``bias_hh = 0``."""
-
-    gates = 4
-
-    def step(self, now: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        i, f, g, o = (now + F.linear(state, self.weight_hh)).chunk(4, -1)
-        memory = torch.sigmoid(f) * memory + torch.sigmoid(i) * torch.tanh(g)
-        return torch.sigmoid(o) * torch.tanh(memory), memory
-
-
-class GRU(Recurrence):
-    """Cho et al. 2014; torch.nn.GRU with ``bias_hh = 0``."""
-
-    gates = 3
-
-    def step(self, now: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        r, z, n = now.chunk(3, -1)
-        hr, hz, hn = F.linear(state, self.weight_hh).chunk(3, -1)
-        update = torch.sigmoid(z + hz)
-        return (1 - update) * torch.tanh(n + torch.sigmoid(r + hr) * hn) + update * state, memory
+            r, z, n = now.chunk(3, -1)
+            hr, hz, hn = F.linear(state, self.weight_hh).chunk(3, -1)
+            update = torch.sigmoid(z + hz)
+            state = (1 - update) * torch.tanh(n + torch.sigmoid(r + hr) * hn) + update * state
+            states.append(state)
+        return torch.stack(states, 1)
 
 
 class CharacterModel(nn.Module):
     """Next-character prediction: ids (b, T) int64 -> logits (b, T, vocabulary), one prediction per position."""
 
-    def __init__(self, cell: type[Recurrence], vocabulary: int, embedding: int, hidden: int, layers: int) -> None:
+    def __init__(self, vocabulary: int, embedding: int, hidden: int, layers: int) -> None:
         super().__init__()
         whole("model.embedding", embedding, 1)
         whole("model.hidden", hidden, 1)
         whole("model.layers", layers, 1, 8)
         self.embedding = nn.Embedding(vocabulary, embedding)
-        self.layers = nn.Sequential(*(cell(n, hidden) for n in [embedding] + [hidden] * (layers - 1)))
+        self.layers = nn.Sequential(*(GRU(n, hidden) for n in [embedding] + [hidden] * (layers - 1)))
         self.head = nn.Linear(hidden, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:
         return cast(Tensor, self.head(self.layers(self.embedding(ids))))
-
-
-def char_lstm(
-    input_shape: Sequence[int], classes: int, *, embedding: int = 8, hidden: int = 256, layers: int = 2
-) -> nn.Module:
-    """Return the Shakespeare model of McMahan et al. 2017 and Reddi et al. 2021: 820,522 parameters with 90 characters.
-
-    ``classes`` is the vocabulary, for the inputs and for the logits.
-    """
-    text_length("char-lstm", input_shape)
-    return CharacterModel(LSTM, classes, embedding, hidden, layers)
 
 
 def char_gru(
@@ -108,7 +71,7 @@ def char_gru(
 ) -> nn.Module:
     """Return a small GRU for next-character prediction; ``classes`` is the vocabulary."""
     text_length("char-gru", input_shape)
-    return CharacterModel(GRU, classes, embedding, hidden, layers)
+    return CharacterModel(classes, embedding, hidden, layers)
 
 
 class CharacterScores(nn.Module):
@@ -137,22 +100,6 @@ def char_linear(input_shape: Sequence[int], classes: int, *, context: int = 3) -
     return CharacterScores(classes, whole("model.context", context, 1, text_length("char-linear", input_shape)))
 
 
-class BagOfWords(nn.Module):
-    """Mean of the embeddings of the ids that are not ``padding``, then a linear layer: (b, T) -> (b, classes)."""
-
-    def __init__(self, vocabulary: int, classes: int, embedding: int, padding: int = 0) -> None:
-        super().__init__()
-        self.padding = padding
-        self.embedding = nn.Embedding(vocabulary, embedding)
-        self.head = nn.Linear(embedding, classes)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        vectors = self.embedding(ids)
-        keep = (ids != self.padding).to(vectors.dtype).unsqueeze(-1)
-        # An empty text divides by one: its mean is the zero vector and its logits the bias.
-        return cast(Tensor, self.head((vectors * keep).sum(1) / keep.sum(1).clamp(min=1.0)))
-
-
 class WordCounts(Headed):
     """Logistic regression on a text's words: (b, T) -> (b, classes).
 
@@ -169,10 +116,6 @@ class WordCounts(Headed):
         word = (inputs != self.padding).to(self.classifier.weight.dtype)
         counts = word.new_zeros(inputs.shape[0], self.vocabulary).scatter_add(1, inputs, word)
         return counts / word.sum(1, keepdim=True).clamp(min=1.0).sqrt()
-
-
-LONGEST_PAIR = 2048
-"""Ids of two sentences that :class:`WordOverlap` compares: a gigabyte for 64 pairs."""
 
 
 class WordOverlap(Headed):
@@ -196,38 +139,22 @@ class WordOverlap(Headed):
         return (2 * share - 1).to(self.classifier.weight.dtype)
 
 
-def bow(
-    input_shape: Sequence[int], classes: int, *, vocabulary: int | None = None, padding: int = 0, embedding: int = 64
-) -> nn.Module:
-    """Return a text classifier on a bag of embeddings; ``vocabulary`` (required) counts the ids, ``padding`` included.
-
-    In a recipe both come from the data (hashing, or the tokenizer's own) unless they are given.
-    """
-    size, padding = _ids("bow", input_shape, vocabulary, padding)
-    return BagOfWords(size, classes, whole("model.embedding", embedding, 1), padding)
-
-
-def _ids(name: str, input_shape: Sequence[int], vocabulary: int | None, padding: int) -> tuple[int, int]:
-    """Return the number of ids and the one for padding. Raises InputError where they are not known."""
-    text_length(name, input_shape)
-    allowed, hint = "the number of different ids, padding included", f"{name} is for texts."
-    require(vocabulary is not None, "model.vocabulary", "nothing", allowed, hint=hint)
-    return whole("model.vocabulary", vocabulary, 2), whole("model.padding", padding, 0)
-
-
 def bow_linear(
     input_shape: Sequence[int], classes: int, *, vocabulary: int | None = None, padding: int = 0
 ) -> nn.Module:
-    """Logistic regression on the words of a text; ``vocabulary`` and ``padding`` as :func:`bow` has them."""
-    size, padding = _ids("bow-linear", input_shape, vocabulary, padding)
-    return WordCounts(size, classes, padding)
+    """Logistic regression on the words of a text; ``vocabulary`` (required) counts the ids, ``padding`` included.
+
+    In a recipe both come from the data (hashing, or the tokenizer's own) unless they are given.
+    """
+    text_length("bow-linear", input_shape)
+    allowed, hint = "the number of different ids, padding included", "bow-linear is for texts."
+    require(vocabulary is not None, "model.vocabulary", "nothing", allowed, hint=hint)
+    return WordCounts(whole("model.vocabulary", vocabulary, 2), classes, whole("model.padding", padding, 0))
 
 
 def bow_overlap(input_shape: Sequence[int], classes: int, *, padding: int = 0, separator: int = 1) -> nn.Module:
     """Logistic regression on how far two sentences use the same words; ``separator``: the id between them."""
-    if (length := text_length("bow-overlap", input_shape)) > LONGEST_PAIR:
-        allowed = f"at most {LONGEST_PAIR} ids, each is compared with each"
-        raise wrong("model bow-overlap: input shape", (length,), allowed)
+    text_length("bow-overlap", input_shape)
     if whole("model.separator", separator, 0) == whole("model.padding", padding, 0):
         raise wrong("model.separator", separator, "the id between the two sentences, which is not the padding's")
     return WordOverlap(classes, padding, separator)

@@ -71,22 +71,18 @@ class Convolutions(nn.Module):
 
     def __init__(
         self, name: str, input_shape: Sequence[int], layers: Sequence[tuple[int, bool]], widths: Sequence[int],
-        kernel: int, padding: int,
+        kernel: int,
     ) -> None:  # fmt: skip
         super().__init__()
         channels, pools = zip(*layers)
-        whole("model.padding", padding, 0, kernel // 2)
         first, height, width = image_shape(name, input_shape)
-        rows, columns = (_left_over(side, pools, kernel, padding) for side in (height, width))
+        rows, columns = (_left_over(side, pools, kernel) for side in (height, width))
         if min(rows, columns) < 1:
-            least = next(s for s in range(1, 10_000) if _left_over(s, pools, kernel, padding) >= 1)
-            hint = "Smaller images: mlp, resnet10, or the option padding."
+            least, hint = _needed(1, pools, kernel), "Smaller images: mlp or resnet10."
             raise wrong(f"model {name}: image size", f"{height} × {width}", f"at least {least} × {least}", hint=hint)
-        pairs = pairwise([first, *channels])
-        self.convolutions = nn.ModuleList(nn.Conv2d(a, b, kernel, padding=padding) for a, b in pairs)
+        self.convolutions = nn.ModuleList(nn.Conv2d(a, b, kernel) for a, b in pairwise([first, *channels]))
         self.pools = pools
-        sides = ((height, rows), (width, columns))
-        self.seen = tuple(side if padding else _needed(left, pools, kernel) for side, left in sides)
+        self.seen = tuple(_needed(left, pools, kernel) for left in (rows, columns))
         self.dense = Dense([channels[-1] * rows * columns, *widths])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,47 +96,47 @@ class Convolutions(nn.Module):
         return cast(Tensor, self.dense(x))
 
 
-def _left_over(side: int, pools: Sequence[bool], kernel: int, padding: int) -> int:
+def _left_over(side: int, pools: Sequence[bool], kernel: int) -> int:
     for pool in pools:
-        side = (side + 2 * padding - kernel + 1) // (2 if pool else 1)
+        side = (side - kernel + 1) // (2 if pool else 1)
     return side
 
 
 def _needed(left: int, pools: Sequence[bool], kernel: int) -> int:
-    """Return the side of the input that ``left`` rows at the end depend on, without padding."""
+    """Return the side of the input that ``left`` rows at the end depend on."""
     for pool in reversed(pools):
         left = (2 * left if pool else left) + kernel - 1
     return left
 
 
-def cnn(input_shape: Sequence[int], classes: int, *, hidden: int = 512, padding: int = 0) -> nn.Module:
+def cnn(input_shape: Sequence[int], classes: int, *, hidden: int = 512) -> nn.Module:
     """Return the EMNIST network of Shi et al. 2023a and b: 5 × 5 convolutions (32, 64), pooling after each, 512 units.
     L = 8.
 
-    Shi et al. 2023b name the layers and not the padding. Unpadded by default, as in the code of Shi et al. 2023a;
-    ``padding=2`` is the network of McMahan et al. 2017. 608,702 parameters at 1 × 28 × 28 with 62 classes.
+    Shi et al. 2023b name the layers and not the padding. Unpadded, as in the code of Shi et al. 2023a: 608,702
+    parameters at 1 × 28 × 28 with 62 classes.
     """
     widths = [whole("model.hidden", hidden, 1), classes]
-    return Convolutions("cnn", input_shape, [(32, True), (64, True)], widths, 5, padding)
+    return Convolutions("cnn", input_shape, [(32, True), (64, True)], widths, 5)
 
 
-def cnn_2_layers(input_shape: Sequence[int], classes: int, *, hidden: int = 128, padding: int = 0) -> nn.Module:
+def cnn_2_layers(input_shape: Sequence[int], classes: int, *, hidden: int = 128) -> nn.Module:
     """ "CNN-2-Layers" of Cheng et al. 2022, which takes it from Reddi et al. 2021 and calls it about 1.0 M parameters.
 
     That network, its dropout left out: 3 × 3 convolutions (32, 64), one pooling, 128 units. It has 1,206,590
     parameters on EMNIST (1 × 28 × 28, 62 classes); the cited architecture is kept rather than the rounded number.
     """
     widths = [whole("model.hidden", hidden, 1), classes]
-    return Convolutions("cnn-2-layers", input_shape, [(32, False), (64, True)], widths, 3, padding)
+    return Convolutions("cnn-2-layers", input_shape, [(32, False), (64, True)], widths, 3)
 
 
-def cnn_3(input_shape: Sequence[int], classes: int, *, padding: int = 0) -> nn.Module:
+def cnn_3(input_shape: Sequence[int], classes: int) -> nn.Module:
     """Return the CIFAR-10 network of Zhang et al. 2024: 3 × 3 convolutions (64, 128, 256), pooling after each, 256, 128
     units.
 
     The stated 667,402 parameters at 3 × 32 × 32 with 10 classes mean convolutions without padding.
     """
-    return Convolutions("cnn-3", input_shape, [(64, True), (128, True), (256, True)], [256, 128, classes], 3, padding)
+    return Convolutions("cnn-3", input_shape, [(64, True), (128, True), (256, True)], [256, 128, classes], 3)
 
 
 class Block(nn.Module):

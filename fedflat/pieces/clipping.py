@@ -163,10 +163,13 @@ class Adaptive(NormClip):
     """Private quantile clip (Andrew et al. 2021): C follows the ``quantile`` γ of the norms, its count noise paid for.
 
     C_{t+1} = C_t·exp(−rate·(b̃ − γ)), b̃ = ½ + (Σ(b_i − ½) + N(0, σ_b²))/m, b_i = 1[‖Δ_i‖ ≤ C_t].
+
+    >>> Adaptive(1.0).next(1.0, noisy_bits=-10.0, divisor=20.0)  # most norms are above C: it grows
+    1.1051709180756477
     """
 
     threshold: float
-    quantile: float
+    quantile: float = 0.5
     rate: float = 0.2
     moves = True
 
@@ -253,14 +256,3 @@ def per_tensor(values: float | list[float], tensors: int) -> PerTensor:
         allowed = f"one number, or {tensors} (one for each shared tensor)"
         raise wrong("privacy.clip.values", f"{len(numbers)} numbers", allowed)
     return PerTensor(tuple(float(in_range("privacy.clip.values", v, 0, open_low=True)) for v in numbers), tensors)
-
-
-def adaptive(initial: float, quantile: float = 0.5) -> Adaptive:
-    """Return the clip that follows the ``quantile`` in (0, 1) of update norms from ``initial`` > 0; raises InputError.
-
-    >>> adaptive(1.0, quantile=0.5).next(1.0, noisy_bits=-10.0, divisor=20.0)  # most norms are above C: it grows
-    1.1051709180756477
-    """
-    in_range("privacy.clip.initial", initial, 0, open_low=True)
-    in_range("privacy.clip.quantile", quantile, 0, 1, open_low=True, open_high=True)
-    return Adaptive(float(initial), float(quantile))

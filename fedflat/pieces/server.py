@@ -3,7 +3,7 @@
 A server step is called as ``step(mean, view)``: noisy mean ``(d,)`` -> processed mean ``(d,)`` and the slots it
 changes. An optimiser is called as ``optimizer(w, mean, slots)``: -> new weights ``(d,)`` and the slots it changes.
 
->>> optimizer("sgd", lr=0.5)(torch.tensor([1.0, 2.0]), torch.tensor([4.0, 0.0]), {})
+>>> Sgd(lr=0.5)(torch.tensor([1.0, 2.0]), torch.tensor([4.0, 0.0]), {})
 (tensor([3., 2.]), {})
 
 Training goes on from the last iterate; only what is released, and evaluated, is the average. Which one is fixed before
@@ -96,6 +96,10 @@ class Velocity(ServerStep):
 
     gamma: γ in [0, 1). The published servers of Nesterov's kind take v ← γ·v + mean, which under noise multiplies what
     the noise adds up to over the rounds by 1/(1−γ); with 1−γ it adds up to that of the plain mean.
+
+    >>> view = ServerView(1, 10, 0.1, (slice(0, 1),), {"nesterov": torch.tensor([4.0])}, cohort=5.0, clients=50)
+    >>> Velocity(0.5)(torch.tensor([2.0]), view)
+    (tensor([3.]), {'nesterov': tensor([3.])})
     """
 
     gamma: float
@@ -182,23 +186,6 @@ class CorrectedAdam:
         return w + lr * step, {"first": first, "second": second, "updates": count}
 
 
-OPTIMIZERS = ("sgd", "adam", "yogi")
-
-
-def optimizer(name: str = "sgd", lr: float = 1.0, momentum: float = 0.0, **options: float) -> Optimizer:
-    """Return the server optimiser of the recipe's ``server`` section: sgd, adam or yogi; ``lr`` > 0. Raises InputError.
-
-    >>> w, slots = optimizer("adam", lr=0.1)(torch.tensor([1.0]), torch.tensor([0.5]), {})
-    >>> sorted(slots)
-    ['first', 'second']
-    """
-    one_of("server.optimizer", name, OPTIMIZERS)
-    in_range("server.lr", lr, 0, open_low=True)
-    if name == "sgd":
-        return Sgd(lr, in_range("server.momentum", momentum, 0, 1, open_high=True))
-    return Adaptive(name, lr, **options)
-
-
 def corrected_adam(beta1: float = 0.9, beta2: float = 0.99, floor: float | None = None) -> CorrectedAdam:
     """Adam whose second moment is freed of the noise; ``beta1``, ``beta2`` in [0, 1), ``floor`` > 0 or None.
 
@@ -213,16 +200,6 @@ def corrected_adam(beta1: float = 0.9, beta2: float = 0.99, floor: float | None 
     if floor is not None:
         in_range("algorithm.floor", floor, 0, open_low=True)
     return CorrectedAdam(beta1, beta2, floor)
-
-
-def velocity(gamma: float = 0.5) -> Velocity:
-    """Return the broadcast server momentum with ``gamma`` in [0, 1); raises InputError.
-
-    >>> view = ServerView(1, 10, 0.1, (slice(0, 1),), {"nesterov": torch.tensor([4.0])}, cohort=5.0, clients=50)
-    >>> velocity(0.5)(torch.tensor([2.0]), view)
-    (tensor([3.]), {'nesterov': tensor([3.])})
-    """
-    return Velocity(in_range("algorithm.gamma", gamma, 0, 1, open_high=True))
 
 
 def laplacian_smoothing(smoothing: float = 0.01, scope: str = "tensor") -> LaplacianSmoothing:

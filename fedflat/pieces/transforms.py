@@ -87,7 +87,11 @@ class Lus:
 
 @dataclass(frozen=True)
 class Rescale:
-    """Multiply the update by a public constant before the clip (Fed-SMP's 1/p, Hu et al. 2022)."""
+    """Multiply the update by a public constant before the clip (Fed-SMP's 1/p, Hu et al. 2022).
+
+    >>> Rescale(2.5)(torch.tensor([2.0, 4.0]), ClientView(steps=10, lr=0.1))
+    tensor([ 5., 10.])
+    """
 
     factor: float
 
@@ -101,6 +105,10 @@ class AddBackDirection:
 
     What every client added of the common direction is taken out again, so that the clip meets the client's own part
     only. beta: β in (0, 1]. K and η_t are the view's ``steps`` and ``lr``.
+
+    >>> view = ClientView(steps=10, lr=0.1, broadcast={"direction": torch.tensor([1.0, 0.0])})
+    >>> AddBackDirection(0.5)(torch.tensor([-0.5, 2.0]), view)  # adds 0.5·10·0.1 along the direction
+    tensor([0., 2.])
     """
 
     beta: float
@@ -128,27 +136,6 @@ def lus(sparsity: float = 0.7) -> Lus:
     tensor([0., 1.])
     """
     return Lus(in_range("algorithm.sparsity", sparsity, 0, 1, open_high=True))
-
-
-def rescale(factor: float) -> Rescale:
-    """Multiply by the positive public constant ``factor``; raises InputError.
-
-    >>> view = ClientView(tensors=(slice(0, 2),), gradient=lambda: torch.ones(2), steps=10, lr=0.1)
-    >>> rescale(2.5)(torch.tensor([2.0, 4.0]), view)
-    tensor([ 5., 10.])
-    """
-    return Rescale(in_range("rescale factor", factor, 0, open_low=True))
-
-
-def add_back_direction(beta: float = 0.3) -> AddBackDirection:
-    """DP-FedPGN's added-back direction for the weight ``beta`` in (0, 1] of fresh gradients; raises InputError.
-
-    >>> direction = {"direction": torch.tensor([1.0, 0.0])}
-    >>> view = ClientView(tensors=(slice(0, 2),), gradient=lambda: torch.ones(2), steps=10, lr=0.1, broadcast=direction)
-    >>> add_back_direction(0.5)(torch.tensor([-0.5, 2.0]), view)  # adds 0.5·10·0.1 along the direction
-    tensor([0., 2.])
-    """
-    return AddBackDirection(in_range("algorithm.beta", beta, 0, 1, open_low=True))
 
 
 @dataclass(frozen=True)

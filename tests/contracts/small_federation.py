@@ -17,7 +17,7 @@ from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.types import ServerView
 from fedflat.engine.job import Job
-from fedflat.pieces.server import optimizer
+from fedflat.pieces.server import Sgd
 
 PRIVATE = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update" and ALGORITHMS[name]().private]
 UPDATES = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
@@ -128,7 +128,7 @@ class Caught:
 def at_the_sum(made: Job) -> Job:
     """The same job with nothing behind the mean and w^t = 0: the next shared vector is the noisy sum over m, and so is
     the first server step's ``mean``, which has all vectors of a message."""
-    plain = optimizer("sgd")
+    plain = Sgd()
     keep = tuple(step for step in made.parts.algorithm.server if "initial" in step.initial(torch.zeros(1)))
     bare = replace(made.parts.algorithm, server=(Caught(made.parts.layout.dimension), *keep))
     made.parts = replace(made.parts, algorithm=bare, optimizer=lambda view: plain)

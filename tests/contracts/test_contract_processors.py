@@ -30,8 +30,8 @@ print(torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
 """
 SHAPES = {
     "linear": (1, 8, 8), "mlp": (1, 8, 8), "cnn": (1, 28, 28), "cnn-2-layers": (1, 28, 28), "cnn-3": (3, 32, 32),
-    "resnet10": (3, 32, 32), "resnet18": (3, 32, 32), "char-lstm": (20,), "char-gru": (20,), "char-linear": (20,),
-    "bow": (16,), "bow-linear": (16,),
+    "resnet10": (3, 32, 32), "resnet18": (3, 32, 32), "char-gru": (20,), "char-linear": (20,),
+    "bow-linear": (16,),
 }  # fmt: skip
 BITS = f"""
 import hashlib, torch

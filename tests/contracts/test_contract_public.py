@@ -219,7 +219,7 @@ def test_a_back_end_that_follows_the_largest_client_is_caught(tmp_path: Path, mo
 
 def test_the_table_has_no_wildcard_for_keys_that_no_recipe_has(tmp_path: Path) -> None:
     known = {key.path for key in recipe_keys()}
-    known |= {"model.name", "model.class", "model.file", "algorithm.name"}
+    known |= {"model.name", "algorithm.name"}
     written = yaml.safe_load((made(GIVEN, LAST, tmp_path / "run") / "recipe.yaml").read_text())
     written.pop("versions")
     assert [path for path, _ in leaves(written) if path not in known] == []
@@ -297,7 +297,7 @@ def test_a_client_s_rows_do_not_follow_from_the_number_of_anothers(tmp_path: Pat
 def test_data_too_large_for_a_device_choose_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the size of one client's data would decide everybody's arithmetic."""
 
-    def full(recipe: Any, made: Any, where: torch.device) -> Any:
+    def full(recipe: Any, made: Any, where: torch.device, features: bool) -> Any:
         raise fedflat.RunError(f"engine.device: 200 GiB of data do not go on {where}")
 
     monkeypatch.setattr(jobs, "device_for", lambda *_: torch.device("cuda:0"))

@@ -84,7 +84,7 @@ class ShortStep:
 TRANSFORMS: list[tuple[Callable[..., Any], str]] = [
     (Remembers(), r"algorithm.transforms\[0\] \(Remembers\): found a piece whose result for a client changes"),
     (half, r"\(half\): found shape \(\d+,\) returned for \(\d+,\); allowed: the same shape"),
-    (wide, r"\(wide\): found torch.float64 returned for torch.float32"),
+    (wide, r"\(wide\): found type torch.float64 returned for torch.float32"),
     (looks, r"\(looks\): found shape \(\) returned"), (listed, r"\(listed\): found list returned"),
     (pythons, r"\(pythons\): found a draw from a global generator"),
 ]  # fmt: skip
@@ -93,7 +93,7 @@ REST: list[tuple[Algorithm, str]] = [
     (Algorithm("own", phases=(Phase(rule=short_mask),)), r"allowed: a piece that is called with \(gradient, view\)"),
     (Algorithm("own", finetune=Phase(rule=short_rule)), r"algorithm.finetune.rule \(short_rule\): found shape"),
     (Algorithm("own", mask=short_mask), r"algorithm.mask \(short_mask\): found shape"),
-    (Algorithm("own", mask=float_mask), r"algorithm.mask \(float_mask\): found torch.float32"),
+    (Algorithm("own", mask=float_mask), r"algorithm.mask \(float_mask\): found type torch.float32"),
     (Algorithm("own", server=(ShortStep(),)), r"algorithm.server\[0\] \(ShortStep\): found shape"),
 ]
 

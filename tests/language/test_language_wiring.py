@@ -77,8 +77,8 @@ def test_the_tokenizers_own_ids(tmp_path: Path, own: str) -> None:
 
 
 def test_a_bag_skips_the_tokenizers_padding(tmp_path: Path, own: str) -> None:
-    data, module = made(tiny.reviews(tmp_path), {"name": "bow", "embedding": 4}, tokenizer=own)
-    assert module.embedding.num_embeddings == 14
+    data, module = made(tiny.reviews(tmp_path), {"name": "bow-linear"}, tokenizer=own)
+    assert module.classifier.in_features == 14
     torch.testing.assert_close(module(pad_longer(data.inputs, 1)), module(data.inputs))
 
 

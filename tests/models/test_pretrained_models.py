@@ -82,12 +82,11 @@ def test_the_image_wrapper_resizes_and_repeats_a_grey_channel() -> None:
     torch.testing.assert_close(module(x.to(memory_format=torch.channels_last)), module(x))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("train", ["all", "lora"])
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_clients_under_vmap_equal_single_calls(name: str, train: str, attention: str) -> None:
-    module = tiny(name, train=train, attention=attention)
+def test_clients_under_vmap_equal_single_calls(name: str, train: str) -> None:
+    module = tiny(name, train=train)
     check_gradients(example(name, 3, 2), torch.tensor([[0, 1], [2, 0], [1, 1]]), module)
 
 
@@ -126,7 +125,6 @@ def test_a_local_folder_round_trip(name: str, tmp_path: Path) -> None:
     [
         ("vit-base", (3, 8, 8), {"config": {"hiden_size": 4}}, "Did you mean hidden_size?"),
         ("vit-base", (3, 8, 8), {"train": "heads"}, "Did you mean head?"),
-        ("vit-base", (3, 8, 8), {"attention": "flash"}, "sdpa, eager"),
         ("vit-base", (4, 8, 8), {}, "1 or 3 channels"),
         ("vit-base", (3, 8, 8), {"pretrained": True}, "model.config"),
         ("vit-base", (3, 8, 8), {"path": "no/such/folder"}, "model.path: found no/such/folder"),

@@ -44,12 +44,6 @@ def test_it_is_the_library_s_transform(shape: tuple[int, int, int], scales: int,
     assert not torch.allclose(body(x), wanted.roll(1, 1), atol=1e-3)
 
 
-def test_means_over_a_grid_of_cells() -> None:
-    x = images(3, (1, 16, 16))
-    fine, coarse = (Scattering((1, 16, 16), ScatteringOptions(1, 4, cells=cells)) for cells in (None, 2))
-    torch.testing.assert_close(coarse(x), fine(x).unflatten(2, (2, 4, 2, 4)).mean((3, 5)).flatten(2))
-
-
 def test_an_image_has_the_same_bits_whoever_is_there() -> None:
     module, x = made(), images(9)
     found = module.features(x)
@@ -94,8 +88,6 @@ def test_a_run_keeps_it_and_is_loaded(tmp_path: Path, own_cache: Path) -> None:
         ({"scales": 0}, "model.body.scales: found 0"),
         ({"scales": 3}, "model.body: found images of 8 × 8; allowed: at least 9 × 9"),
         ({"order": 3}, "model.body.order: found 3"),
-        ({"cells": 0}, "model.body.cells: found 0"),
-        ({"cells": 5}, "at least 10 × 10"),
         ({"scale": 2}, "Did you mean scales"),
         ({"filters": 3}, "model.body.filters: found filters; allowed: seed, scales"),
     ],

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 from fedflat.core.checks import InputError
-from fedflat.models import freeze_batch_norm, group_norm_instead, refuse_unclipped_state
+from fedflat.models import freeze_batch_norm, refuse_unclipped_state
 
 torch.set_num_threads(1)
 X = torch.randn(6, 3, 5, 5, generator=torch.Generator().manual_seed(0)) * 2 + 1
@@ -155,15 +155,3 @@ def test_freezing_keeps_shared_norms_shared_and_replaces_a_norm_alone() -> None:
 def test_a_lazy_batch_norm_cannot_be_frozen() -> None:
     with pytest.raises(InputError, match="a lazy tensor without a shape"):
         freeze_batch_norm(nn.Sequential(nn.LazyBatchNorm2d()))
-
-
-def test_group_norm_instead_keeps_weights_and_passes() -> None:
-    module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False))
-    nn.init.constant_(module[1].weight, 3.0)
-    changed = group_norm_instead(module, groups=2)
-    refuse_unclipped_state(changed, X)
-    assert isinstance(changed[1], nn.GroupNorm)
-    assert changed[1].weight.tolist() == [3.0] * 4
-    assert len(list(changed.parameters())) == len(list(module.parameters()))
-    with pytest.raises(InputError, match="groups: found 3; allowed: a divisor of the 4 channels of 1"):
-        group_norm_instead(module, groups=3)

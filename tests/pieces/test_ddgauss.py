@@ -38,7 +38,7 @@ def run(mech: DistributedDiscreteGaussian, rows: torch.Tensor, seed: int = 0, ex
         mech.encode(row, signs, stream(seed, "rounding", i), SecureBits(bytes(32), "noise", seed, i))
         for i, row in enumerate(rows)
     ]
-    return mech.decode(mech.top_up(mech.wrap(sum(messages)), extra, SecureBits(bytes(32), "extra", seed)), signs)
+    return mech.decode(sum(messages) + mech.shares(extra, SecureBits(bytes(32), "extra", seed)), signs)
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 256])

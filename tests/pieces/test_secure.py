@@ -119,10 +119,8 @@ def test_the_pitch_is_an_exact_fraction_of_the_std():
     "arguments, sentence",
     [
         ((0.0, 1.0, 3), "clip: found 0;"),
-        ((1.0, 0.0, 3), "std of the noise: found 0;"),
-        ((1.0, float("nan"), 3), "std of the noise: found nan"),
-        ((1.0, 1.0, 0), "dimension: found 0"),
-        ((1.0, 1.0, 3, 31), "bits of the noise grid: found 31"),
+        ((1.0, 0.0, 3), "std/clip on the noise grid: found 0;"),
+        ((1.0, float("nan"), 3), "std/clip on the noise grid: found nan"),
         ((1.0, 2.0**30, 3), "std/clip on the noise grid"),
     ],
 )
