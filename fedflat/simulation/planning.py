@@ -29,7 +29,6 @@ from fedflat.core.cohorts import Fixed, MinSeparation, Poisson
 from fedflat.core.params import layout_of
 from fedflat.core.process import using_threads
 from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate
 from fedflat.data.clients import FederatedData, made_rows
 from fedflat.engine.job import Job
 from fedflat.engine.round import RoundParts, broadcast_of, mean_view
@@ -40,12 +39,10 @@ from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import FALSE_POSITIVES, true_positives
 from fedflat.privacy.trust import default_min_cohort
 
-TRIED = 16
-"""Clients of a trial at most, unless a whole round is quick."""
+TRIED, STEPS, TRIES = 16, 4, 2
+"""Clients and local steps of a trial at most, unless a round is quick, and how often it is timed: the best counts."""
 QUICK = 2e9
 """Parameters · examples · steps of a round that is timed as it is."""
-STEPS, TRIES = 4, 2
-"""Local steps of a trial whose cost grows in proportion to them, and how often it is timed: the best counts."""
 SHOWN = 8
 """Rounds whose ε is listed, the last one included."""
 DROWNED = 1.0
@@ -105,16 +102,10 @@ def _larger_cohort(plan: Plan, coordinates: int) -> Changed | None:
     # From half of the clients on, full participation is as much.
     if plan.sampler.q >= 0.5:
         return None
-    return Changed(_with(plan, _times(plan.sampler, cohort=2)), coordinates, "twice the training of a round")
-
-
-def _twice_all(plan: Plan, coordinates: int) -> Changed:
-    return Changed(_with(plan, _times(plan.sampler, 2, 2)), coordinates, "δ stays; 0.1/M would be half of it")
-
-
-def _fewer_parameters(plan: Plan, coordinates: int) -> Changed | None:
-    changed = Changed(plan, coordinates // 10, "fewer features, or a linear head on public ones")
-    return changed if coordinates >= 100 else None
+    larger = {"size": plan.sampler.size * 2}
+    if plan.sampler.maximum is not None:
+        larger["maximum"] = min(plan.sampler.maximum * 2, plan.sampler.clients)
+    return Changed(_with(plan, replace(plan.sampler, **larger)), coordinates, "twice the training of a round")
 
 
 def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
@@ -136,9 +127,8 @@ def _bands(plan: Plan, coordinates: int) -> Changed | None:
 
 Maker = Callable[[Plan, int], Changed | None]
 ALTERNATIVES: tuple[tuple[str, Maker], ...] = (
-    ("full participation", _full), ("twice the cohort", _larger_cohort),
-    ("twice the clients, twice the cohort", _twice_all), ("a tenth of the parameters", _fewer_parameters),
-    ("half the rounds", _fewer_rounds), ("correlated noise, clients in turns", _bands),
+    ("full participation", _full), ("twice the cohort", _larger_cohort), ("half the rounds", _fewer_rounds),
+    ("correlated noise, clients in turns", _bands),
 )  # fmt: skip
 """What is tried, and how the setting changes; None where it does not apply."""
 
@@ -186,14 +176,6 @@ def alternatives(
         ratios = ratio._asdict() if ratio else {}
         rows.append({"what": name, "noise_multiplier": sigma, "note": note, "signal_to_noise_at_best": ratios})
     return rows
-
-
-def _times(sampler: Any, clients: int = 1, cohort: int = 1) -> Any:
-    """Return the same law for so many times the clients, and a cohort as many times as large."""
-    changed = {"clients": sampler.clients * clients, "size": sampler.size * cohort}
-    if sampler.maximum is not None:
-        changed["maximum"] = min(sampler.maximum * cohort, sampler.clients * clients)
-    return replace(sampler, **changed)
 
 
 def _with(plan: Plan, sampler: Any) -> Plan:
@@ -352,15 +334,14 @@ def _timed(job: Job, steps: int, few: int) -> tuple[float | None, str]:
     count = max(1, min(math.ceil(parts.plan.sampler.size), parts.plan.sampler.clients if few == steps else TRIED))
     with using_threads(1):
         seconds = seconds_per_client(job, count)
-        drawn = _noise_seconds(job)
     if not math.isfinite(seconds):
         return None, "not measured: the trial failed"
     fixed = sum(phase.steps or 0 for phase in parts.algorithm.phases)
     free = sum(phase.steps is None for phase in parts.algorithm.phases)
     per_client = seconds * (fixed + free * steps) / max(1, fixed + free * few)
-    basis = f"{count} clients, {few} of {steps} local steps on made-up examples, {job.backend.name}; no evaluation"
+    basis = f"{count} clients, {few} of {steps} local steps on made-up examples, {job.backend.name}; no noise, no test"
     basis += ", nor the body's features before round 0" if getattr(job.problem.pristine, "frozen", False) else ""
-    return per_client * parts.plan.sampler.size + drawn, basis
+    return per_client * parts.plan.sampler.size, basis
 
 
 def seconds_per_client(job: Job, clients: int) -> float:
@@ -374,19 +355,6 @@ def seconds_per_client(job: Job, clients: int) -> float:
             return math.inf
         times.append((time.perf_counter() - began) / clients)
     return min(times)
-
-
-def _noise_seconds(job: Job) -> float:
-    parts = job.parts
-    if parts.mechanism.exact or not parts.plan.private:
-        return 0.0
-    empty = torch.zeros(0, dtype=torch.float64)
-    state = parts.first_state(job.initial_weights[: parts.layout.dimension], job.threshold)
-    aggregate = Aggregate(torch.zeros(parts.message_length, dtype=torch.float64), 1, 0.0, empty, empty, {})
-    broadcast = broadcast_of(replace(parts, algorithm=replace(parts.algorithm, mask=None)), state, job.seed)
-    began = time.perf_counter()
-    parts.mechanism.noise(b"\0" * 32, 0, broadcast, aggregate, parts.clip.bound(job.threshold))
-    return time.perf_counter() - began
 
 
 def _memory(job: Job, data: int, trial: bool) -> dict[str, int]:
