@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fedflat.config.reading import dumped
 from fedflat.core.checks import InputError, RunError, becoming, first_line, making, require, turning, wrong
 from fedflat.core.imports import missing
 from fedflat.core.types import RoundState
@@ -32,7 +33,7 @@ from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, REPORT, SEAL
 from fedflat.records.signing import SIGNATURE, TIPS, own_key
 from fedflat.report.metrics import Run, proven_epsilon, read_run
 from fedflat.simulation.inspection import refuse_damage
-from fedflat.simulation.recomputed import MODEL, PREPARATION, SAYS, exported_recipe
+from fedflat.simulation.recomputed import MODEL, PREPARATION, SAYS
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _write(target: Path, source: Path, run: Run, state: RoundState, _: object, f
     if preparation := made_for.get("preparation"):
         text = json.dumps(preparation, ensure_ascii=False, indent=2, default=str)
         (target / PREPARATION).write_text(text + "\n", encoding="utf-8")
-    (target / RECIPE).write_bytes(exported_recipe(run.recipe))
+    (target / RECIPE).write_text(dumped(run.recipe), encoding="utf-8")
     (target / METRICS).write_text("".join(json.dumps(line) + "\n" for line in run.metrics), encoding="utf-8")
     (target / REPORT).write_text(render([dataclasses.replace(run, path=target)]), encoding="utf-8")
 

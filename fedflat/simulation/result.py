@@ -262,8 +262,8 @@ def export(run: str | Path | Result, out: str | Path, *, onnx: bool = False) -> 
     ``model.onnx``.
 
     Raises:
-        InputError: ``run`` is no run with a statement and a sound checkpoint; ``out`` is there already; or ``onnx`` needs a
-            module that was given in Python. RunError: the model has no such form.
+        InputError: ``run`` is no run with a statement and a sound checkpoint; ``out`` is there already; or the module
+            that ``onnx`` needs was given in Python. RunError: the model has no such form.
     """
     folder = run.folder if isinstance(run, Result) else _path("export", run)
     target = _path("export: out", out)
