@@ -157,7 +157,7 @@ def _claim(place: Path, asked: Asked) -> None:
 
 def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
     """Return the number of trials and their settings: as they were drawn before, or drawn now and written down."""
-    path, public = place / DRAW, space.public_digest(asked.public())
+    path, public = place / DRAW, durable.digest_of_json(asked.public())
     if path.is_file():
         with reading(path, "a damaged draw, or another selection's", "the file that was written at the start"):
             record = json.loads(path.read_bytes())
