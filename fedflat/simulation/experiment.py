@@ -329,24 +329,25 @@ def _collect(crew: _WorkerCrew) -> Comparison:
     if groups:
         groups = [replace(group, style=style) for style, group in enumerate(groups)]
         table = tables.comparison_table(groups)
-        _write_tables(folder, groups, table)
+        _write_tables(folder, groups)
         page = write_report(paths, folder / "report.html")
     return Comparison(folder, page, table, tuple(notes), failed, len(stopped), len(crew.every))
 
 
-def _write_tables(folder: Path, groups: list[Group], table: tables.Comparison) -> None:
+def _write_tables(folder: Path, groups: list[Group]) -> None:
     """Write the table in every form, every run in one file, and the first figure that there is.
 
     With what is private to the simulation (times, personal accuracies, gaps) they lie in ``private``.
     """
     released = [replace(group, runs=tuple(map(public, group.runs))) for group in groups]
+    places = [(folder, released, 0o644)]
     if any(run.private for group in groups for run in group.runs):
         (folder / "private").mkdir(mode=0o700, exist_ok=True)
-        for name, text in (tables.files(table) | {"runs.csv": tables.runs_csv(groups)}).items():
-            durable.replace(folder / "private" / name, text, mode=0o600)
-    table = tables.comparison_table(released)
-    for name, text in (tables.files(table) | {"runs.csv": tables.runs_csv(released)}).items():
-        durable.replace(folder / name, text, mode=0o644)
+        places.append((folder / "private", groups, 0o600))
+    for place, shown, mode in places:
+        texts = tables.files(tables.comparison_table(shown)) | {"runs.csv": tables.runs_csv(shown)}
+        for name, text in texts.items():
+            durable.replace(place / name, text, mode=mode)
     figures = {figure.key: figure for figure in figures_of_groups(released)}
     for key in [key for key in ("by-epsilon", "accuracy", "loss") if key in figures][:1]:
         write_figure(figures[key], folder, ("pdf",))

@@ -53,10 +53,11 @@ class Check(NamedTuple):
     about: str
 
 
-def _read_json(path: Path) -> Any:
-    """Return what a JSON file holds; None where it is missing or damaged, or has a key twice."""
+def _parsed(source: Path | str) -> Any:
+    """Return what a file of JSON holds, or a text of it; None where it is missing or damaged, or has a key twice."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        return json.loads(path.read_bytes(), object_pairs_hook=files.single_keys)
+        text = source.read_bytes() if isinstance(source, Path) else source
+        return json.loads(text, object_pairs_hook=files.single_keys)
     return None
 
 
@@ -125,7 +126,7 @@ class Records:
     @cached_property
     def statement(self) -> dict[str, Any] | None:
         """privacy.json."""
-        body = _read_json(self.folder / STATEMENT)
+        body = _parsed(self.folder / STATEMENT)
         return body if isinstance(body, dict) else None
 
     @cached_property
@@ -290,9 +291,8 @@ def remade(run: Records) -> tuple[list[Difference], list[str]]:
     different = list(differences(stated, expected))
     words = [difference for difference in different if not run.ours and difference.worded]
     if words:
-        writer = f"fedflat {terms.fedflat}" if terms.fedflat else "another version"
         named = ", ".join(dict.fromkeys(difference.field.partition("[")[0] for difference in words))
-        unchecked.append(f"the wording of {named}: {writer} wrote it, and this is {HERE}; that version compares it")
+        unchecked.append(f"the wording of {named}: fedflat {terms.fedflat} wrote it, and compares it; this is {HERE}")
     return [difference for difference in different if difference not in words], unchecked
 
 
@@ -302,16 +302,13 @@ def second_account(run: Records) -> Verification:
     Raises:
         InputError: statement or metrics are damaged, or name an ε or a δ that is no number.
     """
-    path, metrics = run.folder / STATEMENT, run.folder / METRICS
-    body, rows = run.statement, files.whole_lines(metrics)
-    if body is None:
-        raise wrong(str(path), "an unreadable record", "a run's privacy statement")
-    if rows is None:
-        raise wrong(str(metrics), "a damaged line", "one JSON record per line, each with its round")
+    body, rows = run.statement, files.whole_lines(run.folder / METRICS)
+    if body is None or rows is None:
+        raise wrong(str(run.folder), f"a damaged {METRICS if body else STATEMENT}", "the record as it was written")
     stated, epsilons = body.get("proven_epsilon"), [row.get("epsilon") for row in rows]
     for value in (stated, body.get("delta"), *epsilons):
         number = isinstance(value, float | int) and type(value) is not bool and abs(value) < 1e300
-        require(value is None or number, f"{path}, {METRICS}", value, "an ε or a δ that is a number, or null")
+        require(value is None or number, str(run.folder), value, "an ε or a δ that is a number, or null")
     if run.ledger.fault and (stated is not None or (run.folder / LEDGER).exists()):
         return Verification(math.inf if stated is None else stated, math.inf, "none", 0, False, (run.ledger.fault,))
     account = verify(run.entries, stated, delta=body.get("delta"), released=[row["round"] for row in rows])
@@ -460,9 +457,7 @@ def released_digest(path: Path, rounds: int) -> str | None:
 
 def made_for(path: Path) -> Any:
     """Return what an exported folder's weights say that they were made for; None where that cannot be read."""
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(read_about(path / MODEL).get("made_for", "{}"), object_pairs_hook=files.single_keys)
-    return None
+    return _parsed(read_about(path / MODEL).get("made_for", "{}"))
 
 
 def made_for_digest(run: Records) -> str | None:
@@ -473,19 +468,18 @@ def made_for_digest(run: Records) -> str | None:
     return checkpoint.made_for_digest(checkpoint.facts_of(file).get("made_for") or {}) if file.is_file() else None
 
 
-def metadata_faults(run: Records) -> Iterator[str]:
+def metadata_faults(run: Records) -> Iterator[Difference | str]:
     """Yield where an exported model says something else of itself than statement, preparation.json and recipe."""
     stated, rounds = made_for(run.folder), (run.statement or {}).get("rounds")
     metadata = {name: text for name, text in read_about(run.folder / MODEL).items() if name != "made_for"}
-    yield from map(str, differences(metadata, {**SAYS, "round": str(rounds)}, "metadata"))
+    yield from differences(metadata, {**SAYS, "round": str(rounds)}, "metadata")
     if not isinstance(stated, dict) or not {"input_shape", "dtype"} <= stated.keys():
         yield "made_for does not say which inputs the model takes"
         return
     prepared = stated.get("preparation")
-    if _read_json(run.folder / PREPARATION) != prepared:
-        yield f"made_for and {PREPARATION} say different steps"
+    yield from differences(_parsed(run.folder / PREPARATION), prepared, PREPARATION)
     if isinstance(prepared, dict):
-        yield from map(str, _other_constants(run, prepared))
+        yield from _other_constants(run, prepared)
 
 
 def _other_constants(run: Records, prepared: Mapping[str, Any]) -> Iterator[Difference]:

@@ -122,16 +122,11 @@ class Result:
         """What to look at twice, a sentence each: also in the terminal, the report and ``--json``."""
         return cautions(self.privacy, self.history, self.private_history)
 
-    def to_frame(self, *, private: bool = False) -> pd.DataFrame:
-        """Return the rounds as a table, one row per round. private: with what is private to the simulation, its columns
-        called ``private.…``."""
+    def to_frame(self) -> pd.DataFrame:
+        """Return the rounds as a table, one row per round."""
         import pandas as pd
 
-        frame = pd.DataFrame(self.history)
-        if not private:
-            return frame
-        hidden = pd.DataFrame(self.private_history).drop(columns=["note"], errors="ignore").add_prefix("private.")
-        return frame.join(hidden.drop(columns=["private.round"], errors="ignore"))
+        return pd.DataFrame(self.history)
 
     def plot(self) -> Figure:
         """Draw accuracy or loss on public test data, and ε, over the rounds: a matplotlib figure."""
@@ -234,8 +229,6 @@ def _built(recipe: Recipe, weights: Mapping[str, Tensor], facts: Mapping[str, An
     again = "fedflat.load(path, model=MODULE)"
     allowed = f"{again}, or --model my_file.py:make"
     require(recipe.model.name != GIVEN, "load: model", "none, and the run's was given in Python", allowed)
-    complete = {"input_shape", "classes"} <= facts.keys()
-    require(complete, "load: model", "weights that do not say what they were made for", again)
     vocabulary, padding = (int(facts.get(name, 0)) for name in ("vocabulary", "padding"))
     options = options_for(recipe, vocabulary, padding, facts.get("preparation"))
     if recipe.model.name in KEPT and (folder / FILE).is_file():

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,8 @@ from fedflat.privacy.tuning import Selection
 from fedflat.records import keys
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.records.opening import Opening
-from fedflat.report.progress import RunEvent
 from fedflat.simulation import settings as space
-from fedflat.simulation.experiment import compare
+from fedflat.simulation.experiment import Update, compare
 from fedflat.simulation.settings import CHARGE, PUBLIC, WINNER, Axis, Settings, Task, expand, tasks
 
 DRAW, TRIALS = "private/draw.json", "private/trials"
@@ -48,7 +47,6 @@ SCORE = (
     "data"
 )
 RANKED = ("selection.yaml", "charge.jsonl", "winner", "private", ".")
-Update = Callable[[RunEvent], None]
 
 
 @dataclass(frozen=True)
