@@ -94,9 +94,9 @@ def refuse_damage(folder: Path) -> None:
                 place, hint = str(folder / check.record), f"See fedflat verify {folder}."
                 fault = check.about.removeprefix(f"{place}: found ").partition("; allowed:")[0]
                 raise wrong(place, fault, "the record as it was written", hint=hint)
-    found, hint = f"a statement of fewer rounds than {LEDGER} charges", f"fedflat run --resume {folder} goes on."
-    complete = not uncounted(run.statement or {}, run.entries)
-    require(complete, str(folder / STATEMENT), found, "a run at its end", hint=hint)
+    if uncounted(run.statement or {}, run.entries):
+        fewer, hint = f"a statement of fewer rounds than {LEDGER} charges", f"fedflat run --resume {folder} goes on."
+        raise wrong(str(folder / STATEMENT), fewer, "a run at its end", hint=hint)
 
 
 def check_opening(run: Records) -> Iterator[Check]:

@@ -9,7 +9,6 @@ whole run would be √T times as large.
 """
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -202,7 +201,7 @@ def forecast(recipe: Recipe, trial: bool = True) -> tuple[dict[str, Any], Plan]:
     plan, (outlook, says) = job.parts.plan, _outlook(recipe, job, data)
     total = None if seconds is None else seconds * plan.rounds_within_budget()
     costs = {
-        "seconds_a_round": seconds, "trial": basis, "seconds": total, "memory_bytes": _memory(job, held, trial),
+        "seconds_a_round": seconds, "trial": basis, "seconds": total, "memory_bytes": _memory(job, held),
         "traffic_bytes": _traffic(job.parts), "read": read, "says": says,
     }  # fmt: skip
     return outlook | costs, plan
@@ -344,22 +343,15 @@ def seconds_per_client(job: Job, clients: int) -> float:
     return min(times)
 
 
-def _memory(job: Job, data: int, trial: bool) -> dict[str, int]:
-    """Return bytes that are surely needed; activations are in the process's figure only, after a trial."""
+def _memory(job: Job, data: int) -> dict[str, int]:
+    """Return bytes that are surely needed; activations, which follow the back end, are not among them."""
     parts = job.parts
     state = parts.first_state(job.initial_weights, job.threshold)
     slots = sum(slot.numel() * slot.element_size() for slot in state.slots.values())
-    sizes = {
+    return {
         "data": data, "model": 4 * parts.layout.size, "server's sum": 8 * parts.message_length, "server's state": slots,
         "one client's weights, gradient and momentum": 3 * 4 * parts.layout.size,
     }  # fmt: skip
-    if trial:
-        # Not on every system: a run does without.
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        sizes["this process at most, so far"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return sizes
 
 
 def _traffic(parts: RoundParts) -> dict[str, int]:
