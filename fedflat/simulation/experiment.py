@@ -240,26 +240,29 @@ class _WorkerCrew:
         self.errors = stopping.own_stderr()
         initargs = (os.getpid(), self.errors, self.queue, stop, abort, threads, data)
         self.pool = ProcessPoolExecutor(processes, context, begin_worker, initargs)
-        try:
-            with stopping.on_request("the running rounds", stop.set):
-                first = {task.folder.parent: task for task in reversed(self.todo)}  # of each setting
-                died = "compare: while the settings were checked, {}"
-                with becoming(lambda _: RunError(died.format(self._gone())), BrokenProcessPool):
-                    for _, future in self._ended(check_in_worker, [*reversed(first.values())]):
-                        future.result()
-                # All settings have been found good, and nothing has run.
-                claim(self.place, self.settings)
-                for task, future in self._ended(work_in_worker, self.todo):
-                    self._take(task, future)
-        except BaseException:
-            abort.set()
-            raise
-        finally:
-            self.pool.shutdown(wait=True, cancel_futures=True)
-            self.queue.close()
-            if not self.gone and (words := stopping.text_of(self.errors)):
-                print(words, file=sys.stderr)
-            os.close(self.errors)
+        with stopping.on_request("the running rounds", stop.set):
+            try:
+                self._check_and_run()
+            except BaseException:
+                abort.set()
+                raise
+            finally:
+                self.pool.shutdown(wait=True, cancel_futures=True)
+                self.queue.close()
+                if not self.gone and (words := stopping.text_of(self.errors)):
+                    print(words, file=sys.stderr)
+                os.close(self.errors)
+
+    def _check_and_run(self) -> None:
+        first = {task.folder.parent: task for task in reversed(self.todo)}  # of each setting
+        died = "compare: while the settings were checked, {}"
+        with becoming(lambda _: RunError(died.format(self._gone())), BrokenProcessPool):
+            for _, future in self._ended(check_in_worker, [*reversed(first.values())]):
+                future.result()
+        # All settings have been found good, and nothing has run.
+        claim(self.place, self.settings)
+        for task, future in self._ended(work_in_worker, self.todo):
+            self._take(task, future)
 
     def _ended(self, work: Callable[[Task], str], todo: Sequence[Task]) -> Iterator[tuple[Task, Future[str]]]:
         """Give tasks to the processes and yield each when it ended; pass on what workers tell in the meantime."""
