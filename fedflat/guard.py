@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedflat.core.checks import RunError, in_range, require, turning, whole, wrong
 from fedflat.core.params import Layout
-from fedflat.core.rng import KEY_BYTES, digest, fresh_key
+from fedflat.core.rng import digest, fresh_key
 from fedflat.core.types import Algorithm, Local, Mechanism, RoundState
 from fedflat.engine.round import RoundParts, accumulator_of, broadcast_of, finish_round, select_cohort
 from fedflat.pieces.clipping import whole_vector
@@ -36,10 +36,6 @@ SECURE = (2.0**-20, 2.0**20)
 """Noise multipliers for which there is a grid (``pieces.mechanisms``)."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SOURCE = "256 bits of operating-system entropy at every start, never stored"
-GIVEN = "a key that the caller gave: whoever knows it can remove the noise"
-
-_used: set[str] = set()
-"""Public names of the keys that guards of this process draw with."""
 
 
 class Guard(AbstractContextManager["Guard"]):
@@ -48,49 +44,43 @@ class Guard(AbstractContextManager["Guard"]):
     Args:
         ledger: file of the durable record; a file that is there is gone on with.
         clip: C, the L2 norm that no client's vector exceeds in the sum.
-        plan: what a round spends; or the numbers it is made of, named as in ``fedflat.epsilon``: clients M, cohort m
-            (default: everybody), rounds T, epsilon or noise_multiplier, delta (default 0.1/M), sampling, max_cohort.
+        clients, …: the plan's numbers, named as in ``fedflat.epsilon``: clients M, cohort m (default: everybody),
+            rounds T, epsilon or noise_multiplier, delta (default 0.1/M), sampling, max_cohort.
         dimension: d, needed only where a round may have no vector at all before the first one with some.
         secure: noise on an exact grid that withstands attacks on floating-point arithmetic.
-        key: 32 bytes that cohorts and noise are drawn from, for simulations; by default fresh entropy at each start.
 
     A round is released once, whatever happens: one that was charged and lost in a crash is not drawn again.
     The server is trusted. Amplification holds only if the cohorts are ``cohort(round)`` and stay secret; a framework
     that chooses clients by itself needs cohort = clients.
 
     Raises:
-        InputError: numbers out of range, a plan of another mechanism, a ledger of another plan, a key used before.
+        InputError: numbers out of range, a ledger of another plan.
         RunError: another process writes this ledger.
     """
 
     def __init__(
-        self, ledger: str | Path, clip: float, plan: Plan | None = None, *, clients: int | None = None,
-        cohort: float | None = None, rounds: int | None = None, epsilon: float | None = None,
-        noise_multiplier: float | None = None, delta: float | None = None, sampling: str = "poisson",
-        max_cohort: int | None = None, dimension: int | None = None, secure: bool = True, key: bytes | None = None,
+        self, ledger: str | Path, clip: float, *, clients: int, rounds: int, cohort: float | None = None,
+        epsilon: float | None = None, noise_multiplier: float | None = None, delta: float | None = None,
+        sampling: str = "poisson", max_cohort: int | None = None, dimension: int | None = None, secure: bool = True,
     ) -> None:  # fmt: skip
-        numbers = {"clients": clients, "rounds": rounds, "epsilon": epsilon, "noise_multiplier": noise_multiplier}
-        numbers |= {"delta": delta, "cohort": cohort, "max_cohort": max_cohort}
-        self.plan = _plan_of(numbers, sampling) if plan is None else _served(plan, numbers)
+        self.plan = build_plan(
+            clients=clients, cohort=clients if cohort is None else cohort, rounds=rounds, epsilon=epsilon,
+            noise_multiplier=noise_multiplier, delta=delta, sampling=sampling, max_cohort=max_cohort,
+        )  # fmt: skip
         self.clip, self.secure = whole_vector(clip), secure
         in_range("clip", self.clip.threshold, *CLIPS)
         if secure and self.plan.event_multiplier > 0:
             in_range("noise_multiplier with secure noise", self.plan.std(1.0), *SECURE)
         self._dimension = None if dimension is None else whole("dimension", dimension, 1)
-        self._key_given = key is not None
-        self._key = _key(key)
-        self._name = digest(self._key, "public name of a guard's key").hex()[:32]
+        self._key = fresh_key()
         self._lock, self._process = threading.Lock(), os.getpid()
-        self._ledger = Ledger.open(ledger, key_id=self._name)
+        self._ledger = Ledger.open(ledger, key_id=digest(self._key, "public name of a guard's key").hex()[:32])
         try:
             _refuse_other_plan(self._ledger, self.plan, self.clip.threshold)
-            if self._name in _used or any(line.get("key_id") == self._name for line in self._ledger.entries):
-                raise wrong("key", "one that was drawn with before", "none, or 32 bytes that were never used")
         except Exception:
             self._ledger.close()
             raise
-        _used.add(self._name)
-        self._ledger.describe({"secure": self.secure, "given_key": self._key_given})
+        self._ledger.describe({"secure": self.secure, "given_key": False})
         self._gone = self._ledger.rounds_recorded()
 
     @property
@@ -140,12 +130,11 @@ class Guard(AbstractContextManager["Guard"]):
         entries = self._ledger.entries
         runs = [line[RUN] for line in entries if RUN in line]  # by guards of the same ledger, this one among them
         secure = all(run["secure"] for run in runs) and self.secure
-        given_key = any(run["given_key"] for run in runs) or self._key_given
         report = statement(
             self.plan, rounds_run=len(self._ledger.rounds_recorded()), algorithm=name, key_source="os-entropy",
             facts={"clip": self.clip.threshold, "secure": secure, "simulation": False}, entries=entries,
         )  # fmt: skip
-        report["noise_source"] = GIVEN if given_key else SOURCE
+        report["noise_source"] = SOURCE
         report["not_covered"] += [
             "What else the server sends or shows: only the vectors that the guard gave back are covered.",
             *([] if self.plan.sampler.q >= 1 else ["Cohorts other than the guard's own, or ones that become known."]),
@@ -221,36 +210,11 @@ def _row(client: int, vector: Any) -> Tensor:
     return row
 
 
-def _plan_of(numbers: dict[str, Any], sampling: str) -> Plan:
-    """Return the plan of the numbers given; everybody takes part where no cohort is named."""
-    for name in ("clients", "rounds"):
-        require(numbers[name] is not None, name, "nothing", "a whole number ≥ 1, or a plan")
-    cohort = numbers.pop("cohort")
-    return build_plan(cohort=numbers["clients"] if cohort is None else cohort, sampling=sampling, **numbers)
-
-
-def _served(plan: Plan, numbers: Mapping[str, Any]) -> Plan:
-    """Return a plan given instead of numbers, if it is of the Gaussian sum under a trusted server."""
-    require(all(value is None for value in numbers.values()), "plan", "a plan and numbers", "one of both")
-    if not isinstance(plan, Plan):
-        raise wrong("plan", type(plan).__name__, "a plan of fedflat.privacy.plan, or the numbers by their names")
-    other = plan.mechanism is not None or plan.noise_cohort is not None or plan.count_std is not None
-    if other or not plan.private or plan.trust != "central" or plan.protocol != "sound":
-        raise wrong("plan", "another mechanism or trust model", "Gaussian noise on one clip, trust central, sound")
-    return plan
-
-
-def _key(key: bytes | None) -> bytes:
-    if key is None:
-        return fresh_key()
-    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-        raise wrong("key", "another value", f"{KEY_BYTES} bytes, or none for fresh entropy")
-    return key
-
-
 def _refuse_other_plan(ledger: Ledger, plan: Plan, clip: float) -> None:
     planned = plan.record(0, clip)
     for entry in ledger.entries:
+        given = entry.get(RUN, {}).get("given_key", False)
+        require(not given, str(ledger.path), "rounds that were drawn with a key of the caller's", "another file")
         for name in planned:
             if name not in CHANGING and entry.get(name) != planned[name]:
                 raise wrong(f"{ledger.path}: {name}", entry.get(name), f"{planned[name]!r}, as in this guard's plan")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedflat.simulation.result import Result
 
 
-def export(run: Path, out: Path, *, program: bool = False, onnx: bool = False, as_json: Json = False) -> None:
+def export(run: Path, out: Path, *, onnx: bool = False, as_json: Json = False) -> None:
     """What the guarantee covers and nothing else: weights, statement, ledger, recipe, metrics, report.
 
     Example: fedflat export runs/quick-start handed-over
@@ -28,12 +28,11 @@ def export(run: Path, out: Path, *, program: bool = False, onnx: bool = False, a
     Args:
         run: The folder of a run.
         out: A new folder.
-        program: Also model.pt2, a torch.export program that runs without fedflat.
         onnx: Also model.onnx, for any ONNX runtime.
     """
     from fedflat.simulation.result import export as write_export
 
-    done = write_export(run, out, program=program, onnx=onnx)
+    done = write_export(run, out, onnx=onnx)
     if as_json:
         print_json(asdict(done))
         return

@@ -131,33 +131,25 @@ def refuse_beside(recipe: Recipe, given: Mapping[str, bool], written: Iterable[s
     Raises:
         InputError: with every such key in one line.
     """
-    faults: list[InputError] = []
-
-    def refuse(argument: str, key: str, value: Any, hint: str) -> None:
-        if given.get(argument):
-            faults.append(wrong(key, value, f"nothing beside {argument}=, which takes its place", hint=hint))
-
+    keys: list[tuple[str, str, Any]] = []
     if recipe.data.dataset != GIVEN:
         for name, info in type(recipe.data).model_fields.items():
             value = getattr(recipe.data, name)
             if name not in BESIDE_CLIENTS and (name in written or value != info.default):
                 plain = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
-                refuse("clients", f"data.{name}", plain, CLIENTS_HINTS.get(name, "Leave it out of the recipe."))
+                keys.append(("clients", f"data.{name}", plain))
     if recipe.model.name != GIVEN and recipe.model != Recipe.model_fields["model"].default:
-        refuse("model", "model", recipe.model.name, "Leave one of them out.")
+        keys.append(("model", "model", recipe.model.name))
     if recipe.loss not in (None, GIVEN):
-        refuse("loss", "loss", recipe.loss, "Leave one of them out.")
-    gather.raised(faults)
+        keys.append(("loss", "loss", recipe.loss))
+    refused = [(key, value, argument) for argument, key, value in keys if given.get(argument)]
+    allowed = "nothing beside {}=, which takes its place"
+    gather.raised([wrong(key, value, allowed.format(name), hint=HINTS.get(name, "")) for key, value, name in refused])
 
 
 BESIDE_CLIENTS = ("client_test_fraction", "examples_per_client", "classes")
 """Keys of the data section that have an effect beside ``clients=``."""
-_TABLE = "fedflat.clients(table, {}=…) takes it."
-CLIENTS_HINTS = {
-    **{name: _TABLE.format(name) for name in ("inputs", "target", "by", "categories", "scale", "fill", "max_length",
-                                              "vocabulary", "tokenizer", "test_clients", "test")},
-    "max_per_client": _TABLE.format("max_examples"), "input": _TABLE.format("inputs"), "label": _TABLE.format("target"),
-}  # fmt: skip
+HINTS = {"clients": "Leave it out of the recipe; fedflat.clients(table, …) takes what is said of a table."}
 
 
 def _sentence(error: ValidationError, where: str) -> InputError:

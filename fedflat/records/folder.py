@@ -190,17 +190,17 @@ def check_kinds(folder: Path) -> None:
     names = [RECIPE, METRICS, seals_of(METRICS), LEDGER, LOCK, STATEMENT]
     names += [] if locked(folder) else [OPENING, PRIVATE, seals_of(PRIVATE)]
     records = [folder / name for name in names]
-    others = [path for path in folder.glob("*") if path.suffix in (".json", ".jsonl", ".html", ".md")]
-    weights = [*folder.glob("checkpoints/round-*"), *folder.glob("private/heads/round-*")]
-    # A named pipe in the place of a record would make the reader wait for ever.
-    for path in (*records, *others, *(weight for weight in weights if not weight.is_dir())):
-        if path.exists() and not path.is_file():
-            raise wrong(str(path), "a folder" if path.is_dir() else "no file", "the file that was written")
-    for path in (*records, *folder.glob("checkpoints/*"), folder / "checkpoints"):
-        if path.exists() and not readable(path):
-            raise wrong(str(path), "what this account may not read", "a record that it may read")
+    pages = [path for path in folder.glob("*") if path.suffix in (".json", ".jsonl", ".html", ".md")]
+    for path in (*records, *pages):
+        require(not path.is_dir(), str(path), "a folder", "the file that was written")
     for path in (folder / "private", folder / "checkpoints"):
         require(path.is_dir() or not path.exists(), str(path), "no folder", "the folder that was written")
+    for path in folder.rglob("*"):
+        # A named pipe in the place of a record would make the reader wait for ever.
+        require(path.is_file() or path.is_dir() or not path.exists(), str(path), "no file", "the file that was written")
+    for path in (*records, *folder.glob("checkpoints/*"), folder / "checkpoints"):
+        may = readable(path) or not path.exists()
+        require(may, str(path), "what this account may not read", "a record that it may read")
 
 
 def readable(path: Path) -> bool:

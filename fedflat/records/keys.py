@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, making, require, turning, writing, wrong
+from fedflat.core.checks import InputError, RunError, making, require, turning, writing
 from fedflat.core.rng import KEY_BYTES, fresh_key
 from fedflat.privacy.ledger import Entry, LedgerError, scan
 
@@ -33,14 +33,15 @@ def path_of(run: str) -> Path:
     return folder() / run
 
 
-def check_outside(run_folder: Path) -> None:
-    """Refuse a key folder inside the run's folder, which may be published.
+def check_outside(run_folder: Path, operator: Path | None = None) -> None:
+    """Refuse the folder of noise keys, or an operator's key, inside the run's folder, which may be published.
 
     Raises:
-        InputError: ``XDG_STATE_HOME`` lies in the run's folder.
+        InputError: ``XDG_STATE_HOME``, or the operator's key, lies in the run's folder.
     """
-    if folder().resolve().is_relative_to(run_folder.resolve()):
-        raise wrong("XDG_STATE_HOME", str(folder()), f"a folder outside {run_folder}, where the key would be published")
+    for where, place in {"XDG_STATE_HOME": folder(), "--key": operator}.items():
+        outside = place is None or not place.resolve().is_relative_to(run_folder.resolve())
+        require(outside, where, str(place), f"a place outside {run_folder}, where the key would be published")
 
 
 def lock_of(run: str) -> Path:

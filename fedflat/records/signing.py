@@ -122,11 +122,6 @@ def _loaded(path: Path, half: str, kind: type, allowed: str) -> Any:
     return key
 
 
-def check_outside(path: Path, folder: Path) -> None:
-    """Raise InputError where a private key lies in a run's folder, which may be handed over."""
-    require(not path.resolve().is_relative_to(folder.resolve()), "--key", str(path), f"a private key outside {folder}")
-
-
 def pem(public: Ed25519PublicKey) -> bytes:
     """Return a public key as a file."""
     return public.public_bytes(forms.Encoding.PEM, forms.PublicFormat.SubjectPublicKeyInfo)

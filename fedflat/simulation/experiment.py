@@ -1,15 +1,13 @@
 """Experiments: several recipes or values over several seeds, in parallel, kept in one folder and gone on with."""
 
-import functools
 import json
-import math
 import multiprocessing
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
@@ -21,15 +19,13 @@ from typing import Any
 from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable
 from fedflat.core import process as stopping
-from fedflat.core.checks import InputError, RunError, one_line, whole
+from fedflat.core.checks import InputError, RunError, becoming, one_line, whole
 from fedflat.core.process import leave_to_parent, listening_to_progress, warn_in_a_line, write_errors_to
 from fedflat.data.clients import FederatedData
 from fedflat.records.folder import METRICS, RECIPE, STATEMENT, read_lines
 from fedflat.report import metrics, tables
-from fedflat.report.figures import figures_of_groups
 from fedflat.report.groups import Group
 from fedflat.report.html import public, write_report
-from fedflat.report.plates import write_figure
 from fedflat.report.progress import ASKED, RunEvent, State, waiting_text
 from fedflat.simulation.settings import Setting, Task, check_folders, claim, expand, tasks, unused_folder
 
@@ -92,12 +88,14 @@ def _listen(name: str, turn: int) -> AbstractContextManager[None]:
     return listening_to_progress(hear)
 
 
-def check_in_worker(task: Task) -> None:
-    """Build everything that a run needs, and no more. Raises InputError for what is wrong."""
+def check_in_worker(task: Task) -> str:
+    """Build everything that a run needs, and no more; returns the empty string. Raises InputError for what is wrong."""
     from fedflat.assembly.jobs import prepare
 
     with _listen(task.name, 0):
-        prepare(task.recipe, data=_SHARED["data"](task.recipe))
+        if not _SHARED["stop"].is_set():
+            prepare(task.recipe, data=_SHARED["data"](task.recipe))
+    return ""
 
 
 def work_in_worker(task: Task) -> str:
@@ -146,7 +144,7 @@ class Comparison:
     Attributes:
         folder: where everything is. page: its report, or None while no run is done.
         table: one row per setting over the seeds that are done, differences within one ε; None without any.
-        notes: what the table's columns cannot say (an ε that differs between seeds, runs that are missing).
+        notes: what the table's columns cannot say (why runs ended early, which are missing).
         failed: name and one-line error of the runs that failed.
         left: runs that were stopped or not begun. total: all runs.
     """
@@ -197,10 +195,10 @@ def compare(
     wide = _at_a_time(settings, cores) if processes is None else whole("processes", processes, 1)
     place = unused_folder(settings) if folder is None else Path(folder)
     check_folders(place, settings)
-    crew = _WorkerCrew(place, settings, update or (lambda event: None), data)
+    crew = _WorkerCrew(place, settings, update or (lambda event: None))
     if crew.todo:
         # Threads by what was asked for, not by what is left: a resumed run adds its numbers up in the same order.
-        crew.work(min(wide, len(crew.todo)), max(1, cores // wide))
+        crew.work(min(wide, len(crew.todo)), max(1, cores // wide), data)
     return _collect(crew)
 
 
@@ -218,98 +216,73 @@ def _at_a_time(settings: list[Setting], cores: int) -> int:
 class _WorkerCrew:
     """The worker processes of one experiment and what became of its runs.
 
-    seen: the last event of each run that was not done before. ended, by how: names of runs with why, if it was before
-    the last round, or the error. gone: how the last worker process that died did so.
+    seen: the last event of each run that was not done before; its note says why it ended before its last round. gone:
+    how a worker process that died did so.
     """
 
-    def __init__(self, place: Path, settings: list[Setting], tell: Update, data: Loader) -> None:
-        self.place, self.settings, self.tell, self.data = place, settings, tell, data
+    def __init__(self, place: Path, settings: list[Setting], tell: Update) -> None:
+        self.place, self.settings, self.tell = place, settings, tell
         self.every = tasks(place, settings)
         self.todo = [task for task in self.every if not finished(task)]
-        self.ended: dict[State, dict[str, str]] = {"done": {}, "failed": {}, "stopped": {}}
         self.seen = {task.name: RunEvent(task.name, "waiting", 0, task.recipe.rounds) for task in self.todo}
         self.gone = ""
         for task in self.every:
             rounds = task.recipe.rounds
             tell(self.seen.get(task.name) or RunEvent(task.name, "skipped", rounds, rounds))
 
-    def work(self, processes: int, threads: int) -> None:
-        """Check the settings, then run what is to do; returns when all ended or were stopped."""
+    def work(self, processes: int, threads: int, data: Loader) -> None:
+        """Check the settings, then run what is to do; returns when all ended or were stopped.
+
+        When one of the processes dies, what has not ended has failed.
+        """
         context = multiprocessing.get_context("spawn")
-        stop = context.Event()
+        stop, abort, self.queue = context.Event(), context.Event(), context.Queue()
+        self.errors = stopping.own_stderr()
+        initargs = (os.getpid(), self.errors, self.queue, stop, abort, threads, data)
+        self.pool = ProcessPoolExecutor(processes, context, begin_worker, initargs)
         with stopping.on_request("the running rounds", stop.set):
-            self._pool(context, stop, processes, threads)
+            try:
+                self._check_and_run()
+            except BaseException:
+                abort.set()
+                raise
+            finally:
+                self.pool.shutdown(wait=True, cancel_futures=True)
+                self.queue.close()
+                if not self.gone and (words := stopping.text_of(self.errors)):
+                    print(words, file=sys.stderr)
+                os.close(self.errors)
 
-    def _unbegun(self) -> list[Task]:
-        """Return a run of each setting of which none to do has begun: nobody has built its data, model and plan yet."""
-        begun = {task.folder.parent for task in self.todo if (task.folder / RECIPE).is_file()}
-        first = {task.folder.parent: task for task in reversed(self.todo)}
-        return [task for task in self.todo if first[task.folder.parent] is task and task.folder.parent not in begun]
+    def _check_and_run(self) -> None:
+        first = {task.folder.parent: task for task in reversed(self.todo)}  # of each setting
+        died = "compare: while the settings were checked, {}"
+        with becoming(lambda _: RunError(died.format(self._gone())), BrokenProcessPool):
+            for _, future in self._ended(check_in_worker, [*reversed(first.values())]):
+                future.result()
+        # All settings have been found good, and nothing has run.
+        claim(self.place, self.settings)
+        for task, future in self._ended(work_in_worker, self.todo):
+            self._take(task, future)
 
-    def _pool(self, context: Any, stop: Any, processes: int, threads: int) -> None:
-        """Work in one pool of processes; when one of them dies, what has not ended has failed."""
-        queue, abort = context.Queue(), context.Event()
-        errors = stopping.own_stderr()
-        initargs = (os.getpid(), errors, queue, stop, abort, threads, self.data)
-        pool = ProcessPoolExecutor(processes, context, begin_worker, initargs)
-        # Only the processes know how they ended.
-        gone = functools.partial(_gone, pool._processes, errors)
-        try:
-            # Workers inherit that, so Ctrl-C in their first second cannot end them.
-            with stopping.ignored():
-                checks = [pool.submit(check_in_worker, task) for task in self._unbegun()]
-            self._check(checks, stop, queue, gone)
-            # All settings have been found good, and nothing has run.
-            claim(self.place, self.settings)
-            with stopping.ignored():
-                futures = {pool.submit(work_in_worker, task): task for task in self.todo}
-            self._watch(futures, queue, gone)
-        except BaseException:
-            abort.set()
-            raise
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-            queue.close()
-            if not self.gone and (words := stopping.text_of(errors)):
-                print(words, file=sys.stderr)
-            os.close(errors)
-
-    def _check(self, checks: list[Future[None]], stop: Any, queue: Any, gone: Callable[[], str]) -> None:
-        """Raise the first mistake of any setting; after Ctrl-C the checks that have not begun are left out."""
-        for future in checks:
-            # Short waits: a signal is handled between them.
-            while not future.done():
-                wait([future], timeout=PAUSE)
-                self._hear(queue)
-                if stop.is_set():
-                    future.cancel()
-            if not future.cancelled():
-                try:
-                    future.result()
-                except BrokenProcessPool:
-                    self.gone = gone()
-                    raise RunError(f"compare: while the settings were checked, {self.gone}") from None
-
-    def _watch(self, futures: dict[Future[str], Task], queue: Any, gone: Callable[[], str]) -> None:
+    def _ended(self, work: Callable[[Task], str], todo: Sequence[Task]) -> Iterator[tuple[Task, Future[str]]]:
+        """Give tasks to the processes and yield each when it ended; pass on what workers tell in the meantime."""
+        # Workers inherit that, so Ctrl-C in their first second cannot end them.
+        with stopping.ignored():
+            futures = {self.pool.submit(work, task): task for task in todo}
         pending = set(futures)
         while pending:
+            # Short waits: a signal is handled between them.
             ended, pending = wait(pending, timeout=PAUSE, return_when=FIRST_COMPLETED)
-            self._hear(queue)
-            if any(isinstance(future.exception(), BrokenProcessPool) for future in ended):
-                self.gone = gone()
-            for future in ended:
-                self._take(futures[future], future)
-        self._hear(queue)
+            while not self.queue.empty():
+                self._hear(*self.queue.get())
+            yield from ((task, future) for future, task in futures.items() if future in ended)
 
-    def _hear(self, queue: Any) -> None:
-        """Pass on what workers have told since the last time."""
-        while not queue.empty():
-            name, turn, accuracy, note = queue.get()
-            before = self.seen[name]
-            if before.state in ("waiting", "running"):
-                state = "waiting" if before.state == "waiting" and note else "running"
-                last = before.accuracy if accuracy is None else accuracy
-                self._tell(name, state=state, round=turn, accuracy=last, note=note)
+    def _hear(self, name: str, turn: int, accuracy: float | None, note: str) -> None:
+        before = self.seen[name]
+        if before.state in ("waiting", "running"):
+            state = "waiting" if before.state == "waiting" and note else "running"
+            last = before.accuracy if accuracy is None else accuracy
+            self._tell(name, state=state, round=turn, accuracy=last, note=note)
 
     def _tell(self, name: str, **news: Any) -> None:
         self.seen[name] = replace(self.seen[name], **news)
@@ -322,67 +295,57 @@ class _WorkerCrew:
             why = future.result()  # "", or why it ended before its last round
             state = "stopped" if ASKED in why else "done"
         except (BrokenProcessPool, RunError) as error:
-            why = self.gone if isinstance(error, BrokenProcessPool) else str(error)
-        self.ended[state][task.name] = why
+            why = self._gone() if isinstance(error, BrokenProcessPool) else str(error)
         turn = task.recipe.rounds if state == "done" else self.seen[task.name].round
-        self._tell(task.name, state=state, round=turn, note=why if state == "failed" else "")
+        self._tell(task.name, state=state, round=turn, note=why)
 
-
-def _gone(crew: Any, errors: int) -> str:
-    """Return how a process of the crew came to its end, in words."""
-    statuses = [process.exitcode for process in crew.values() if process.exitcode]
-    return GONE.format(stopping.how_it_ended(statuses[0] if statuses else None, stopping.text_of(errors)))
+    def _gone(self) -> str:
+        """Return how a process of the crew came to its end, in words; only the processes know."""
+        if not self.gone:
+            statuses = [process.exitcode for process in self.pool._processes.values() if process.exitcode]
+            status = statuses[0] if statuses else None
+            self.gone = GONE.format(stopping.how_it_ended(status, stopping.text_of(self.errors)))
+        return self.gone
 
 
 def _collect(crew: _WorkerCrew) -> Comparison:
     """Read the runs that are done back from their files, and write the tables and the page."""
     folder = crew.place
     groups, paths, notes, missing = [], [], [], []
+    done_now, failed, stopped = (
+        {event.run: event.note for event in crew.seen.values() if event.state == state}
+        for state in ("done", "failed", "stopped")
+    )
     for setting in crew.settings:
         mine = [task for task in crew.every if task.folder.parent.name == setting.slug]
-        done = [task.folder for task in mine if task.name in crew.ended["done"] or finished(task)]
+        done = [task.folder for task in mine if task.name in done_now or finished(task)]
         if done:
             groups.append(Group(setting.label, tuple(metrics.read_run(path) for path in done)))
             paths += done
-            notes += _epsilon_note(groups[-1])
         if len(done) < len(mine):
             missing.append(f"{setting.label} ({len(mine) - len(done)} of {len(mine)})")
-    notes += [f"{name}: {why}." for name, why in crew.ended["done"].items() if why]
+    notes += [f"{name}: {why}." for name, why in done_now.items() if why]
     notes += [f"Missing runs: {', '.join(missing)}."] if missing else []
-    others = {path.parent for path in folder.glob(f"*/seed-*/{RECIPE}")} - {task.folder for task in crew.every}
-    if others:
-        names = ", ".join(str(path.relative_to(folder)) for path in sorted(others)[:5]) + ", …" * (len(others) > 5)
-        notes.append(f"Not in these tables, though in this folder: {names}.")
     page = table = None
     if groups:
         groups = [replace(group, style=style) for style, group in enumerate(groups)]
         table = tables.comparison_table(groups)
-        _write_tables(folder, groups, table)
+        _write_tables(folder, groups)
         page = write_report(paths, folder / "report.html")
-    failed, left = crew.ended["failed"], len(crew.ended["stopped"])
-    return Comparison(folder, page, table, tuple(notes), failed, left, len(crew.every))
+    return Comparison(folder, page, table, tuple(notes), failed, len(stopped), len(crew.every))
 
 
-def _write_tables(folder: Path, groups: list[Group], table: tables.Comparison) -> None:
-    """Write the table in every form, every run in one file, and the first figure that there is.
+def _write_tables(folder: Path, groups: list[Group]) -> None:
+    """Write the table in every form, and every run in one file.
 
     With what is private to the simulation (times, personal accuracies, gaps) they lie in ``private``.
     """
     released = [replace(group, runs=tuple(map(public, group.runs))) for group in groups]
+    places = [(folder, released, 0o644)]
     if any(run.private for group in groups for run in group.runs):
         (folder / "private").mkdir(mode=0o700, exist_ok=True)
-        for name, text in (tables.files(table) | {"runs.csv": tables.runs_csv(groups)}).items():
-            durable.replace(folder / "private" / name, text, mode=0o600)
-    table = tables.comparison_table(released)
-    for name, text in (tables.files(table) | {"runs.csv": tables.runs_csv(released)}).items():
-        durable.replace(folder / name, text, mode=0o644)
-    figures = {figure.key: figure for figure in figures_of_groups(released)}
-    for key in [key for key in ("by-epsilon", "accuracy", "loss") if key in figures][:1]:
-        write_figure(figures[key], folder, ("pdf",))
-
-
-def _epsilon_note(group: Group) -> list[str]:
-    """Return a sentence where the seeds of a setting do not share one ε (the table shows the largest)."""
-    epsilons = {metrics.proven_epsilon(run) for run in group.runs}
-    texts = [*map(metrics.epsilon_text, sorted(epsilons, key=lambda value: math.inf if value is None else value))]
-    return [f"{group.label}: ε differs between seeds, {texts[0]} to {texts[-1]}."] if len(epsilons) > 1 else []
+        places.append((folder / "private", groups, 0o600))
+    for place, covered, mode in places:
+        texts = tables.files(tables.comparison_table(covered)) | {"runs.csv": tables.runs_csv(covered)}
+        for name, text in texts.items():
+            durable.replace(place / name, text, mode=mode)

@@ -9,7 +9,6 @@ whole run would be √T times as large.
 """
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,27 +24,24 @@ from fedflat.assembly.tasks import objective_of, suited
 from fedflat.backends.choose import sum_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
-from fedflat.core.cohorts import Fixed, MinSeparation, Poisson
+from fedflat.core.cohorts import Fixed, Poisson
 from fedflat.core.params import layout_of
 from fedflat.core.process import using_threads
 from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate
 from fedflat.data.clients import FederatedData, made_rows
 from fedflat.engine.job import Job
 from fedflat.engine.round import RoundParts, broadcast_of, mean_view
 from fedflat.methods import noise as noising
-from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS, noise_in_model
-from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan
+from fedflat.privacy.accounting.factorisation import noise_in_model
+from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import FALSE_POSITIVES, true_positives
 from fedflat.privacy.trust import default_min_cohort
 
-TRIED = 16
-"""Clients of a trial at most, unless a whole round is quick."""
+TRIED, STEPS, TRIES = 16, 4, 2
+"""Clients and local steps of a trial at most, unless a round is quick, and how often it is timed: the best counts."""
 QUICK = 2e9
 """Parameters · examples · steps of a round that is timed as it is."""
-STEPS, TRIES = 4, 2
-"""Local steps of a trial whose cost grows in proportion to them, and how often it is timed: the best counts."""
 SHOWN = 8
 """Rounds whose ε is listed, the last one included."""
 DROWNED = 1.0
@@ -105,16 +101,10 @@ def _larger_cohort(plan: Plan, coordinates: int) -> Changed | None:
     # From half of the clients on, full participation is as much.
     if plan.sampler.q >= 0.5:
         return None
-    return Changed(_with(plan, _times(plan.sampler, cohort=2)), coordinates, "twice the training of a round")
-
-
-def _twice_all(plan: Plan, coordinates: int) -> Changed:
-    return Changed(_with(plan, _times(plan.sampler, 2, 2)), coordinates, "δ stays; 0.1/M would be half of it")
-
-
-def _fewer_parameters(plan: Plan, coordinates: int) -> Changed | None:
-    changed = Changed(plan, coordinates // 10, "fewer features, or a linear head on public ones")
-    return changed if coordinates >= 100 else None
+    larger: dict[str, Any] = {"size": plan.sampler.size * 2}
+    if plan.sampler.maximum is not None:
+        larger["maximum"] = min(plan.sampler.maximum * 2, plan.sampler.clients)
+    return Changed(_with(plan, replace(plan.sampler, **larger)), coordinates, "twice the training of a round")
 
 
 def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
@@ -122,23 +112,9 @@ def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
     return Changed(replace(plan, rounds=half), coordinates, "half the steps") if half else None
 
 
-def _bands(plan: Plan, coordinates: int) -> Changed | None:
-    """Return a public round-robin with banded noise, in place of secret coins."""
-    sampler = plan.sampler
-    apart, size = int(sampler.clients / sampler.size), int(sampler.size)
-    if plan.trust != "central" or plan.count_std is not None or apart < 2 or size != sampler.size:
-        return None
-    law = MinSeparation(sampler.clients, size, apart)
-    kind = "banded" if plan.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
-    banded = replace(plan, sampler=law, mechanism=scheduled_plan(law, plan.rounds, kind))
-    return Changed(banded, coordinates, f"no secret sampling; a client comes every {apart} rounds at most")
-
-
 Maker = Callable[[Plan, int], Changed | None]
 ALTERNATIVES: tuple[tuple[str, Maker], ...] = (
-    ("full participation", _full), ("twice the cohort", _larger_cohort),
-    ("twice the clients, twice the cohort", _twice_all), ("a tenth of the parameters", _fewer_parameters),
-    ("half the rounds", _fewer_rounds), ("correlated noise, clients in turns", _bands),
+    ("full participation", _full), ("twice the cohort", _larger_cohort), ("half the rounds", _fewer_rounds),
 )  # fmt: skip
 """What is tried, and how the setting changes; None where it does not apply."""
 
@@ -188,14 +164,6 @@ def alternatives(
     return rows
 
 
-def _times(sampler: Any, clients: int = 1, cohort: int = 1) -> Any:
-    """Return the same law for so many times the clients, and a cohort as many times as large."""
-    changed = {"clients": sampler.clients * clients, "size": sampler.size * cohort}
-    if sampler.maximum is not None:
-        changed["maximum"] = min(sampler.maximum * cohort, sampler.clients * clients)
-    return replace(sampler, **changed)
-
-
 def _with(plan: Plan, sampler: Any) -> Plan:
     """Return the plan for another cohort law, with what follows: n_min, and the adaptive clip's count noise m/20."""
     count = None if plan.count_noise is None else plan.count_noise * sampler.size / plan.sampler.size
@@ -233,7 +201,7 @@ def forecast(recipe: Recipe, trial: bool = True) -> tuple[dict[str, Any], Plan]:
     plan, (outlook, says) = job.parts.plan, _outlook(recipe, job, data)
     total = None if seconds is None else seconds * plan.rounds_within_budget()
     costs = {
-        "seconds_a_round": seconds, "trial": basis, "seconds": total, "memory_bytes": _memory(job, held, trial),
+        "seconds_a_round": seconds, "trial": basis, "seconds": total, "memory_bytes": _memory(job, held),
         "traffic_bytes": _traffic(job.parts), "read": read, "says": says,
     }  # fmt: skip
     return outlook | costs, plan
@@ -352,15 +320,14 @@ def _timed(job: Job, steps: int, few: int) -> tuple[float | None, str]:
     count = max(1, min(math.ceil(parts.plan.sampler.size), parts.plan.sampler.clients if few == steps else TRIED))
     with using_threads(1):
         seconds = seconds_per_client(job, count)
-        drawn = _noise_seconds(job)
     if not math.isfinite(seconds):
         return None, "not measured: the trial failed"
     fixed = sum(phase.steps or 0 for phase in parts.algorithm.phases)
     free = sum(phase.steps is None for phase in parts.algorithm.phases)
     per_client = seconds * (fixed + free * steps) / max(1, fixed + free * few)
-    basis = f"{count} clients, {few} of {steps} local steps on made-up examples, {job.backend.name}; no evaluation"
+    basis = f"{count} clients, {few} of {steps} local steps on made-up examples, {job.backend.name}; no noise, no test"
     basis += ", nor the body's features before round 0" if getattr(job.problem.pristine, "frozen", False) else ""
-    return per_client * parts.plan.sampler.size + drawn, basis
+    return per_client * parts.plan.sampler.size, basis
 
 
 def seconds_per_client(job: Job, clients: int) -> float:
@@ -376,35 +343,15 @@ def seconds_per_client(job: Job, clients: int) -> float:
     return min(times)
 
 
-def _noise_seconds(job: Job) -> float:
-    parts = job.parts
-    if parts.mechanism.exact or not parts.plan.private:
-        return 0.0
-    empty = torch.zeros(0, dtype=torch.float64)
-    state = parts.first_state(job.initial_weights[: parts.layout.dimension], job.threshold)
-    aggregate = Aggregate(torch.zeros(parts.message_length, dtype=torch.float64), 1, 0.0, empty, empty, {})
-    broadcast = broadcast_of(replace(parts, algorithm=replace(parts.algorithm, mask=None)), state, job.seed)
-    began = time.perf_counter()
-    parts.mechanism.noise(b"\0" * 32, 0, broadcast, aggregate, parts.clip.bound(job.threshold))
-    return time.perf_counter() - began
-
-
-def _memory(job: Job, data: int, trial: bool) -> dict[str, int]:
-    """Return bytes that are surely needed; activations are in the process's figure only, after a trial."""
+def _memory(job: Job, data: int) -> dict[str, int]:
+    """Return bytes that are surely needed; activations, which follow the back end, are not among them."""
     parts = job.parts
     state = parts.first_state(job.initial_weights, job.threshold)
     slots = sum(slot.numel() * slot.element_size() for slot in state.slots.values())
-    sizes = {
+    return {
         "data": data, "model": 4 * parts.layout.size, "server's sum": 8 * parts.message_length, "server's state": slots,
         "one client's weights, gradient and momentum": 3 * 4 * parts.layout.size,
     }  # fmt: skip
-    if trial:
-        # Not on every system: a run does without.
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        sizes["this process at most, so far"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return sizes
 
 
 def _traffic(parts: RoundParts) -> dict[str, int]:

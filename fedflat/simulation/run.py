@@ -31,7 +31,7 @@ from fedflat.privacy.statement import write as write_statement
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import OPENING, RECIPE, STATEMENT, RunFolder, check_kinds, check_new
 from fedflat.records.opening import Opening, refuse_older
-from fedflat.records.signing import Operator, check_outside, sign_run
+from fedflat.records.signing import Operator, sign_run
 from fedflat.report.progress import Progress
 from fedflat.simulation.result import Result
 
@@ -82,8 +82,7 @@ def run(
         job = prepare(parsed, model, clients, test, algorithm=algorithm, data=data, loss=loss, metrics=metrics)
         job.stored = not is_seeded(parsed) and job.identity.method is not None
         if out is not None:
-            if key is not None:
-                check_outside(Path(key), Path(out))
+            keys.check_outside(Path(out), None if key is None else Path(key))
             job.operator = Operator.of_account() if key is None else Operator.load(Path(key))
             (_reopen if resume else _open)(Path(out), parsed, job)
         display.start(job)  # after the folder is claimed: a refused run must not look as if it had begun
@@ -181,7 +180,6 @@ def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
 
 def _open(path: Path, recipe: Recipe, job: Job) -> None:
     """Give the job a new run folder, with what the run is and its recipe in it, and the key file it needs."""
-    keys.check_outside(path)
     with RunFolder.create(path) as folder:
         name = secrets.token_hex(16) if job.stored else None
         text = resolved(recipe, job, name)
@@ -201,7 +199,6 @@ def _reopen(path: Path, recipe: Recipe, job: Job) -> None:
     """
     require((path / RECIPE).is_file(), "--resume", str(path), "the folder of a run (it has a recipe.yaml)")
     check_kinds(path)
-    keys.check_outside(path)
     job.opening = Opening.read(path)
     differing = job.opening.differing(job.identity)
     mismatch = f"{path}, but another {' and another '.join(differing)} than it was started with"

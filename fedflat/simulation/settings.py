@@ -127,11 +127,12 @@ def _distinct(settings: list[Setting]) -> list[Setting]:
     """Return the settings, with labels that also name the recipe where they would be the same."""
     seen: dict[str, Setting] = {}
     for setting in settings:
-        other = seen.setdefault(setting.slug, setting)
-        if other is not setting:
-            twice = _asked(other) == _asked(setting)
-            same = "the same setting twice" if twice else f"two settings named {setting.slug}"
-            raise wrong("compare", same, "settings that differ, recipes with names of their own")
+        if seen.setdefault(setting.slug, setting) is not setting:
+            twice, allowed = (
+                f"two settings named {setting.slug}",
+                "settings that differ, recipes with names of their own",
+            )
+            raise wrong("compare", twice, allowed)
     times = Counter(setting.label for setting in settings)
     return [replace(s, label=f"{s.label}, {s.recipe.name}") if times[s.label] > 1 else s for s in settings]
 
@@ -154,9 +155,9 @@ def check_folders(folder: Path, settings: Sequence[Setting]) -> None:
         place = folder / setting.slug
         if (place / REQUESTED).is_file():
             here = json.loads(json.dumps(_asked(setting)))
-            for key, old, new in differences(read_noted(place / REQUESTED), here, close=0.0, missing=None):
-                differs, allowed = f"{key} = {old} where this one has {new}", "the same recipe, or a new folder"
-                raise InputError(f"--out: found {place}, whose runs have {differs}; allowed: {allowed}.")
+            for key, old, new in differences(read_noted(place / REQUESTED), here):
+                other = f"{place}, whose runs have {key} = {old} where this one has {new}"
+                raise wrong("--out", other, "the same recipe, or a new folder")
         elif any(place.glob(f"seed-*/{RECIPE}")):
             raise wrong("--out", f"{place}, which holds runs of something else", "a new folder")
 
@@ -335,12 +336,11 @@ CHARGED = ("sampling", "relation", "trust", "clients", "cohort", "noise_multipli
 def charge(plan: Plan, public: Mapping[str, Any]) -> dict[str, Any]:
     """Return the one line of ``charge.jsonl``: the whole selection, and the digest of what is public of it."""
     line = plan.record(0, 1.0)
-    return KIND | {name: line[name] for name in CHARGED} | {"rounds": plan.rounds, "public": public_digest(public)}
-
-
-def public_digest(public: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of what ``selection.yaml`` says."""
-    return durable.digest_of_json(public)
+    return (
+        KIND
+        | {name: line[name] for name in CHARGED}
+        | {"rounds": plan.rounds, "public": durable.digest_of_json(public)}
+    )
 
 
 def faults(folder: Path) -> list[str]:
@@ -354,7 +354,7 @@ def faults(folder: Path) -> list[str]:
         return [f"{CHARGE}: {len(entries)} lines where one charge belongs"]
     line, problems = entries[0], []
     public = read_noted(folder / PUBLIC)
-    if line.get("public") != public_digest(public):
+    if line.get("public") != durable.digest_of_json(public):
         problems.append(f"{PUBLIC} is not what was charged")
     expected = KIND | {name: public[name] for name in (*CHARGED, "rounds") if name in public}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,8 @@ from fedflat.privacy.tuning import Selection
 from fedflat.records import keys
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.records.opening import Opening
-from fedflat.report.progress import RunEvent
 from fedflat.simulation import settings as space
-from fedflat.simulation.experiment import compare
+from fedflat.simulation.experiment import Update, compare
 from fedflat.simulation.settings import CHARGE, PUBLIC, WINNER, Axis, Settings, Task, expand, tasks
 
 DRAW, TRIALS = "private/draw.json", "private/trials"
@@ -48,7 +47,6 @@ SCORE = (
     "data"
 )
 RANKED = ("selection.yaml", "charge.jsonl", "winner", "private", ".")
-Update = Callable[[RunEvent], None]
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ def _claim(place: Path, asked: Asked) -> None:
 
 def _drawn(place: Path, asked: Asked, charged: bool) -> dict[str, Any]:
     """Return the number of trials and their settings: as they were drawn before, or drawn now and written down."""
-    path, public = place / DRAW, space.public_digest(asked.public())
+    path, public = place / DRAW, durable.digest_of_json(asked.public())
     if path.is_file():
         with reading(path, "a damaged draw, or another selection's", "the file that was written at the start"):
             record = json.loads(path.read_bytes())

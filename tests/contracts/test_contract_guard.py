@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import os
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,10 +17,9 @@ import fedflat
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.rng import stream
 from fedflat.core.rounding import ROUNDING
-from fedflat.guard import GIVEN, SOURCE, Guard
+from fedflat.guard import SOURCE, Guard
 from fedflat.pieces.mechanisms import GridNoise, gaussian
 from fedflat.privacy.ledger import Ledger, read
-from fedflat.privacy.plan import build_plan
 from fedflat.privacy.verify import recompute, verify
 from fedflat.simulation.inspection import inspect_run
 
@@ -145,15 +143,14 @@ def test_rounds_and_guards_share_no_noise(tmp_path: Path) -> None:
 
 
 def test_it_is_the_engines_arithmetic(tmp_path: Path) -> None:
-    key, draw = bytes(range(32)), stream(1, "vectors")
-    with made(tmp_path, secure=False, key=key, cohort=10) as guard:
+    draw = stream(1, "vectors")
+    with made(tmp_path, secure=False, cohort=10) as guard:
         vectors = {int(i): draw.standard_normal(40) for i in guard.cohort(0)}
         found = guard.release(0, vectors)
         clipped = sum(v * min(1.0, 0.5 / float(np.linalg.norm(v))) for v in vectors.values())
-        noise = gaussian(40, guard.plan.std(0.5), stream(key, "noise", 0)).numpy()
+        noise = gaussian(40, guard.plan.std(0.5), stream(guard._key, "noise", 0)).numpy()
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, (clipped + noise) / 10, rtol=1e-5, atol=1e-7)
-        assert guard.statement()["noise_source"] == GIVEN
 
 
 HOSTILE = {
@@ -233,22 +230,6 @@ def test_a_start_over_goes_on_with_fresh_noise(tmp_path: Path) -> None:
         assert guard.epsilon == guard.plan.epsilon(2)
     assert abs(np.corrcoef(first, second)[0, 1]) < 5 / math.sqrt(D)
     assert len({line["key_id"] for line in read(tmp_path / "ledger.jsonl")}) == 2
-
-
-def test_a_key_is_drawn_with_once(tmp_path: Path) -> None:
-    key = os.urandom(32)
-    made(tmp_path / "a", key=key).close()
-    with pytest.raises(InputError, match="drawn with before"):
-        made(tmp_path / "b", key=key)
-    with made(tmp_path / "c", key=(other := os.urandom(32))) as guard:
-        guard.release(0, zeros(guard, 0, 3))
-    fedflat.guard._used.clear()  # as in a new process
-    with pytest.raises(InputError, match="drawn with before"):
-        made(tmp_path / "c", key=other)
-    made(tmp_path / "c").close()  # the lock was given back
-    for bad in (b"short", "text", 7):
-        with pytest.raises(InputError, match="32 bytes"):
-            made(tmp_path / "d", key=bad)
 
 
 def test_no_copies(tmp_path: Path) -> None:
@@ -333,7 +314,7 @@ class ReadsTwice(Guard):
 
 @pytest.mark.parametrize(("kind", "counted"), [(Guard, 1), (ReadsTwice, 4)])
 def test_a_client_counts_once_whatever_the_mapping_yields(tmp_path: Path, kind: type[Guard], counted: int) -> None:
-    with made(tmp_path, kind, noise_multiplier=1e-4, dimension=50, key=b"\1" * 16 + os.urandom(16)) as guard:
+    with made(tmp_path, kind, noise_multiplier=1e-4, dimension=50) as guard:
         assert np.linalg.norm(guard.release(0, Yields([0, 0, 0, 0]))) * 20 == pytest.approx(0.5 * counted, rel=0.01)
 
 
@@ -354,14 +335,13 @@ def test_a_vector_cannot_be_written_to_between_norm_and_sum(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("change", "said"),
     [({"clip": 5e-324}, "clip"), ({"clip": 1e300}, "clip"), ({"noise_multiplier": 1e-7}, "secure noise"),
-     ({"noise_multiplier": 1e7}, "secure noise"), ({"plan": "mine"}, "plan: found str")],
+     ({"noise_multiplier": 1e7}, "secure noise"), ({"clients": None}, "clients"), ({"rounds": None}, "rounds")],
 )  # fmt: skip
 def test_what_no_round_could_be_released_with_is_refused_at_the_start(
     tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
-    numbers = dict.fromkeys(NUMBERS) if "plan" in change else {}
     with pytest.raises(InputError, match=said):
-        made(tmp_path, **{**numbers, **change})
+        made(tmp_path, **change)
     assert not (tmp_path / "ledger.jsonl").exists()
 
 
@@ -380,33 +360,15 @@ def test_the_statement_and_the_ledger(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_the_statement_is_of_every_start(tmp_path: Path, order: tuple[int, int]) -> None:
-    """One start with float noise and a key that somebody knows is enough: its rounds are in the statement too."""
-    kinds: tuple[dict[str, Any], ...] = ({}, {"secure": False, "key": os.urandom(32)})
+    """One start with float noise is enough: its rounds are in the statement too."""
     for turn, kind in enumerate(order):
-        with made(tmp_path, **kinds[kind]) as guard:
+        with made(tmp_path, secure=not kind) as guard:
             guard.release(turn, zeros(guard, turn, 3))
             found = guard.statement()
-    assert found["noise_source"] == GIVEN and "withstands floating-point" not in found["floating_point"]
+    assert "withstands floating-point" not in found["floating_point"]
 
 
-def test_plans(tmp_path: Path) -> None:
-    numbers: dict[str, Any] = {"clients": 20, "cohort": 5, "rounds": 5, "noise_multiplier": 1.0}
-    plan = build_plan(**numbers)
-    with Guard(tmp_path / "a.jsonl", 1.0, plan) as guard:
-        assert guard.plan is plan
-    with pytest.raises(InputError, match="one of both"):
-        Guard(tmp_path / "b.jsonl", 1.0, plan, rounds=3)
-    for other in (
-        {"trust": "local"},
-        {"adaptive": True, "count_noise": 5.0},
-        {"private": False},
-        {"noise_cohort": 10.0},
-    ):
-        with pytest.raises(InputError, match="Gaussian noise on one clip"):
-            Guard(tmp_path / "c.jsonl", 1.0, build_plan(**{**numbers, **other}))
-    for missing in ("clients", "rounds"):
-        with pytest.raises(InputError, match=f"{missing}: found nothing"):
-            made(tmp_path, **{missing: None})
+def test_a_ledger_is_of_one_plan(tmp_path: Path) -> None:
     for clip in (0, math.inf, "a"):
         with pytest.raises(InputError, match="clip"):
             made(tmp_path, clip=clip)
@@ -415,6 +377,11 @@ def test_plans(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"noise_multiplier: found 1\.5"):
         made(tmp_path / "d", noise_multiplier=2.0)
     made(tmp_path / "d", clip=0.7).close()
+    with made(tmp_path / "e") as guard:  # as 0.2 wrote it for a caller's key
+        guard._ledger.describe({"secure": True, "given_key": True})
+        guard.release(0, zeros(guard, 0, 3))
+    with pytest.raises(InputError, match="drawn with a key of the caller's"):
+        made(tmp_path / "e")
 
 
 @pytest.mark.parametrize("sampling", ["min-separation", "cyclic-poisson"])
