@@ -296,7 +296,7 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
     )  # fmt: skip
     factory = ALGORITHMS.get(recipe.algorithm.name)
     defaults = {} if factory is None else {k: p.default for k, p in inspect.signature(factory).parameters.items()}
-    numbers: Any = {key: recipe.algorithm.options.get(key, defaults.get(key)) for key in ("rho", "lam", "beta", "keep")}
+    numbers: Any = {key: recipe.algorithm.options.get(key, defaults.get(key)) for key in ("rho", "beta", "keep")}
     return Setting(
         facts, q=plan.sampler.q, delta=plan.delta, epsilon=plan.epsilon(), relation=plan.relation, samples=samples,
         **numbers,

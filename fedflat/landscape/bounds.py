@@ -13,11 +13,10 @@ that goes with η = 𝒪(1/√T), and one of the noise.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, require, whole
 
@@ -169,33 +168,6 @@ def noise_condition_001(*, q: float, rounds: int, epsilon: float, delta: float) 
     return NoiseCondition(sigma, order, order_limit_001(q, sigma, order))
 
 
-def noise_multiplier_004(*, q: float, rounds: int, epsilon: float, delta: float) -> float:
-    """q√(T·ln(1/δ))/ε, q = P/N: Cheng et al. 2022, Theorem 1 asks for σ ≥ c₂ times that, for ε < c₁q²T; it says only
-    that c₁, c₂ exist.
-
-    Enters no privacy statement. A proven σ over this is the c₂ that it amounts to.
-    """
-    delta = in_range("delta", delta, 0, 1, open_low=True, open_high=True)
-    scale = in_range("q", q, 0, 1, open_low=True) * math.sqrt(rounds * -math.log(delta))
-    return scale / in_range("epsilon", epsilon, 0, open_low=True)
-
-
-def discounts_004(far: Iterable[bool], *, lam: float, lr: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """``(printed, exact)`` discounts γ_q of Cheng et al. 2022, Lemma 2, Δ = −η·Σ γ_q·g_q, for local steps q = 0 … Q−1.
-
-    far: whether ‖w^q − w^t‖ > S at step q. Printed: (1 − λη)^q where far, 1 elsewhere. Exact, by unrolling BLUR's step
-    w ← w − η(g + λ(w − w^t)·1[far]): Π_{j>q}(1 − λη·1[far at j]), so a step is discounted by what comes after it. The
-    two agree where no step is far. λ < 1/η is the lemma's condition. Enters no privacy statement.
-    """
-    lr = in_range("lr", lr, 0, open_low=True)
-    factor = 1 - lr * in_range("lam", lam, 0, 1 / lr, open_high=True)
-    beyond = np.asarray(list(far), dtype=bool)
-    steps = np.where(beyond, factor, 1.0)
-    printed = np.where(beyond, factor ** np.arange(len(beyond)), 1.0)
-    exact: NDArray[np.float64] = np.cumprod(np.append(steps[1:], 1.0)[::-1])[::-1]
-    return printed, exact
-
-
 @dataclass(frozen=True)
 class RoundPrivacy:
     """(ε̃, δ) of one round by Shi et al. 2023b, Theorem 4: per *sample*, not per client."""
@@ -313,27 +285,8 @@ def blur_lus(facts: Facts) -> Terms:
     """
     lr, server, steps = facts.lr, facts.server_lr, facts.steps
     noise = server * (facts.noise_multiplier * facts.clip) ** 2 * facts.dimension / (lr * steps * facts.cohort**2)
-    return Terms({**_averaging(facts), "noise": noise})
-
-
-def blur_lus_at(facts: Facts, *, epsilon: float, delta: float) -> Terms:
-    """Return the terms of 004 Corollary 1, σ from Theorem 1 and S = η_lQG: its last term is η_gη_lQTd·ln(1/δ)/(N²ε²).
-
-    Enters no privacy statement.
-    """
-    logs = -math.log(in_range("delta", delta, 0, 1, open_low=True, open_high=True))
-    wanted = in_range("epsilon", epsilon, 0, open_low=True)
-    noise = facts.server_lr * facts.lr * facts.steps * facts.rounds * facts.dimension * logs
-    return Terms({**_averaging(facts), "noise": noise / (facts.clients * wanted) ** 2})
-
-
-def _averaging(facts: Facts) -> dict[str, float]:
-    lr, server = facts.lr, facts.server_lr
-    return {
-        "optimisation": 1 / (server * lr * facts.steps * facts.rounds),
-        "drift": (lr * facts.steps) ** 2,
-        "sampling": server * lr / facts.cohort,
-    }
+    terms = {"optimisation": 1 / (server * lr * steps * facts.rounds), "drift": (lr * steps) ** 2}
+    return Terms(terms | {"sampling": server * lr / facts.cohort, "noise": noise})
 
 
 def _sum(values: Sequence[float], rounds: int) -> float:

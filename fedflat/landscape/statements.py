@@ -15,7 +15,7 @@ from fedflat.landscape.bounds import Facts, Terms
 class Setting:
     """What the statements are evaluated at, besides the theorems' constants.
 
-    q, delta, relation: of the plan; epsilon: proven at delta, inf where nothing is. rho, lam, beta, keep: the method's,
+    q, delta, relation: of the plan; epsilon: proven at delta, inf where nothing is. rho, beta, keep: the method's,
     None where it has none of them. samples: N of Shi et al. 2023b. delta_tilde: δ̃ of these.
     """
 
@@ -25,7 +25,6 @@ class Setting:
     epsilon: float
     relation: str = "add-remove"
     rho: float | None = None
-    lam: float | None = None
     beta: float | None = None
     keep: float | None = None
     samples: int | None = None
@@ -46,8 +45,7 @@ class Statement:
 def statements(setting: Setting) -> list[Statement]:
     """Return every statement of the papers that has a value at this setting, in the order of the sections."""
     sections = {
-        "Sensitivity": _sensitivity, "Noise": _noise, "Per sample": _per_sample, "BLUR": _drift,
-        "Convergence": _convergence,
+        "Sensitivity": _sensitivity, "Noise": _noise, "Per sample": _per_sample, "Convergence": _convergence,
     }  # fmt: skip
     return [_evaluated(name, *line) for name, section in sections.items() for line in section(setting)]
 
@@ -87,18 +85,13 @@ def _noise(setting: Setting) -> Iterator[Line]:
         papers = "Shi et al. 2023a, 2023b, Eq. 13–14, Liu et al. 2025, Eq. 24"
         claimed = partial(bounds.renyi_epsilon, **parameters, noise_multiplier=sigma)
         yield papers, "ε of the formula, Poisson and one C", lambda: claimed()[0], ""
-    zhang, cheng = "Zhang et al. 2024, Theorem 2", "Cheng et al. 2022, Theorem 1"
+    zhang = "Zhang et al. 2024, Theorem 2"
     if not math.isfinite(setting.epsilon):
-        yield f"{zhang}, {cheng}", "σ for a finite ε", None, "void: no finite ε is proven"
+        yield zhang, "σ for a finite ε", None, "void: no finite ε is proven"
         return
-    parameters["epsilon"] = setting.epsilon
-    at = f"at the proven ε = {setting.epsilon:.4g}"
-    condition = cache(partial(bounds.noise_condition_001, **parameters))
-    yield zhang, f"σ that it asks for {at}", lambda: condition().noise_multiplier, lambda: _lemma_4(condition())
-    least = partial(bounds.noise_multiplier_004, **parameters)
-    yield cheng, f"σ with c₂ = 1 {at}", least, "the theorem says only that c₁ and c₂ exist"
-    if sigma > 0:
-        yield cheng, "c₂ that the proven σ amounts to", lambda: sigma / least(), ""
+    condition = cache(partial(bounds.noise_condition_001, **parameters, epsilon=setting.epsilon))
+    asked = f"σ that it asks for at the proven ε = {setting.epsilon:.4g}"
+    yield zhang, asked, lambda: condition().noise_multiplier, lambda: _lemma_4(condition())
 
 
 def _lemma_4(condition: bounds.NoiseCondition) -> str:
@@ -129,15 +122,6 @@ def _per_sample(setting: Setting) -> Iterator[Line]:
     yield "Shi et al. 2023b, Theorem 5", "risk gap under", lambda: risk()[0] if risk()[1] > 0 else None, probability
 
 
-def _drift(setting: Setting) -> Iterator[Line]:
-    if setting.lam is None:
-        return
-    far = partial(bounds.discounts_004, [True] * setting.facts.steps, lam=setting.lam, lr=setting.facts.lr)
-    lemma, exact = "Cheng et al. 2022, Lemma 2", "by unrolling the steps: the first, not the last, is discounted most"
-    yield lemma, "discount of the last step, all far, as printed", lambda: float(far()[0][-1]), "(1 − λη)^(Q−1)"
-    yield lemma, "discount of the first step, all far, exact", lambda: float(far()[1][0]), exact
-
-
 def _convergence(setting: Setting) -> Iterator[Line]:
     facts, sam = setting.facts, partial(bounds.dp_fedsam, setting.facts, rho=setting.rho or 0.0)
     yield from _terms("Shi et al. 2023a, Theorem 3 (DP-FedSAM)", sam())
@@ -147,9 +131,6 @@ def _convergence(setting: Setting) -> Iterator[Line]:
     yield "Zhang et al. 2024, Theorem 1 (DP2-FedSAM)", "lost in the text", None, ""
     yield from _terms("Liu et al. 2025, Theorem 1 (DP-FedPGN)", bounds.dp_fedpgn(facts, beta=setting.beta))
     yield from _terms("Cheng et al. 2022, Theorem 2 (BLUR, LUS)", bounds.blur_lus(facts))
-    if math.isfinite(setting.epsilon):
-        bound = bounds.blur_lus_at(facts, epsilon=setting.epsilon, delta=setting.delta)
-        yield from _terms("Cheng et al. 2022, Corollary 1", bound, "with Theorem 1's σ at the proven ε")
 
 
 def _terms(reference: str, bound: Terms, remark: str = "") -> Iterator[Line]:
