@@ -117,13 +117,7 @@ def points_of(name: str) -> Points:
     if name == "worst":
         return _worst
     # No key is in both of a run's records.
-    return lambda run: _sizes(run.metrics, name) or _sizes(run.private, name)
-
-
-def _sizes(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """Return ``column``, with a list (a cohort given by its members) counted."""
-    counted = [{**record, key: len(record[key])} if isinstance(record.get(key), list) else record for record in records]
-    return column(counted, key)
+    return lambda run: column(run.metrics, name) or column(run.private, name)
 
 
 def _worst(run: Run) -> list[tuple[int, float]]:

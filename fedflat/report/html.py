@@ -90,7 +90,7 @@ def _words(run: Run) -> dict[str, Any]:
         "run": run, "partition": section(sections["data"], "partition"), "readable": readable,
         "names": class_names(run), "count": len(last_classes(run)), "proven": metrics.proven_epsilon(run),
         "claimed": metrics.claimed_epsilon(run), "delta": metrics.number(run.privacy.get("delta")),
-        "greatest": statement.greatest(run), "reasons": metrics.reasons(run),
+        "reasons": metrics.reasons(run),
     }  # fmt: skip
     return cast(dict[str, Any], wording.texts("page.yaml", sections | values))
 

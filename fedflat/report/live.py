@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import os
 import secrets
 import socket
 import threading
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from fedflat.core.checks import InputError, RunError, becoming, gather, reading, require, turning, wrong
+from fedflat.core.checks import InputError, RunError, gather, reading, require, turning
 from fedflat.privacy.ledger import is_open
 from fedflat.privacy.statement import is_whole
 from fedflat.report import metrics, pages, wording
@@ -176,20 +175,17 @@ def app_of(live: Live) -> Starlette:
 
 
 @contextmanager
-def served(live: Live, port: int = 0) -> Iterator[str]:
+def served(live: Live) -> Iterator[str]:
     """Serve the page of ``live`` on 127.0.0.1 by a thread inside the block; yield its address, with the token.
 
-    port: 0 for a free one. Raises RunError where starlette and uvicorn are not installed.
+    Raises RunError where starlette and uvicorn are not installed.
     """
     with turning(ImportError, RunError("watch needs a small server: pip install 'fedflat[watch]'")):
         import uvicorn
 
         app = app_of(live)
-    allowed = "a port that is free on 127.0.0.1"
-    with becoming(lambda error: wrong("--port", port, f"{allowed} ({os.strerror(error.errno or 0)})"), OSError):
-        # A port that was given up a moment ago can be bound again; a reader who connects before the thread serves has
-        # to wait.
-        listening = socket.create_server(("127.0.0.1", port), backlog=64)
+    # A reader who connects before the thread serves has to wait.
+    listening = socket.create_server(("127.0.0.1", 0), backlog=64)
     settings = uvicorn.Config(
         app, log_level="critical", access_log=False, timeout_graceful_shutdown=1, limit_concurrency=64
     )

@@ -287,10 +287,7 @@ def claimed_epsilon(run: Run) -> float | None:
 
 def reasons(run: Run) -> list[str]:
     """Return why the proven ε is what it is, in the statement's words."""
-    if isinstance(run.privacy.get("reasons"), str):
-        return [run.privacy["reasons"]]
-    texts = [item if isinstance(item, str) else json.dumps(item) for item in listed(run.privacy, "reasons")]
-    return texts or ([] if run.privacy else [NO_STATEMENT])
+    return [str(item) for item in listed(run.privacy, "reasons")] or ([] if run.privacy else [NO_STATEMENT])
 
 
 def spent(run: Run) -> list[tuple[int, float]]:

@@ -87,7 +87,7 @@ class Bars(bars.Progress):
     def left(self) -> str:
         """Return the time left of the first task, at the pace so far; the empty string where none is known."""
         seconds = self.tasks[0].time_remaining
-        return "" if seconds is None else f"{wording.clock(seconds)} left"
+        return "" if seconds is None else f"{wording.duration(seconds)} left"
 
 
 class Progress:

@@ -136,15 +136,6 @@ def verdict(audit: Record) -> str:
     return "within the proof" if proven is not None else "nothing is proven"
 
 
-def greatest(run: Run) -> str:
-    """Return the greatest movement over C of the run's worlds, in a few words; empty where nobody audited them."""
-    worlds = [audit for audit in run.audits if audit.get("kind") == "worlds" and audit.get("runs")]
-    if not worlds:
-        return ""
-    details = section(worlds[-1], "details")
-    return f"{audited_text(worlds[-1])} at most, {details.get('back_end')}, {details.get('data')}"
-
-
 def matrix(audit: Record) -> tuple[list[str], list[list[str]]]:
     """Return (heads, rows) of a worlds audit: data by back end, each cell a movement over C; else both empty."""
     table = section(section(audit, "details"), "table")

@@ -1,4 +1,4 @@
-"""Compare several methods in a table: terminal, Markdown, JSON and LaTeX, and every run in CSV.
+"""Compare several methods in a table: terminal, Markdown and JSON, and every run in CSV.
 
 Accuracies of the shared model and of the clients' own models never share a column, and a claimed ε is only ever
 printed beside the proven one.
@@ -19,7 +19,7 @@ from fedflat.report import groups as grouping
 from fedflat.report import metrics
 from fedflat.report.groups import Difference, Group, Spread, by_seed, differing, paired_difference, setting, spread
 from fedflat.report.metrics import Run, epsilon_text
-from fedflat.report.wording import clock, duration, measured, percent_spread, text
+from fedflat.report.wording import duration, measured, percent_spread, text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +56,6 @@ class Row:
     claimed_epsilon: float | None
     delta: float | None
     difference: Difference | None
-    personal_difference: Difference | None
     reasons: tuple[str, ...]
     fates: tuple[str, ...] = ()
     against: str = ""
@@ -104,7 +103,6 @@ def _row(group: Group, first: Group) -> Row:
         delta=metrics.number(reported.privacy.get("delta")),
         randomness="seeded" if any(map(metrics.seeded, group.runs)) else "secret",
         difference=against(metrics.final_accuracy),
-        personal_difference=against(metrics.personal_accuracy),
         reasons=tuple(metrics.reasons(reported)),
         fates=tuple(ending for run in group.runs if (ending := metrics.fate(run))),
         against="" if group is first else first.label,
@@ -206,7 +204,6 @@ def to_rich(table: Comparison) -> Table:
         last = after is not None and not after.against and any(row.against for row in rows)
         # As Text, a name in [brackets] is not taken for markup.
         texts = {column.key: column.text(row) for column in visible}
-        texts |= {"seconds": _mean(row, "seconds", clock)}  # narrower than in the other tables
         grid.add_row(*(Text(texts[column.key]) for column in visible), end_section=last)
     return grid
 
@@ -226,11 +223,9 @@ def to_terminal(table: Comparison, width: int = 80) -> str:
 
 
 def files(table: Comparison) -> dict[str, str]:
-    """Return the table's files by their names: Markdown, LaTeX (a ``tabular`` with booktabs rules, its notes as
-    comments) and ``record_of`` as JSON."""
-    values = {"table": table, "columns": columns(table), "notes": notes(table)}
-    texts = {name: text(name, **values) for name in ("table.md", "table.tex")}
-    return texts | {"table.json": json.dumps(record_of(table), indent=2, ensure_ascii=False) + "\n"}
+    """Return the table's files by their names: Markdown, and ``record_of`` as JSON."""
+    markdown = text("table.md", table=table, columns=columns(table), notes=notes(table))
+    return {"table.md": markdown, "table.json": json.dumps(record_of(table), indent=2, ensure_ascii=False) + "\n"}
 
 
 def record_of(table: Comparison) -> dict[str, Any]:
