@@ -267,7 +267,7 @@ def _measured(folder: Path) -> dict[str, Any]:
 def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants: dict[str, Any]) -> Setting:
     from fedflat.algorithms import ALGORITHMS
     from fedflat.assembly.jobs import prepare
-    from fedflat.assembly.plans import algorithm_of, plan_of, server_of
+    from fedflat.assembly.plans import algorithm_of, plan_of
     from fedflat.landscape.bounds import Facts
     from fedflat.landscape.statements import Setting
 
@@ -291,12 +291,11 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
         raise wrong("privacy.clip", clipping.kind, "one number C")
     facts = Facts(
         lr=recipe.local.lr, steps=count, rounds=recipe.rounds, clients=clients, cohort=plan.divisor, clip=clip,
-        noise_multiplier=plan.event_multiplier, dimension=size, server_lr=server_of(recipe, method).lr or 1.0,
-        **constants,
+        noise_multiplier=plan.event_multiplier, dimension=size, **constants,
     )  # fmt: skip
     factory = ALGORITHMS.get(recipe.algorithm.name)
     defaults = {} if factory is None else {k: p.default for k, p in inspect.signature(factory).parameters.items()}
-    numbers: Any = {key: recipe.algorithm.options.get(key, defaults.get(key)) for key in ("rho", "beta", "keep")}
+    numbers: Any = {key: recipe.algorithm.options.get(key, defaults.get(key)) for key in ("rho", "keep")}
     return Setting(
         facts, q=plan.sampler.q, delta=plan.delta, epsilon=plan.epsilon(), relation=plan.relation, samples=samples,
         **numbers,

@@ -8,8 +8,7 @@ clip, σ noise multiplier, q sampling probability, T rounds, m cohort, M clients
 
 Convergence theorems bound (1/T)·Σ_t E[ᾱ^t‖∇f(w^t)‖²] (002: without ᾱ) up to a constant that they do not give; the terms
 here are what stands inside their 𝒪(·). So a value says which term is the largest and how each moves, not how large the
-gradient is. Theorem 1 of Zhang et al. 2024 is lost in its text: three terms as without privacy, one of SAM's radius
-that goes with η = 𝒪(1/√T), and one of the noise.
+gradient is. Only those of Shi et al., which take the measured ᾱ and α̃, are computed.
 """
 
 import math
@@ -32,7 +31,7 @@ LARGEST = 1e30
 class Facts:
     """The theorems' constants.
 
-    Public numbers of a run: lr η, server_lr η_g, steps K, rounds T, clients M, cohort m, clip C, noise_multiplier σ,
+    Public numbers of a run: lr η, steps K, rounds T, clients M, cohort m, clip C, noise_multiplier σ,
     dimension d. Given: smoothness L, gap f(w¹) − f*, local_std σ_l, global_std σ_g. alpha_mean, alpha_spread: ᾱ^t and
     α̃^t by round, measured; one number stands for all rounds.
     """
@@ -49,12 +48,11 @@ class Facts:
     gap: float = 1.0
     local_std: float = 1.0
     global_std: float = 1.0
-    server_lr: float = 1.0
     alpha_mean: Sequence[float] = (1.0,)
     alpha_spread: Sequence[float] = (0.0,)
 
     def __post_init__(self) -> None:
-        for name in ("lr", "smoothness", "server_lr", "cohort"):
+        for name in ("lr", "smoothness", "cohort"):
             in_range(name, getattr(self, name), 0, LARGEST, open_low=True)
         for name in ("gap", "local_std", "global_std", "clip", "noise_multiplier"):
             in_range(name, getattr(self, name), 0, LARGEST)
@@ -251,42 +249,6 @@ def dp_fedsam(facts: Facts, *, rho: float = 0.0, keep: float = 1.0) -> Terms:
     }
     ratios = {"ηL√(KT) = 𝒪(1)": facts.lr * smooth * math.sqrt(steps * rounds), "ρ√T = 𝒪(1)": rho * math.sqrt(rounds)}
     return Terms(terms, ratios)
-
-
-def dp_fedpgn(facts: Facts, *, beta: float | None = None) -> Terms:
-    """Return the terms of Liu et al. 2025, Theorem 1: √(LΔσ_l²/(mKT)) + LΔ/T + σ²C²/m², Δ = f(x⁰) − f*.
-
-    Enters no privacy statement.
-
-    It holds with β = min{1, √(mKLΔ/(σ_l²T))} and γ = min{1/(24L), β/(6L)} (the ratios: the recipe's β over that one,
-    and γ = η_g·ηK over its value), and with ηKL ≲ min{1, 1/(βγLT), √(LΔ/(G₀β³T)), 1/√(βN), (β³NK)^(−1/4)}, of which G₀
-    and N are not given: not evaluated. The last term has no d although σ²C²/m² is the variance of one coordinate of the
-    mean, of d (Lemma 4); its Assumption 4 is that nothing is ever clipped.
-    """
-    work, smooth = facts.cohort * facts.steps * facts.rounds, facts.smoothness
-    variance = facts.local_std**2
-    ideal = 1.0 if variance == 0 else min(1.0, math.sqrt(work * smooth * facts.gap / (variance * facts.rounds**2)))
-    limit = min(1 / (24 * smooth), ideal / (6 * smooth))
-    ratios = {"γ/min{1/24L, β/6L} = 1": facts.server_lr * facts.lr * facts.steps / limit if limit else math.inf}
-    if beta is not None:
-        ratios["β/min{1, √(mKLΔ/(σ_l²T))} = 1"] = beta / ideal if ideal else math.inf
-    terms = {
-        "stochastic": math.sqrt(smooth * facts.gap * variance / work),
-        "optimisation": smooth * facts.gap / facts.rounds,
-        "noise": (facts.noise_multiplier * facts.clip / facts.cohort) ** 2,
-    }
-    return Terms(terms, ratios)
-
-
-def blur_lus(facts: Facts) -> Terms:
-    """Return the terms of Cheng et al. 2022, Theorem 2: 1/(η_gη_lQT) + η_l²Q² + η_gη_l/P + η_gσ²S²d/(η_lQP²) (P = m).
-
-    Enters no privacy statement.
-    """
-    lr, server, steps = facts.lr, facts.server_lr, facts.steps
-    noise = server * (facts.noise_multiplier * facts.clip) ** 2 * facts.dimension / (lr * steps * facts.cohort**2)
-    terms = {"optimisation": 1 / (server * lr * steps * facts.rounds), "drift": (lr * steps) ** 2}
-    return Terms(terms | {"sampling": server * lr / facts.cohort, "noise": noise})
 
 
 def _sum(values: Sequence[float], rounds: int) -> float:

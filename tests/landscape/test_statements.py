@@ -39,18 +39,6 @@ def test_convergence_terms_by_hand() -> None:
     assert list(found.ratios.values()) == pytest.approx([0.1 * 2 * 10, 0.5 * 5])
     assert bounds.dp_fedsam(FACTS, keep=0.4).terms["noise"] == pytest.approx(0.4 * found.terms["noise"])
     assert found.total == pytest.approx(sum(found.terms.values()))
-    pgn = bounds.dp_fedpgn(FACTS, beta=0.3)
-    assert pgn.terms == pytest.approx({
-        "stochastic": math.sqrt(2 * 3 * 0.25 / (50 * 4 * 25)), "optimisation": 6 / 25, "noise": (0.19 / 50) ** 2,
-    })  # fmt: skip
-    assert list(pgn.ratios.values()) == pytest.approx([0.4 * 48, 0.3])  # β = min{1, √192} = 1, γ ≤ 1/48
-    assert bounds.blur_lus(FACTS).terms == pytest.approx({
-        "optimisation": 1 / 10, "drift": 0.16, "sampling": 0.002, "noise": 0.0361 * 1000 / (0.4 * 2500),
-    })  # fmt: skip
-    still = Facts(lr=0.1, steps=1, rounds=1, clients=1, cohort=1, clip=0, noise_multiplier=0, dimension=1, gap=0.0)
-    assert bounds.dp_fedpgn(still, beta=0.3).ratios == {
-        "γ/min{1/24L, β/6L} = 1": math.inf, "β/min{1, √(mKLΔ/(σ_l²T))} = 1": math.inf,
-    }  # fmt: skip
     with pytest.raises(InputError, match="smoothness"):
         Facts(lr=0.1, steps=1, rounds=1, clients=1, cohort=1, clip=0, noise_multiplier=0, dimension=1, smoothness=0)
 
@@ -60,7 +48,7 @@ def by_reference(found: list[Statement]) -> Iterator[tuple[str, Statement]]:
 
 
 def test_a_setting_with_everything_and_one_with_little() -> None:
-    full = Setting(FACTS, 0.1, 2e-3, 2.9, rho=0.05, beta=0.3, keep=0.4, samples=50_000)
+    full = Setting(FACTS, 0.1, 2e-3, 2.9, rho=0.05, keep=0.4, samples=50_000)
     found = dict(by_reference(statements(full)))
     for reference in (
         "Shi et al. 2023a, Eq. 10, Shi et al. 2023b, Eq. 13", "Zhang et al. 2024, Lemma 6",
