@@ -139,7 +139,7 @@ def _series(
     """
     values = by_round(map(points, group.runs))
     stats = {turn: one for turn, sample in values.items() if (one := spread(sample)) is not None}
-    turns = _thin_with_highest(stats, most)
+    turns = [[*stats][place] for place in thin(len(stats), most)]
     sds = [stats[turn].sd or 0.0 for turn in turns]
     x: dict[str, Values] = {"round": tuple(float(turn + 1) for turn in turns)}
     # Seeds of one setting spend the same; where they do not, the largest is the one that holds for all.
@@ -148,13 +148,6 @@ def _series(
         x["epsilon"] = tuple(epsilons[turn] for turn in turns)
     y = tuple(stats[turn].mean for turn in turns)
     return Series(group.label, x, y, *_band(y, sds, share), group.style)
-
-
-def _thin_with_highest(means: Mapping[int, Spread], most: int) -> list[int]:
-    """Return about ``most`` of the rounds, the one with the highest value among them: a page names it as the best."""
-    turns = [*means]
-    thinned = {turns[place] for place in thin(len(turns), most)}
-    return sorted(thinned | {max(turns, key=lambda turn: means[turn].mean)}) if turns else []
 
 
 def _band(y: Values, sds: Sequence[float], share: bool) -> tuple[Values, Values]:

@@ -174,21 +174,13 @@ def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str
 # ------------------------------------------------------------------------------------------------------- surfaces
 
 
-RAMPS = (
-    ((68, 1, 84), (62, 60, 140), (28, 105, 145), (15, 130, 100), (95, 140, 20)),
-    ((150, 110, 215), (95, 150, 225), (50, 185, 175), (120, 215, 110), (253, 231, 37)),
-)
-"""Colours of a surface from low to high, on light and on dark paper: viridis' hues, their lightness rising so that they
-read without colour."""
-
-
 def _surfaces(groups: Sequence[Record]) -> dict[str, Any]:
     every = [value for group in groups for row in group["surface"]["loss"] for value in row]
     surfaces = [{"side": len(group["surface"]["steps"]), "loss": _short(group["surface"]["loss"])} for group in groups]
     return {
         "groups": groups,
         "contours": base64.b64encode(plates.drawn_as(plates.contours(groups), "svg")).decode(),
-        "data": {"low": max(min(every), 1e-9), "high": max(every), "ramps": RAMPS, "surfaces": surfaces},
+        "data": {"low": max(min(every), 1e-9), "high": max(every), "surfaces": surfaces},
     }
 
 

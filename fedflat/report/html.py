@@ -156,11 +156,8 @@ def _notices(run: Run) -> list[dict[str, Any]]:
 def _audit(run: Run) -> dict[str, Any] | None:
     if not run.audits:
         return None
-    audit_tables = [Table("Audits of this run", statement.HEADS, [statement.cells(audit) for audit in run.audits])]
-    for heads, movements in map(statement.matrix, run.audits):
-        if heads:
-            audit_tables.append(Table("Movement of the release over C, by data and back end", heads, movements))
-    return {"tables": audit_tables, "rule": statement.WORDS["rule"], "notes": statement.notes(run.audits)}
+    table = Table("Audits of this run", statement.HEADS, [statement.cells(audit) for audit in run.audits])
+    return {"table": table, "rule": statement.WORDS["rule"], "notes": statement.notes(run.audits)}
 
 
 def _recipe(run: Run) -> dict[str, Any] | str:

@@ -136,19 +136,6 @@ def verdict(audit: Record) -> str:
     return "within the proof" if proven is not None else "nothing is proven"
 
 
-def matrix(audit: Record) -> tuple[list[str], list[list[str]]]:
-    """Return (heads, rows) of a worlds audit: data by back end, each cell a movement over C; else both empty."""
-    table = section(section(audit, "details"), "table")
-    if not table:
-        return [], []
-    engines = list(dict.fromkeys(engine for row in table.values() for engine in row))
-    rows = [
-        [str(data), *(_times(row[engine]).removesuffix(" C") if engine in row else "–" for engine in engines)]
-        for data, row in table.items()
-    ]
-    return ["Data (client | others)", *engines], rows
-
-
 def remarks(audit: Record) -> list[str]:
     """Return what a worlds audit did not do, and why, one sentence each."""
     details = section(audit, "details")
