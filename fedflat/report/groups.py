@@ -205,20 +205,17 @@ def _same(one: float | None, other: float | None) -> bool:
 
 
 def headline(groups: Sequence[Group]) -> str:
-    """Return the best private setting at each ε that two or more settings share; empty where none is shared.
-
-    It says whether the next one is told apart; with one such ε, the interval of the accuracy too.
-    """
-    shared = [ranked[:2] for part in strata(groups) if len(ranked := _ranked(part)) > 1]
-    if not shared:
-        return ""
-    named = [(metrics.epsilon_text(final_epsilon(one)), one, had, _apart(one, two)) for (one, had), (two, _) in shared]
+    """Return the best private setting at each ε that two or more settings share, with the interval of its accuracy and
+    whether the next one is told apart; empty where none is shared."""
     name = "ε of the mechanism" if any(metrics.seeded(run) for group in groups for run in group.runs) else "ε"
-    if len(named) > 1:
-        winners = "; ".join(f"at {name} = {at} {without_epsilon(one.label)}, {apart}" for at, one, _, apart in named)
-        return f"Best {winners} (chosen by this test data)."
-    ((epsilon, best, final, apart),) = named
-    return f"Best at {name} = {epsilon}: {best.label}, {100 * final.mean:.2f} %{_interval(final)}, {apart}."
+    sentences = []
+    for ranked in map(_ranked, strata(groups)):
+        if len(ranked) > 1:
+            (best, final), (other, _) = ranked[:2]
+            at = f"{name} = {metrics.epsilon_text(final_epsilon(best))}: {without_epsilon(best.label)}"
+            accuracy = f"{100 * final.mean:.2f} %{_interval(final)}"
+            sentences.append(f"Best at {at}, {accuracy}, {_apart(best, other)}.")
+    return " ".join(sentences)
 
 
 def _ranked(part: Sequence[Group]) -> list[tuple[Group, Spread]]:
