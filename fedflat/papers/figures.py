@@ -15,8 +15,8 @@ from fedflat.papers.outcome import UNSEEN
 from fedflat.papers.rows import lacking, measured, planned, trained
 from fedflat.papers.scales import SCALES, differences, scaled
 from fedflat.papers.tables import Cell, Table, asked_for, load, named, slug
-from fedflat.report.figures import Figure, Series, figures_of_groups, figures_of_run
-from fedflat.report.groups import Group, flatten, spread
+from fedflat.report.figures import Figure, at_places, figures_of_groups, figures_of_run
+from fedflat.report.groups import Group, Spread, flatten, spread
 from fedflat.report.metrics import FATES, Run, fate
 from fedflat.report.progress import RunEvent
 
@@ -274,33 +274,25 @@ def _bands(panel: Panel, ran: Ran) -> list[Figure]:
 
 def _axis(panel: Panel, ran: Ran) -> list[Figure]:
     """Return the accuracy on a real axis: means over seeds with 95 % t intervals."""
-    by_label: dict[str, list[tuple[float, float, float, float]]] = {}
-    for line, runs in ran:
-        if (point := _point(line, runs)) is not None and line.x is not None:
-            by_label.setdefault(line.label, []).append((line.x, *point))
-    series = []
     drawn = {line.label: style for style, (line, _) in enumerate(ran)}
-    for label, points in by_label.items():
-        x, y, low, high = zip(*sorted(points))
-        several = any(a != b for a, b in zip(low, high))
-        series.append(Series(label, {"round": x}, y, low if several else (), high if several else (), drawn[label]))
+    points = [
+        (line.label, line.x, shares, drawn[line.label])
+        for line, runs in ran
+        if line.x is not None and (shares := _shares(line, runs)) is not None
+    ]
     personal = any(line.cell.personal for line, _ in ran)
     y_title = f"{'Personal' if personal else 'Test'} accuracy"
     note = f"{y_title} of the {panel.lines[0].cell.base} round; mean over seeds, 95 % t interval."
-    return [Figure(
-        "axis", panel.title, tuple(series), "%", note, personal, percent=True, kind="points", x_title=panel.x,
-        y_title=y_title,
-    )]  # fmt: skip
+    figure = Figure(
+        "axis", panel.title, (), "%", note, personal, percent=True, kind="points", x_title=panel.x, y_title=y_title
+    )
+    return [at_places(figure, points)]
 
 
-def _point(line: Line, runs: Sequence[Run]) -> tuple[float, float, float] | None:
-    """Return the mean accuracy and the ends of its 95 % t interval (the mean itself for one seed)."""
+def _shares(line: Line, runs: Sequence[Run]) -> Spread | None:
+    """Return the accuracies of a line's runs, from 0 to 1."""
     cell = replace(line.cell, measure=line.cell.base)
-    stats = spread(None if value is None else value / 100 for value in (measured(cell, run) for run in runs))
-    if stats is None:
-        return None
-    half = stats.half or 0.0
-    return stats.mean, max(0.0, stats.mean - half), min(1.0, stats.mean + half)
+    return spread(None if value is None else value / 100 for value in (measured(cell, run) for run in runs))
 
 
 SIDES = ("private", "without privacy")

@@ -309,23 +309,31 @@ def figures_of_groups(groups: Sequence[Group]) -> list[Figure]:
 
 def by_epsilon(groups: Sequence[Group]) -> Figure | None:
     """Return the final accuracy against the proven ε, a series for each method; None with fewer than two ε."""
-    by_method: dict[str, list[tuple[float, Spread, int]]] = {}
-    for group in groups:
-        epsilon, final = final_epsilon(group), spread(map(metrics.final_accuracy, group.runs))
-        if epsilon is not None and final is not None:
-            by_method.setdefault(without_epsilon(group.label), []).append((epsilon, final, group.style))
-    if len({f"{epsilon:.3g}" for points in by_method.values() for epsilon, _, _ in points}) < 2:
+    finals = [(group, final_epsilon(group), spread(map(metrics.final_accuracy, group.runs))) for group in groups]
+    points = [(without_epsilon(g.label), epsilon, final, g.style) for g, epsilon, final in finals if epsilon and final]
+    if len({f"{epsilon:.3g}" for _, epsilon, _, _ in points}) < 2:
         return None
-    series = []
-    for label, points in by_method.items():
-        # The line is hidden with the first of its settings.
-        style = min(style for _, _, style in points)
-        points.sort(key=lambda point: point[0])
-        y = tuple(final.mean for _, final, _ in points)
-        band = _band(y, [final.sd or 0.0 for _, final, _ in points], share=True)
-        series.append(Series(label, {"round": tuple(epsilon for epsilon, _, _ in points)}, y, *band, style))
     lines = chance_line([run for group in groups for run in group.runs])
-    return replace(declared("groups", "by-epsilon"), series=tuple(series), lines=lines)
+    return replace(at_places(declared("groups", "by-epsilon"), points), lines=lines)
+
+
+def at_places(figure: Figure, points: Iterable[tuple[str, float, Spread, int]]) -> Figure:
+    """Return a figure of shares on a real axis, a series for each label: means with 95 % t intervals.
+
+    points: of each its label, its place on the axis, its values, and the number of its line, which is hidden with the
+    first of its settings.
+    """
+    by_label: dict[str, list[tuple[float, ...]]] = {}
+    for label, at, values, style in points:
+        half = values.half or 0.0
+        point = (at, values.mean, max(0.0, values.mean - half), min(1.0, values.mean + half), style)
+        by_label.setdefault(label, []).append(point)
+    series = []
+    for label, rows in by_label.items():
+        x, y, low, high, styles = zip(*sorted(rows))
+        interval = (low, high) if low != high else ((), ())
+        series.append(Series(label, {"round": x}, y, *interval, int(min(styles))))
+    return replace(figure, series=tuple(series))
 
 
 def _overlay(figure: Figure, groups: Sequence[Group], name: str) -> Figure | None:

@@ -4,14 +4,12 @@ Accuracies of the shared model and of the clients' own models never share a colu
 printed beside the proven one.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from fedflat.core.checks import require
 from fedflat.core.durable import plain
@@ -20,9 +18,6 @@ from fedflat.report import metrics
 from fedflat.report.groups import Difference, Group, Spread, by_seed, differing, paired_difference, setting, spread
 from fedflat.report.metrics import Run, epsilon_text
 from fedflat.report.wording import duration, measured, percent_spread, text
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 DIFFERENCES = "Δ: points from the first row at its ε, paired over seeds, 95 % t intervals."
 NAMED = 3
@@ -185,9 +180,13 @@ def _sentences(template: str, **values: Any) -> list[str]:
 # -------------------------------------------------------------------------------------------------------- renderers
 
 
-def to_rich(table: Comparison) -> Table:
-    """Return the terminal's table: long method names fold, and a crowded table has no time."""
+def to_terminal(table: Comparison, width: int = 80) -> str:
+    """Return the terminal's table and the notes that matter most, in ``BENEATH`` lines of ``width`` at most.
+
+    Long method names fold, and a crowded table has no time.
+    """
     from rich import box
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -203,17 +202,9 @@ def to_rich(table: Comparison) -> Table:
     for row, after in zip(rows, [*rows[1:], None]):
         last = after is not None and not after.against and any(row.against for row in rows)
         # As Text, a name in [brackets] is not taken for markup.
-        texts = {column.key: column.text(row) for column in visible}
-        grid.add_row(*(Text(texts[column.key]) for column in visible), end_section=last)
-    return grid
-
-
-def to_terminal(table: Comparison, width: int = 80) -> str:
-    """Return the terminal's table and the notes that matter most, in ``BENEATH`` lines of ``width`` at most."""
-    from rich.console import Console
-
+        grid.add_row(*(Text(column.text(row)) for column in visible), end_section=last)
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None, force_terminal=False).print(to_rich(table))
+    Console(file=out, width=width, color_system=None, force_terminal=False).print(grid)
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     below: list[str] = []
     for note in notes(table):
