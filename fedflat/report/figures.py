@@ -112,12 +112,9 @@ Points = Callable[[Run], Sequence[tuple[int, float]]]
 
 def points_of(name: str) -> Points:
     """Return what reads (round, value) from a run: a key of its records, ``spent`` or ``worst``."""
-    if name == "spent":
-        return spent_from_start
-    if name == "worst":
-        return _worst
+    special = {"spent": spent_from_start, "worst": _worst}.get(name)
     # No key is in both of a run's records.
-    return lambda run: column(run.metrics, name) or column(run.private, name)
+    return special or (lambda run: column(run.metrics, name) or column(run.private, name))
 
 
 def _worst(run: Run) -> list[tuple[int, float]]:

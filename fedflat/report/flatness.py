@@ -59,10 +59,7 @@ def _lead(record: Record) -> str:
 
 def spread_text(value: Record | None, percent: bool = False) -> str:
     """Return ``mean ± sd``, the mean alone for one seed, a dash for nothing."""
-    if value is None:
-        return "–"
-    mean, sd = pair_text(value, percent)
-    return mean if sd is None else f"{mean} ± {sd}"
+    return "–" if value is None else " ± ".join(part for part in pair_text(value, percent) if part is not None)
 
 
 def pair_text(value: Record, percent: bool = False) -> tuple[str, str | None]:
@@ -80,15 +77,14 @@ def _numbers(record: Record) -> dict[str, Any]:
         "loss": "loss", "accuracy": "accuracy %", "eigenvalue": "top eigenvalue", "trace": "trace",
         "ascent": "sharpness", "noise_accuracy": f"% at {100 * noise[len(noise) // 2]:g} % noise",
     }  # fmt: skip
-    several = len({group["model"] for group in record["groups"]}) > 1
     spent = "ε of the mechanism" if any(group.get("seeded") for group in record["groups"]) else "ε proven"
-    heads = ["Method", *(["Model"] if several else []), "seeds", spent, *headings.values()]
+    heads = ["Method", "Model", "seeds", spent, *headings.values()]
     rows = []
     for group in record["groups"]:
         epsilon = epsilon_text((group["epsilon"] or {}).get("mean"), "∞")
-        cells = [group["label"], *([group["model"]] if several else []), str(len(group["seeds"])), epsilon]
+        cells = [group["label"], group["model"], str(len(group["seeds"])), epsilon]
         rows.append(cells + [spread_text(group["numbers"][key], "%" in heading) for key, heading in headings.items()])
-    table = Table("Flatness", heads, rows, left=2 if several else 1)
+    table = Table("Flatness", heads, rows, left=2)
     return {"table": table, "notes": record["notes"], "headline": ""}
 
 

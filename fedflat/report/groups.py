@@ -92,7 +92,7 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     members = _parts(runs)
     parts = [part for group in members for part in (_parts(group, engine=True) if _repeats(group) else [group])]
     firsts = [group[0] for group in parts]
-    labels = _distinct([_label(first, firsts, engine=len(parts) > len(members)) for first in firsts])
+    labels = metrics.distinct([_label(first, firsts, engine=len(parts) > len(members)) for first in firsts])
     return [Group(label, tuple(group), style) for style, (label, group) in enumerate(zip(labels, parts, strict=True))]
 
 
@@ -132,11 +132,6 @@ def without_epsilon(label: str) -> str:
 
 def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _distinct(labels: Sequence[str]) -> list[str]:
-    numbered = [f"{label} #{labels[:place].count(label)}" for place, label in enumerate(labels, 1)]
-    return [label if labels.count(label) == 1 else long for label, long in zip(labels, numbered, strict=True)]
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -226,18 +226,13 @@ def _differences(groups: Sequence[Group]) -> Table | None:
 
 
 def _runs_table(groups: Sequence[Group]) -> Table:
-    """Return a row for each run; the time only where it is known."""
+    """Return a row for each run."""
     seeded = any(metrics.seeded(run) for group in groups for run in group.runs)
-    heads = ["Run", "Method", "seed", "rounds", "final %", "best %", "ε of the mechanism" if seeded else "ε proven"]
-    rows = [_run_row(group, run) for group in groups for run in group.runs]
-    heads += ["time"] if any(row[-1] for row in rows) else []
-    table = [[text or "–" for text in row[: len(heads)]] for row in rows]
-    return Table("Every run; best is chosen on test data", heads, table, left=2)
-
-
-def _run_row(group: Group, run: Run) -> list[str]:
-    numbers = metrics.summary(run)
-    shares = [wording.percent(numbers[key]) for key in ("final_accuracy", "best_accuracy")]
-    time = wording.duration(numbers["seconds"]) if numbers["seconds"] else ""
-    seed = "" if run.seed is None else str(run.seed)
-    return [run.name, group.label, seed, str(numbers["rounds"]), *shares, epsilon_text(numbers["proven_epsilon"]), time]
+    heads = ["Run", "Method", "seed", "rounds", "final %", "ε of the mechanism" if seeded else "ε proven"]
+    rows = []
+    for group in groups:
+        for run in group.runs:
+            seed = "–" if run.seed is None else str(run.seed)
+            final, epsilon = wording.percent(metrics.final_accuracy(run)), epsilon_text(metrics.proven_epsilon(run))
+            rows.append([run.name, group.label, seed, str(metrics.finished_rounds(run)), final, epsilon])
+    return Table("Every run", heads, rows, left=2)

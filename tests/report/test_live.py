@@ -114,7 +114,7 @@ def test_the_runs_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "c" / "recipe.yaml").write_text("{broken", encoding="utf-8")
     write_run(tmp_path / "forged", rounds=3, statement={"checksum": "0" * 64})
     sound, damaged = listed(tmp_path)
-    assert len(sound) == 3 and len(damaged) == 1 and "recipe.yaml: found unreadable YAML" in str(damaged[0])
+    assert len(sound) == 3 and len(damaged) == 1 and "recipe.yaml: found what cannot be read" in str(damaged[0])
     found = {Path(each["run"]).name: each for each in sound}
     assert found["done"]["state"] == "done" and found["done"]["epsilon"] == 9.37 and found["done"]["data"] == "cifar10"
     assert found["b"]["state"] == "killed" and found["b"]["epsilon"] is None and found["b"]["rounds"] == 2
