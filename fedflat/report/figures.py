@@ -236,15 +236,9 @@ def _bands(run: Run, key: str) -> list[Series]:
 def _norms(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
     """Return the quantiles of the norms, or their mean where no quantiles are recorded, with the clip."""
     clip = _line(run, "Clip", "clip", style=-1)
-    levels: set[float | None] = {*clip.y} or {number(metrics.section(run.recipe, "privacy").get("clip"))}
-    constant = levels.pop() if len(levels) == 1 else None
-    extra = [clip] if constant is None else []
-    across = ((f"clip {constant:g}", constant),) if constant is not None else ()
     if bands := _bands(run, "update_norm_quantiles"):
-        return with_series(figure, [*bands, *extra], lines=across)
-    if not lines[0].y:
-        return None
-    return with_series(figure, [*lines, *extra], lines=across, note="Mean over the cohort, with the clip.")
+        return with_series(figure, [*bands, clip])
+    return with_series(figure, [*lines, clip], note="Mean over the cohort, with the clip.") if lines[0].y else None
 
 
 def last_classes(run: Run) -> list[float | None]:

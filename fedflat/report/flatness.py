@@ -151,12 +151,9 @@ def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str
     for group in groups:
         curve = group[kind]
         y, sd = curve[key], curve[f"{key}_sd"] or [0.0] * len(curve[key])
-        low, high = ([a + sign * b for a, b in zip(y, sd, strict=True)] for sign in (-1, 1))
-        if key == "accuracy":
-            low, high = [max(0.0, value) for value in low], [min(1.0, value) for value in high]
-        else:
-            # A loss is not below zero, and a logarithmic axis could not show it.
-            low = [max(value, min(y) / 2) for value in low]
+        # A loss is not below zero, and a logarithmic axis could not show it.
+        least, most = (0.0, 1.0) if key == "accuracy" else (min(y) / 2, math.inf)
+        low, high = [max(least, a - b) for a, b in zip(y, sd)], [min(most, a + b) for a, b in zip(y, sd)]
         x = {"round": tuple(100 * value for value in curve["steps" if kind == "line" else "levels"])}
         bands = (tuple(low), tuple(high)) if several else ((), ())
         series.append(Series(group["label"], x, tuple(y), *bands, style=group["style"]))

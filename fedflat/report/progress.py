@@ -18,8 +18,6 @@ from fedflat.core.process import listening_to_progress
 from fedflat.report import metrics, wording
 from fedflat.report.metrics import number, own_metrics
 
-LINES = 18
-"""Lines of a whole run where stdout is no terminal."""
 WIDTH = 80
 PATIENCE = 10.0
 """Seconds without news at most, where stdout is no terminal."""
@@ -97,8 +95,8 @@ class Bars(bars.Progress):
 class Progress:
     """Progress of one run, as a context manager: ``start`` when the job is known, ``round`` after each round.
 
-    On a terminal a bar between two lines; elsewhere about ``LINES`` plain lines in a run, or one every ``PATIENCE``
-    seconds; nothing when ``quiet``. stderr: shown there instead of on stdout.
+    On a terminal a bar between two lines; elsewhere a plain line for the first round and the last one, and every
+    ``PATIENCE`` seconds; nothing when ``quiet``. stderr: shown there instead of on stdout.
     """
 
     def __init__(
@@ -156,8 +154,7 @@ class Progress:
         turn, left = f"round {done:>{len(str(self._recipe.rounds))}}/{self._recipe.rounds}", self._bars.left()
         self._bars.update(self._task, says=f"{turn}  {left}")
         self._bars.below = "  ".join(self._newest.values())
-        due = time.monotonic() - self._spoke >= PATIENCE
-        if first or done % math.ceil(self._last_round / LINES) == 0 or done == self._last_round or due:
+        if first or done == self._last_round or time.monotonic() - self._spoke >= PATIENCE:
             self._spoke = time.monotonic()
             text = "  ".join([turn, self._bars.below, left])
             # Where the line is too long, the clients per second are left out.
