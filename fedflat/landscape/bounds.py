@@ -13,7 +13,8 @@ gradient is. Only those of Shi et al., which take the measured ᾱ and α̃, are
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -135,21 +136,15 @@ def order_limit_001(q: float, noise_multiplier: float, order: float) -> float:
     return 1 - 2 / 3 * squared * math.log(share * (1 + squared))
 
 
-@dataclass(frozen=True)
-class NoiseCondition:
+class NoiseCondition(NamedTuple):
     """Zhang et al. 2024, Theorem 2 at its α = 1 + 2ln(1/δ)/ε: the σ it asks for, and Lemma 4's limit on α at that σ.
 
-    holds: whether α is within the limit. Where it is not, the lemma says nothing and the theorem's σ proves nothing.
+    Where α is over the limit, the lemma says nothing and the theorem's σ proves nothing.
     """
 
     noise_multiplier: float
     order: float
     limit: float
-
-    @property
-    def holds(self) -> bool:
-        """Lemma 4's condition on α."""
-        return self.order <= self.limit
 
 
 def noise_condition_001(*, q: float, rounds: int, epsilon: float, delta: float) -> NoiseCondition:
@@ -166,8 +161,7 @@ def noise_condition_001(*, q: float, rounds: int, epsilon: float, delta: float) 
     return NoiseCondition(sigma, order, order_limit_001(q, sigma, order))
 
 
-@dataclass(frozen=True)
-class RoundPrivacy:
+class RoundPrivacy(NamedTuple):
     """(ε̃, δ) of one round by Shi et al. 2023b, Theorem 4: per *sample*, not per client."""
 
     epsilon: float
@@ -217,21 +211,11 @@ def generalization_bound(
     return 4 * prime, 1 - (2 * math.exp(-1.7 * prime) * delta_prime / prime * math.log(2 / prime))
 
 
-@dataclass(frozen=True)
-class Terms:
-    """The terms of a statement by name, and what its conditions ask for, each with the value that is there."""
+def dp_fedsam(facts: Facts, *, rho: float = 0.0, keep: float = 1.0) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the terms of Shi et al. 2023a, Theorem 3 (with keep p < 1, Shi et al. 2023b, Theorem 3 for top_k), and
+    what its conditions ask for with the value that is there.
 
-    terms: dict[str, float]
-    ratios: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def total(self) -> float:
-        """Their sum."""
-        return math.fsum(self.terms.values())
-
-
-def dp_fedsam(facts: Facts, *, rho: float = 0.0, keep: float = 1.0) -> Terms:
-    """Shi et al. 2023a, Theorem 3; with keep p < 1, Shi et al. 2023b, Theorem 3 for top_k. Enters no privacy statement.
+    Enters no privacy statement.
 
     2L(f(w¹)−f*)/√(KT) + L²σ_l²/(KT²) + Σ_t(ᾱ^tσ_g² + α̃^tL²)/T² + L²√T·σ²C²pd/(m²√K), where η = 𝒪(1/(L√(KT))) and
     ρ = 𝒪(1/√T): the ratios are ηL√(KT) and ρ√T. p is in the noise only where it lies on a client's own mask, which is
@@ -248,7 +232,7 @@ def dp_fedsam(facts: Facts, *, rho: float = 0.0, keep: float = 1.0) -> Terms:
         "noise": noise,
     }
     ratios = {"ηL√(KT) = 𝒪(1)": facts.lr * smooth * math.sqrt(steps * rounds), "ρ√T = 𝒪(1)": rho * math.sqrt(rounds)}
-    return Terms(terms, ratios)
+    return terms, ratios
 
 
 def _sum(values: Sequence[float], rounds: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedflat.core.checks import InputError
 from fedflat.landscape import bounds
-from fedflat.landscape.bounds import Facts, Terms
+from fedflat.landscape.bounds import Facts
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def _noise(setting: Setting) -> Iterator[Line]:
 
 def _lemma_4(condition: bounds.NoiseCondition) -> str:
     limit = f"α = {condition.order:.4g} ≤ {condition.limit:.4g}"
-    return f"Lemma 4's condition holds: {limit}" if condition.holds else f"Lemma 4's condition FAILS: not {limit}"
+    holds = condition.order <= condition.limit
+    return f"Lemma 4's condition holds: {limit}" if holds else f"Lemma 4's condition FAILS: not {limit}"
 
 
 def _per_sample(setting: Setting) -> Iterator[Line]:
@@ -121,10 +122,14 @@ def _per_sample(setting: Setting) -> Iterator[Line]:
 
 def _convergence(setting: Setting) -> Iterator[Line]:
     sam = partial(bounds.dp_fedsam, setting.facts, rho=setting.rho or 0.0)
-    yield from _terms("Shi et al. 2023a, Theorem 3 (DP-FedSAM)", sam())
+    papers = {"Shi et al. 2023a, Theorem 3 (DP-FedSAM)": (sam(), "")}
     if setting.keep is not None:
         unsound = "noise on a client's own mask only, which is not sound"
-        yield from _terms("Shi et al. 2023b, Theorem 3 (top_k)", sam(keep=setting.keep), unsound)
+        papers["Shi et al. 2023b, Theorem 3 (top_k)"] = sam(keep=setting.keep), unsound
+    for reference, ((terms, ratios), remark) in papers.items():
+        yield from ((reference, term, value, "") for term, value in terms.items())
+        yield reference, "sum", math.fsum(terms.values()), remark
+        yield from ((reference, f"asked for: {ratio}; here", value, "") for ratio, value in ratios.items())
     yield from ((reference, "its terms, not computed", None, terms) for reference, terms in NOT_COMPUTED.items())
 
 
@@ -133,11 +138,3 @@ NOT_COMPUTED = {
     "Liu et al. 2025, Theorem 1 (DP-FedPGN)": "√(LΔσ_l²/(mKT)) + LΔ/T + σ²C²/m², Δ = f(w¹) − f*",
     "Cheng et al. 2022, Theorem 2 (BLUR, LUS)": "1/(η_gη_lQT) + η_l²Q² + η_gη_l/P + η_gσ²S²d/(η_lQP²)",
 }
-
-
-def _terms(reference: str, bound: Terms, remark: str = "") -> Iterator[Line]:
-    for term, value in bound.terms.items():
-        yield reference, term, value, ""
-    yield reference, "sum", bound.total, remark
-    for ratio, value in bound.ratios.items():
-        yield reference, f"asked for: {ratio}; here", value, ""

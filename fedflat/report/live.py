@@ -74,7 +74,6 @@ class Live:
             # A damaged record is said, and takes nothing else from the page.
             with gather(faults):
                 replies = self._replies(runs)
-            with gather(faults):
                 status = self._status()
         return filled(
             "live_body.html", table=table, warnings=warned + [str(fault) for fault in faults], replies=replies,
