@@ -19,13 +19,9 @@ from fedflat.report.groups import Difference, Group, Spread, by_seed, differing,
 from fedflat.report.metrics import Run, epsilon_text
 from fedflat.report.wording import duration, measured, percent_spread, text
 
-DIFFERENCES = "Δ: points from the first row at its ε, paired over seeds, 95 % t intervals."
-NAMED = 3
-"""So many runs are named in a sentence; of more, the number."""
 BENEATH = 6
 """Lines of notes beneath the terminal's table at most; every note stands in ``table.md`` and on the page."""
 PLAINLY = "Noise from the seeds: ε is the mechanism's, these models protect nobody."
-PRIVATE_NOTE = "Personal accuracy is private to the simulation and not covered by the guarantee."
 MEASURES: dict[str, Callable[[Run], float | None]] = {
     "final": metrics.final_accuracy, "best": metrics.best_accuracy, "personal": metrics.personal_accuracy,
     "seconds": lambda run: metrics.seconds(run) or None, "gap": metrics.generalisation_gap,
@@ -163,13 +159,13 @@ def notes(table: Comparison) -> list[str]:
     what publishing all of it costs, the differences."""
     deltas = sorted({row.delta for row in table.rows if row.proven_epsilon is not None and row.delta is not None})
     costs = cost_sentences(table.together)
-    words = {"fates": metrics.FATES, "marks": metrics.MARKS, "differences": DIFFERENCES, "private_note": PRIVATE_NOTE}
-    return _sentences("notes.txt", table=table, costs=costs, deltas=deltas, plainly=PLAINLY, **words)
+    marks = {"fates": metrics.FATES, "marks": metrics.MARKS}
+    return _sentences("notes.txt", table=table, costs=costs, deltas=deltas, plainly=PLAINLY, **marks)
 
 
 def cost_sentences(costs: Sequence[metrics.Cost]) -> list[str]:
     """Return one or a few sentences for each data set."""
-    return _sentences("costs.txt", costs=costs, named=NAMED)
+    return _sentences("costs.txt", costs=costs)
 
 
 def _sentences(template: str, **values: Any) -> list[str]:
