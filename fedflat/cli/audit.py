@@ -98,7 +98,6 @@ def landscape(
     noise: Annotated[str, Option(metavar="SIZES")] = "0.05,0.1,0.2,0.3,0.5",
     draws: int = 10,
     seed: int = 0,
-    threads: int | None = None,
     out: Path | None = None,
     plates: cli.Plates = None,
     as_json: cli.Json = False,
@@ -122,7 +121,6 @@ def landscape(
         noise: Weight noise, relative to the weights.
         draws: Draws of weight noise.
         seed: Seed of directions, noise and examples.
-        threads: Threads. Default: one for each core.
         out: Folder for landscape.html and landscape.json. Default: the (first) run's.
     """
     from fedflat.landscape import flatness
@@ -131,7 +129,7 @@ def landscape(
     settings = flatness.Settings(
         points=points, span=span, directions=directions, examples=examples, curvature_examples=curvature_examples,
         on=on, clients=tuple(_numbers("--clients", clients or "", int)), rho=rho,
-        noise=tuple(_numbers("--noise", noise, float)), draws=draws, seed=seed, threads=threads,
+        noise=tuple(_numbers("--noise", noise, float)), draws=draws, seed=seed,
     )  # fmt: skip
     if out is not None:
         cli.write_files(out, {})  # before minutes of work
@@ -267,7 +265,7 @@ def _measured(folder: Path) -> dict[str, Any]:
 def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants: dict[str, Any]) -> Setting:
     from fedflat.algorithms import ALGORITHMS
     from fedflat.assembly.jobs import prepare
-    from fedflat.assembly.plans import algorithm_of, plan_of, server_of
+    from fedflat.assembly.plans import algorithm_of, plan_of
     from fedflat.landscape.bounds import Facts
     from fedflat.landscape.statements import Setting
 
@@ -291,12 +289,11 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
         raise wrong("privacy.clip", clipping.kind, "one number C")
     facts = Facts(
         lr=recipe.local.lr, steps=count, rounds=recipe.rounds, clients=clients, cohort=plan.divisor, clip=clip,
-        noise_multiplier=plan.event_multiplier, dimension=size, server_lr=server_of(recipe, method).lr or 1.0,
-        **constants,
+        noise_multiplier=plan.event_multiplier, dimension=size, **constants,
     )  # fmt: skip
     factory = ALGORITHMS.get(recipe.algorithm.name)
     defaults = {} if factory is None else {k: p.default for k, p in inspect.signature(factory).parameters.items()}
-    numbers: Any = {key: recipe.algorithm.options.get(key, defaults.get(key)) for key in ("rho", "lam", "beta", "keep")}
+    numbers: Any = {key: recipe.algorithm.options.get(key, defaults.get(key)) for key in ("rho", "keep")}
     return Setting(
         facts, q=plan.sampler.q, delta=plan.delta, epsilon=plan.epsilon(), relation=plan.relation, samples=samples,
         **numbers,

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument
 
 from fedflat import cli
 from fedflat.core import process
@@ -164,7 +164,6 @@ def _paragraph(key: Key) -> str:
 def watch(
     folder: Annotated[Path, Argument(metavar="RUN")],
     *,
-    port: Annotated[int, Option(min=0, max=65535)] = 0,
     private: bool = False,
 ) -> None:
     """Follow runs on a live page on this machine, until Ctrl-C. Only who has the address with its token sees it.
@@ -173,7 +172,6 @@ def watch(
 
     Args:
         folder: Folder of a run, an experiment or a federation.
-        port: Port on 127.0.0.1. Default: a free one.
         private: Show what is private to the simulation too, marked so.
     """
     from fedflat.records import keys
@@ -181,7 +179,7 @@ def watch(
 
     require(folder.is_dir(), "watch", placed(folder), "the folder of a run, an experiment or a federation")
     with (
-        served(Live(folder, private, keys.folder().parent / "operator"), port) as address,
+        served(Live(folder, private, keys.folder().parent / "operator")) as address,
         process.on_request("the page"),
     ):
         print(f"{address}\nCtrl-C ends it.", flush=True)

@@ -97,7 +97,8 @@ def reproduce(
 
     if list_all:
         listed = {name: tables.load(name.replace(" ", "-")).about for name in tables.names()}
-        every = dict(sorted((listed | figures.abouts()).items()))
+        drawn = {name: entry["about"] for name, entry in figures.ENTRIES.items()}
+        every = dict(sorted((listed | drawn).items()))
         if paper is not None:
             number = reproduced_paper(paper, (name.partition(" ")[0] for name in every))
             every = {name: description for name, description in every.items() if name.partition(" ")[0] == number}
@@ -189,12 +190,14 @@ def planned_lines(figure: figures.PaperFigure, scale: str, overrides: Sequence[s
 
     Claimed ε is left out where a setting was changed: the paper names none for it.
     """
+    from fedflat.papers import rows as made
     from fedflat.papers import scales
 
     texts = [*cli.wrapped(f"Paper {figure.paper}, {figure.name}: {figure.about}")]
     total: set[str] = set()
     for panel in figure.panels:
-        rows = [(line, line.planned(panel.table, scale, overrides)) for line in panel.lines]
+        recipes = [line.recipe(panel.table, scale, overrides) for line in panel.lines]
+        rows = [(line, made.accounted(line.cell, recipe)) for line, recipe in zip(panel.lines, recipes)]
         seeds = scales.SCALES[scale].seeds or panel.table.seeds
         grid = [["run", "rounds", "claimed ε", _epsilon_head(row for _, row in rows), "δ"]]
         for line, row in rows:

@@ -8,16 +8,15 @@ clip, σ noise multiplier, q sampling probability, T rounds, m cohort, M clients
 
 Convergence theorems bound (1/T)·Σ_t E[ᾱ^t‖∇f(w^t)‖²] (002: without ᾱ) up to a constant that they do not give; the terms
 here are what stands inside their 𝒪(·). So a value says which term is the largest and how each moves, not how large the
-gradient is. Theorem 1 of Zhang et al. 2024 is lost in its text: three terms as without privacy, one of SAM's radius
-that goes with η = 𝒪(1/√T), and one of the noise.
+gradient is. Only those of Shi et al., which take the measured ᾱ and α̃, are computed.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, require, whole
 
@@ -33,7 +32,7 @@ LARGEST = 1e30
 class Facts:
     """The theorems' constants.
 
-    Public numbers of a run: lr η, server_lr η_g, steps K, rounds T, clients M, cohort m, clip C, noise_multiplier σ,
+    Public numbers of a run: lr η, steps K, rounds T, clients M, cohort m, clip C, noise_multiplier σ,
     dimension d. Given: smoothness L, gap f(w¹) − f*, local_std σ_l, global_std σ_g. alpha_mean, alpha_spread: ᾱ^t and
     α̃^t by round, measured; one number stands for all rounds.
     """
@@ -50,12 +49,11 @@ class Facts:
     gap: float = 1.0
     local_std: float = 1.0
     global_std: float = 1.0
-    server_lr: float = 1.0
     alpha_mean: Sequence[float] = (1.0,)
     alpha_spread: Sequence[float] = (0.0,)
 
     def __post_init__(self) -> None:
-        for name in ("lr", "smoothness", "server_lr", "cohort"):
+        for name in ("lr", "smoothness", "cohort"):
             in_range(name, getattr(self, name), 0, LARGEST, open_low=True)
         for name in ("gap", "local_std", "global_std", "clip", "noise_multiplier"):
             in_range(name, getattr(self, name), 0, LARGEST)
@@ -138,21 +136,15 @@ def order_limit_001(q: float, noise_multiplier: float, order: float) -> float:
     return 1 - 2 / 3 * squared * math.log(share * (1 + squared))
 
 
-@dataclass(frozen=True)
-class NoiseCondition:
+class NoiseCondition(NamedTuple):
     """Zhang et al. 2024, Theorem 2 at its α = 1 + 2ln(1/δ)/ε: the σ it asks for, and Lemma 4's limit on α at that σ.
 
-    holds: whether α is within the limit. Where it is not, the lemma says nothing and the theorem's σ proves nothing.
+    Where α is over the limit, the lemma says nothing and the theorem's σ proves nothing.
     """
 
     noise_multiplier: float
     order: float
     limit: float
-
-    @property
-    def holds(self) -> bool:
-        """Lemma 4's condition on α."""
-        return self.order <= self.limit
 
 
 def noise_condition_001(*, q: float, rounds: int, epsilon: float, delta: float) -> NoiseCondition:
@@ -169,35 +161,7 @@ def noise_condition_001(*, q: float, rounds: int, epsilon: float, delta: float) 
     return NoiseCondition(sigma, order, order_limit_001(q, sigma, order))
 
 
-def noise_multiplier_004(*, q: float, rounds: int, epsilon: float, delta: float) -> float:
-    """q√(T·ln(1/δ))/ε, q = P/N: Cheng et al. 2022, Theorem 1 asks for σ ≥ c₂ times that, for ε < c₁q²T; it says only
-    that c₁, c₂ exist.
-
-    Enters no privacy statement. A proven σ over this is the c₂ that it amounts to.
-    """
-    delta = in_range("delta", delta, 0, 1, open_low=True, open_high=True)
-    scale = in_range("q", q, 0, 1, open_low=True) * math.sqrt(rounds * -math.log(delta))
-    return scale / in_range("epsilon", epsilon, 0, open_low=True)
-
-
-def discounts_004(far: Iterable[bool], *, lam: float, lr: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """``(printed, exact)`` discounts γ_q of Cheng et al. 2022, Lemma 2, Δ = −η·Σ γ_q·g_q, for local steps q = 0 … Q−1.
-
-    far: whether ‖w^q − w^t‖ > S at step q. Printed: (1 − λη)^q where far, 1 elsewhere. Exact, by unrolling BLUR's step
-    w ← w − η(g + λ(w − w^t)·1[far]): Π_{j>q}(1 − λη·1[far at j]), so a step is discounted by what comes after it. The
-    two agree where no step is far. λ < 1/η is the lemma's condition. Enters no privacy statement.
-    """
-    lr = in_range("lr", lr, 0, open_low=True)
-    factor = 1 - lr * in_range("lam", lam, 0, 1 / lr, open_high=True)
-    beyond = np.asarray(list(far), dtype=bool)
-    steps = np.where(beyond, factor, 1.0)
-    printed = np.where(beyond, factor ** np.arange(len(beyond)), 1.0)
-    exact: NDArray[np.float64] = np.cumprod(np.append(steps[1:], 1.0)[::-1])[::-1]
-    return printed, exact
-
-
-@dataclass(frozen=True)
-class RoundPrivacy:
+class RoundPrivacy(NamedTuple):
     """(ε̃, δ) of one round by Shi et al. 2023b, Theorem 4: per *sample*, not per client."""
 
     epsilon: float
@@ -247,21 +211,11 @@ def generalization_bound(
     return 4 * prime, 1 - (2 * math.exp(-1.7 * prime) * delta_prime / prime * math.log(2 / prime))
 
 
-@dataclass(frozen=True)
-class Terms:
-    """The terms of a statement by name, and what its conditions ask for, each with the value that is there."""
+def dp_fedsam(facts: Facts, *, rho: float = 0.0, keep: float = 1.0) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the terms of Shi et al. 2023a, Theorem 3 (with keep p < 1, Shi et al. 2023b, Theorem 3 for top_k), and
+    what its conditions ask for with the value that is there.
 
-    terms: dict[str, float]
-    ratios: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def total(self) -> float:
-        """Their sum."""
-        return math.fsum(self.terms.values())
-
-
-def dp_fedsam(facts: Facts, *, rho: float = 0.0, keep: float = 1.0) -> Terms:
-    """Shi et al. 2023a, Theorem 3; with keep p < 1, Shi et al. 2023b, Theorem 3 for top_k. Enters no privacy statement.
+    Enters no privacy statement.
 
     2L(f(w¹)−f*)/√(KT) + L²σ_l²/(KT²) + Σ_t(ᾱ^tσ_g² + α̃^tL²)/T² + L²√T·σ²C²pd/(m²√K), where η = 𝒪(1/(L√(KT))) and
     ρ = 𝒪(1/√T): the ratios are ηL√(KT) and ρ√T. p is in the noise only where it lies on a client's own mask, which is
@@ -278,62 +232,7 @@ def dp_fedsam(facts: Facts, *, rho: float = 0.0, keep: float = 1.0) -> Terms:
         "noise": noise,
     }
     ratios = {"ηL√(KT) = 𝒪(1)": facts.lr * smooth * math.sqrt(steps * rounds), "ρ√T = 𝒪(1)": rho * math.sqrt(rounds)}
-    return Terms(terms, ratios)
-
-
-def dp_fedpgn(facts: Facts, *, beta: float | None = None) -> Terms:
-    """Return the terms of Liu et al. 2025, Theorem 1: √(LΔσ_l²/(mKT)) + LΔ/T + σ²C²/m², Δ = f(x⁰) − f*.
-
-    Enters no privacy statement.
-
-    It holds with β = min{1, √(mKLΔ/(σ_l²T))} and γ = min{1/(24L), β/(6L)} (the ratios: the recipe's β over that one,
-    and γ = η_g·ηK over its value), and with ηKL ≲ min{1, 1/(βγLT), √(LΔ/(G₀β³T)), 1/√(βN), (β³NK)^(−1/4)}, of which G₀
-    and N are not given: not evaluated. The last term has no d although σ²C²/m² is the variance of one coordinate of the
-    mean, of d (Lemma 4); its Assumption 4 is that nothing is ever clipped.
-    """
-    work, smooth = facts.cohort * facts.steps * facts.rounds, facts.smoothness
-    variance = facts.local_std**2
-    ideal = 1.0 if variance == 0 else min(1.0, math.sqrt(work * smooth * facts.gap / (variance * facts.rounds**2)))
-    limit = min(1 / (24 * smooth), ideal / (6 * smooth))
-    ratios = {"γ/min{1/24L, β/6L} = 1": facts.server_lr * facts.lr * facts.steps / limit if limit else math.inf}
-    if beta is not None:
-        ratios["β/min{1, √(mKLΔ/(σ_l²T))} = 1"] = beta / ideal if ideal else math.inf
-    terms = {
-        "stochastic": math.sqrt(smooth * facts.gap * variance / work),
-        "optimisation": smooth * facts.gap / facts.rounds,
-        "noise": (facts.noise_multiplier * facts.clip / facts.cohort) ** 2,
-    }
-    return Terms(terms, ratios)
-
-
-def blur_lus(facts: Facts) -> Terms:
-    """Return the terms of Cheng et al. 2022, Theorem 2: 1/(η_gη_lQT) + η_l²Q² + η_gη_l/P + η_gσ²S²d/(η_lQP²) (P = m).
-
-    Enters no privacy statement.
-    """
-    lr, server, steps = facts.lr, facts.server_lr, facts.steps
-    noise = server * (facts.noise_multiplier * facts.clip) ** 2 * facts.dimension / (lr * steps * facts.cohort**2)
-    return Terms({**_averaging(facts), "noise": noise})
-
-
-def blur_lus_at(facts: Facts, *, epsilon: float, delta: float) -> Terms:
-    """Return the terms of 004 Corollary 1, σ from Theorem 1 and S = η_lQG: its last term is η_gη_lQTd·ln(1/δ)/(N²ε²).
-
-    Enters no privacy statement.
-    """
-    logs = -math.log(in_range("delta", delta, 0, 1, open_low=True, open_high=True))
-    wanted = in_range("epsilon", epsilon, 0, open_low=True)
-    noise = facts.server_lr * facts.lr * facts.steps * facts.rounds * facts.dimension * logs
-    return Terms({**_averaging(facts), "noise": noise / (facts.clients * wanted) ** 2})
-
-
-def _averaging(facts: Facts) -> dict[str, float]:
-    lr, server = facts.lr, facts.server_lr
-    return {
-        "optimisation": 1 / (server * lr * facts.steps * facts.rounds),
-        "drift": (lr * facts.steps) ** 2,
-        "sampling": server * lr / facts.cohort,
-    }
+    return terms, ratios
 
 
 def _sum(values: Sequence[float], rounds: int) -> float:

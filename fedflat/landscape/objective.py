@@ -8,7 +8,6 @@ import copy
 import queue
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -31,24 +30,17 @@ CHUNK_ENTRIES = 2_000_000
 """Entries (weights, or examples × widest layer for the activations) of the points that one vmap evaluates at once."""
 
 
-@dataclass(frozen=True)
-class Points:
-    """Weights ``base + coefficients @ directions``: base ``(D,)``, directions ``(k, D)``, coefficients ``(P, k)``."""
+def weights_at(base: Tensor, directions: Tensor, coefficients: Tensor) -> Tensor:
+    """Return the weights ``base + coefficients @ directions`` ``(P, D)``.
 
-    base: Tensor
-    directions: Tensor
-    coefficients: Tensor
-
-    def __len__(self) -> int:
-        return len(self.coefficients)
-
-    def take(self, chunk: slice) -> Tensor:
-        """Return the weights of some points ``(n, D)``; each row is computed alone, so that no chunking changes it."""
-        rows = [self.base.clone() for _ in range(*chunk.indices(len(self)))]
-        for row, amounts in zip(rows, self.coefficients[chunk].tolist(), strict=True):
-            for amount, direction in zip(amounts, self.directions, strict=True):
-                row.add_(direction, alpha=amount)
-        return torch.stack(rows)
+    base ``(D,)``, directions ``(k, D)``, coefficients ``(P, k)``. Each row is computed alone, so that no chunking
+    changes it.
+    """
+    rows = [base.clone() for _ in coefficients]
+    for row, amounts in zip(rows, coefficients.tolist(), strict=True):
+        for amount, direction in zip(amounts, directions, strict=True):
+            row.add_(direction, alpha=amount)
+    return torch.stack(rows)
 
 
 class Objective:
@@ -74,21 +66,23 @@ class Objective:
 
     def value(self, weights: Tensor) -> tuple[float, float]:
         """Return the loss and accuracy at ``weights`` ``(D,)``."""
-        loss, accuracy = self.values(Points(weights, weights[None], torch.zeros(1, 1)))[0]
+        loss, accuracy = self.values(weights, weights[None], torch.zeros(1, 1))[0]
         return float(loss), float(accuracy)
 
-    def values(self, points: Points, on_chunk: Callable[[int], None] | None = None) -> np.ndarray:
-        """Return the loss and accuracy of every point ``(P, 2)``; on_chunk: points finished."""
+    def values(
+        self, base: Tensor, directions: Tensor, coefficients: Tensor, on_chunk: Callable[[int], None] | None = None
+    ) -> np.ndarray:
+        """Return the loss and accuracy of every point of ``weights_at`` ``(P, 2)``; on_chunk: points finished."""
         dtype = torch.float64 if self.inputs.dtype == torch.float64 else torch.float32
         inputs = self.inputs.to(dtype) if self.inputs.is_floating_point() else self.inputs
 
         def one(module: nn.Module, chunk: slice) -> np.ndarray:
             with torch.no_grad():
-                return self._measured(module, points.take(chunk).to(dtype), inputs)
+                return self._measured(module, weights_at(base, directions, coefficients[chunk]).to(dtype), inputs)
 
         results = []
         # Chunks follow from model and data alone, so that threads do not change the numbers.
-        for result in self._spread(one, _slices(len(points), self._chunk())):
+        for result in self._spread(one, _slices(len(coefficients), self._chunk())):
             results.append(result)
             if on_chunk is not None:
                 on_chunk(len(result))

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from fedflat.core.checks import in_range, whole
 from fedflat.core.params import Layout
 from fedflat.core.rng import stream
-from fedflat.landscape.objective import Objective, Points
+from fedflat.landscape.objective import Objective
 
 
 def raw_direction(layout: Layout, seed: int, index: int) -> Tensor:
@@ -60,7 +60,7 @@ def surface(
     """
     axes = np.meshgrid(*[steps] * len(along), indexing="ij")
     coefficients = torch.from_numpy(np.stack(axes, axis=-1).reshape(-1, len(along)))
-    values = objective.values(Points(weights, along, coefficients), on_points).reshape(*axes[0].shape, 2)
+    values = objective.values(weights, along, coefficients, on_points).reshape(*axes[0].shape, 2)
     return {"steps": steps.tolist(), "loss": values[..., 0].tolist(), "accuracy": values[..., 1].tolist()}
 
 
@@ -166,5 +166,5 @@ def robustness(
     values = np.empty((len(sizes), draws, 2))
     for draw in range(draws):
         z = torch.from_numpy(stream(seed, "weight noise", draw).standard_normal(layout.size, dtype=np.float32))
-        values[:, draw] = objective.values(Points(weights, (scale * z)[None], torch.from_numpy(sizes)[:, None]))
+        values[:, draw] = objective.values(weights, (scale * z)[None], torch.from_numpy(sizes)[:, None])
     return {"levels": sizes.tolist(), "loss": values[..., 0].tolist(), "accuracy": values[..., 1].tolist()}

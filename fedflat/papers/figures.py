@@ -11,12 +11,12 @@ import yaml
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.durable import plain
-from fedflat.papers.outcome import UNSEEN, Row
-from fedflat.papers.rows import accounted, lacking, measured, planned, trained
+from fedflat.papers.outcome import UNSEEN
+from fedflat.papers.rows import lacking, measured, planned, trained
 from fedflat.papers.scales import SCALES, differences, scaled
 from fedflat.papers.tables import Cell, Table, asked_for, load, named, slug
-from fedflat.report.figures import Figure, Series, figures_of_groups, figures_of_run
-from fedflat.report.groups import Group, flatten, spread
+from fedflat.report.figures import Figure, at_places, figures_of_groups, figures_of_run
+from fedflat.report.groups import Group, Spread, flatten, spread
 from fedflat.report.metrics import FATES, Run, fate
 from fedflat.report.progress import RunEvent
 
@@ -39,13 +39,6 @@ class Line:
     changes: tuple[str, ...] = ()
     varied: tuple[str, ...] = ()
 
-    def planned(self, table: Table, scale: str, overrides: Sequence[str] = ()) -> Row:
-        """Return what would run at a scale, with what is claimed and proven of it. Raises InputError as ``dry``
-        does."""
-        if self.cell.recipe is None or not self.changes:
-            return planned(table, self.cell, scale, "sound", overrides)
-        return accounted(self.cell, self.recipe(table, scale, overrides))
-
     def recipe(self, table: Table, scale: str, overrides: Sequence[str] = ()) -> Recipe:
         """Return what runs at a scale: the table's own run where nothing is changed. Raises InputError as ``dry``
         does."""
@@ -56,8 +49,10 @@ class Line:
         full = Recipe.of(paper, self.changes, where=paper.name)
         small, plain = scaled(full, scale).dump(), unvaried.dump()
         for room, name in (key.split(".") for key in SIZES):
+            ran = _size_that_ran(plain, room, name)
             if f"{room}.{name}" in self.varied:
-                _shrink(small, room, name, [paper.dump(), full.dump(), plain])
+                value = plain[room][ran] * full.dump()[room][name] / paper.dump()[room][name]
+                small[room][ran] = value if name == "size" else max(1, round(value))
             elif room != "local":
                 # A varied q would change these as well.
                 small[room][name] = plain[room][name]
@@ -65,22 +60,16 @@ class Line:
         return Recipe.of({**small, "name": f"{unvaried.name}_{marks}"}, overrides, where=unvaried.name)
 
 
+def _size_that_ran(recipe: Mapping[str, Any], room: str, name: str) -> str:
+    """Return the key of a size in a scaled recipe's section: a small scale replaces epochs by a number of steps."""
+    return "steps" if name == "epochs" and recipe[room][name] is None else name
+
+
 def _recipe_of(cell: Cell) -> Recipe:
     """Return the cell's recipe. Raises InputError for one whose setting the paper's text does not say."""
     if cell.recipe is None:
         raise wrong("figure", cell.column, "a column whose setting the paper says")
     return cell.recipe
-
-
-def _shrink(small: dict[str, Any], room: str, name: str, recipes: Sequence[Mapping[str, Any]]) -> None:
-    """Set a size in ``small`` as far from the unvaried run's as the full one's is from the paper's. recipes: the
-    paper's, the full one, the unvaried run's."""
-    paper, full, unvaried = (recipe[room][name] for recipe in recipes)
-    # A small scale replaces epochs by a number of steps.
-    if name == "epochs" and unvaried is None:
-        name, unvaried = "steps", recipes[-1][room]["steps"]
-    value = unvaried * full / paper
-    small[room][name] = value if name == "size" else max(1, round(value))
 
 
 @dataclass(frozen=True)
@@ -118,16 +107,6 @@ class PaperFigure:
         return replace(self, panels=tuple(panel for panel in self.panels if not panels or panel.title in titles))
 
 
-def figure_names() -> list[str]:
-    """Return every figure there is, as ``000 figure-4``."""
-    return list(ENTRIES)
-
-
-def abouts() -> dict[str, str]:
-    """Return what each figure shows, by name."""
-    return {name: entry["about"] for name, entry in ENTRIES.items()}
-
-
 def is_figure(text: str) -> bool:
     """Return whether a name asks for a figure: ``figure-4``, ``Fig. 4``, ``by-epsilon``."""
     return re.match(r"fig|by\b", text.strip().lower()) is not None
@@ -139,7 +118,7 @@ def find_figure(paper: str, name: str) -> PaperFigure:
     Raises InputError for a paper or figure that is not here, with those that are.
     """
     digits = re.fullmatch(r"fig(?:ure)?[\s._-]*(\d+)[a-z]?", name.strip().lower())
-    number, asked = asked_for(paper, name, f"figure-{digits[1]}" if digits else name.strip().lower(), figure_names())
+    number, asked = asked_for(paper, name, f"figure-{digits[1]}" if digits else name.strip().lower(), ENTRIES)
     entry = ENTRIES[f"{number} {asked}"]
     panels = []
     for item in entry["panels"]:
@@ -258,12 +237,10 @@ def _moved(panel: Panel, recipes: Sequence[Recipe]) -> list[str]:
     """Return what ran at each of the axis's values, where a scale shrank them."""
     pairs: dict[str, None] = {}
     for line, recipe in zip(panel.lines, recipes):
-        for key in (key for key in line.varied[:1] if key in SIZES):
-            room, name = key.split(".")
-            section = recipe.dump()[room]
-            name = "steps" if name == "epochs" and section.get(name) is None else name
-            if f"{room}.{name}" != key or section[name] != line.x:
-                pairs[f"{line.x:g} is {room}.{name} = {section[name]:g}"] = None
+        for room, name in (key.split(".") for key in line.varied[:1] if key in SIZES):
+            ran = _size_that_ran(small := recipe.dump(), room, name)
+            if ran != name or small[room][ran] != line.x:
+                pairs[f"{line.x:g} is {room}.{ran} = {small[room][ran]:g}"] = None
     return [f"On the axis are the paper's values; here {', '.join(pairs)}."] if pairs else []
 
 
@@ -297,51 +274,39 @@ def _bands(panel: Panel, ran: Ran) -> list[Figure]:
 
 def _axis(panel: Panel, ran: Ran) -> list[Figure]:
     """Return the accuracy on a real axis: means over seeds with 95 % t intervals."""
-    by_label: dict[str, list[tuple[float, float, float, float]]] = {}
-    for line, runs in ran:
-        if (point := _point(line, runs)) is not None and line.x is not None:
-            by_label.setdefault(line.label, []).append((line.x, *point))
-    series = []
     drawn = {line.label: style for style, (line, _) in enumerate(ran)}
-    for label, points in by_label.items():
-        x, y, low, high = zip(*sorted(points))
-        several = any(a != b for a, b in zip(low, high))
-        series.append(Series(label, {"round": x}, y, low if several else (), high if several else (), drawn[label]))
+    points = [
+        (line.label, line.x, shares, drawn[line.label])
+        for line, runs in ran
+        if line.x is not None and (shares := _shares(line, runs)) is not None
+    ]
     personal = any(line.cell.personal for line, _ in ran)
     y_title = f"{'Personal' if personal else 'Test'} accuracy"
     note = f"{y_title} of the {panel.lines[0].cell.base} round; mean over seeds, 95 % t interval."
-    return [Figure(
-        "axis", panel.title, tuple(series), "%", note, personal, percent=True, kind="points", x_title=panel.x,
-        y_title=y_title,
-    )]  # fmt: skip
+    figure = Figure(
+        "axis", panel.title, (), "%", note, personal, percent=True, kind="points", x_title=panel.x, y_title=y_title
+    )
+    return [at_places(figure, points)]
 
 
-def _point(line: Line, runs: Sequence[Run]) -> tuple[float, float, float] | None:
-    """Return the mean accuracy and the ends of its 95 % t interval (the mean itself for one seed)."""
+def _shares(line: Line, runs: Sequence[Run]) -> Spread | None:
+    """Return the accuracies of a line's runs, from 0 to 1."""
     cell = replace(line.cell, measure=line.cell.base)
-    stats = spread(None if value is None else value / 100 for value in (measured(cell, run) for run in runs))
-    if stats is None:
-        return None
-    half = stats.half or 0.0
-    return stats.mean, max(0.0, stats.mean - half), min(1.0, stats.mean + half)
+    return spread(None if value is None else value / 100 for value in (measured(cell, run) for run in runs))
+
+
+SIDES = ("private", "without privacy")
 
 
 def _bars(panel: Panel, ran: Ran) -> list[Figure]:
     """Return each method's accuracy with privacy beside its twin's without."""
-    accuracies = {line.cell.method: _point(line, runs) for line, runs in ran}
-    pairs = [(name, twin) for name, twin in panel.pairs.items() if accuracies.get(name) and accuracies.get(twin)]
-    x = {"round": tuple(map(float, range(len(pairs))))}
-    series = []
-    for place, label in enumerate(("private", "without privacy")):
-        points = [accuracies[pair[place]] for pair in pairs]
-        y, low, high = zip(*[point for point in points if point is not None]) if points else ((), (), ())
-        series.append(Series(label, x, y, low, high, place))
+    twins = [(place, *side) for place, pair in enumerate(panel.pairs.items()) for side in zip(pair, SIDES)]
+    changes: dict[str, Any] = {name: {"x": float(place), "label": label} for place, name, label in twins}
+    [figure] = _axis(panel, [(replace(line, **changes[line.cell.method]), runs) for line, runs in ran])
     note = "Accuracy of the final round, personal models on their own data; mean over seeds, 95 % t interval."
-    names = tuple(f"{name} / {twin}" for name, twin in pairs)
-    return [Figure(
-        "bars", panel.title, tuple(series), "%", note, True, percent=True, kind="bars", x_title="", zero=True,
-        names=names, y_title="Accuracy",
-    )]  # fmt: skip
+    names = tuple(f"{name} / {twin}" for name, twin in panel.pairs.items())
+    figure = replace(figure, key="bars", kind="bars", note=note, names=names, private=True, zero=True)
+    return [replace(figure, x_title="", y_title="Accuracy")]
 
 
 def _landscape(panel: Panel, ran: Ran, say: Callable[[str], None] | None) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ test over the seeds that both methods ran, two-sided at 5 %: either may turn out
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, groupby
 from pathlib import Path
 
 from fedflat.config.recipe import Recipe
@@ -174,10 +174,7 @@ class Outcome:
 
     def columns(self) -> dict[str, list[Row]]:
         """Return the rows by column."""
-        columns: dict[str, list[Row]] = {}
-        for row in self.rows:
-            columns.setdefault(row.cell.column, []).append(row)
-        return columns
+        return {name: list(rows) for name, rows in groupby(self.rows, key=lambda row: row.cell.column)}
 
     def verdicts(self) -> dict[str, Verdict]:
         """Return for each column with two methods or more that ran whether it ranks them as the paper does."""

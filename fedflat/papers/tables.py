@@ -137,22 +137,18 @@ class Table:
 
 
 def named(texts: Iterable[str], every: Sequence[str]) -> set[str]:
-    """Return the columns, or panels, that any of the texts names. Raises InputError for a text that names none."""
+    """Return the columns, or panels, that any of the texts names: the one of that name, or those with it as a part,
+    whole numbers whole. Raises InputError for a text that names none."""
     chosen: set[str] = set()
     for text in texts:
-        matches = _named(text, every)
+        small = text.strip().lower()
+        before = r"(?<![\d.])" if small[:1].isdigit() else ""
+        part = re.compile(before + re.escape(small) + (r"(?!\d|\.\d)" if small[-1:].isdigit() else ""))
+        exact = [column for column in every if column.lower() == small]
+        matches = exact or [column for column in every if part.search(column.lower())]
         require(bool(matches), "--column", text, "part of one of: " + "; ".join(every), hint=nearest(text, every))
         chosen.update(matches)
     return chosen
-
-
-def _named(text: str, every: Sequence[str]) -> list[str]:
-    """Return the columns that ``text`` names: the one of that name, or those with it as a part, whole numbers whole."""
-    small = text.strip().lower()
-    exact = [column for column in every if column.lower() == small]
-    before = r"(?<![\d.])" if small[:1].isdigit() else ""
-    part = re.compile(before + re.escape(small) + (r"(?!\d|\.\d)" if small[-1:].isdigit() else ""))
-    return exact or [column for column in every if part.search(column.lower())]
 
 
 def names() -> list[str]:

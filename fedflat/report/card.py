@@ -90,10 +90,8 @@ def card(run: Run, others: Sequence[Run] = ()) -> Card:
 def _with_ledgers(runs: Sequence[Run]) -> list[Published]:
     """Return the runs with their ledgers' lines; refuse one whose statement counts fewer rounds than its ledger."""
     paths = {str(run.path): run.name for run in runs}
-    names = [*paths.values()]
-    # Of one name, they are told apart by their place among the arguments: a card is public, a path of this machine not.
-    marks = ("" if names.count(name) == 1 else f" ({place})" for place, name in enumerate(names, 1))
-    labels = {path: f"{name}{mark}" for (path, name), mark in zip(paths.items(), marks)}
+    # Of one name, they are told apart by a number: a card is public, a path of this machine not.
+    labels = dict(zip(paths, metrics.distinct([*paths.values()])))
     every = [published(run, labels[str(run.path)]) for run in runs]
     for run, its in zip(runs, every):
         if uncounted(run.privacy, its.entries):

@@ -112,18 +112,9 @@ Points = Callable[[Run], Sequence[tuple[int, float]]]
 
 def points_of(name: str) -> Points:
     """Return what reads (round, value) from a run: a key of its records, ``spent`` or ``worst``."""
-    if name == "spent":
-        return spent_from_start
-    if name == "worst":
-        return _worst
+    special = {"spent": spent_from_start, "worst": _worst}.get(name)
     # No key is in both of a run's records.
-    return lambda run: _sizes(run.metrics, name) or _sizes(run.private, name)
-
-
-def _sizes(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """Return ``column``, with a list (a cohort given by its members) counted."""
-    counted = [{**record, key: len(record[key])} if isinstance(record.get(key), list) else record for record in records]
-    return column(counted, key)
+    return special or (lambda run: column(run.metrics, name) or column(run.private, name))
 
 
 def _worst(run: Run) -> list[tuple[int, float]]:
@@ -145,7 +136,7 @@ def _series(
     """
     values = by_round(map(points, group.runs))
     stats = {turn: one for turn, sample in values.items() if (one := spread(sample)) is not None}
-    turns = _thin_with_highest(stats, most)
+    turns = [[*stats][place] for place in thin(len(stats), most)]
     sds = [stats[turn].sd or 0.0 for turn in turns]
     x: dict[str, Values] = {"round": tuple(float(turn + 1) for turn in turns)}
     # Seeds of one setting spend the same; where they do not, the largest is the one that holds for all.
@@ -154,13 +145,6 @@ def _series(
         x["epsilon"] = tuple(epsilons[turn] for turn in turns)
     y = tuple(stats[turn].mean for turn in turns)
     return Series(group.label, x, y, *_band(y, sds, share), group.style)
-
-
-def _thin_with_highest(means: Mapping[int, Spread], most: int) -> list[int]:
-    """Return about ``most`` of the rounds, the one with the highest value among them: a page names it as the best."""
-    turns = [*means]
-    thinned = {turns[place] for place in thin(len(turns), most)}
-    return sorted(thinned | {max(turns, key=lambda turn: means[turn].mean)}) if turns else []
 
 
 def _band(y: Values, sds: Sequence[float], share: bool) -> tuple[Values, Values]:
@@ -252,15 +236,9 @@ def _bands(run: Run, key: str) -> list[Series]:
 def _norms(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
     """Return the quantiles of the norms, or their mean where no quantiles are recorded, with the clip."""
     clip = _line(run, "Clip", "clip", style=-1)
-    levels: set[float | None] = {*clip.y} or {number(metrics.section(run.recipe, "privacy").get("clip"))}
-    constant = levels.pop() if len(levels) == 1 else None
-    extra = [clip] if constant is None else []
-    across = ((f"clip {constant:g}", constant),) if constant is not None else ()
     if bands := _bands(run, "update_norm_quantiles"):
-        return with_series(figure, [*bands, *extra], lines=across)
-    if not lines[0].y:
-        return None
-    return with_series(figure, [*lines, *extra], lines=across, note="Mean over the cohort, with the clip.")
+        return with_series(figure, [*bands, clip])
+    return with_series(figure, [*lines, clip], note="Mean over the cohort, with the clip.") if lines[0].y else None
 
 
 def last_classes(run: Run) -> list[float | None]:
@@ -322,23 +300,31 @@ def figures_of_groups(groups: Sequence[Group]) -> list[Figure]:
 
 def by_epsilon(groups: Sequence[Group]) -> Figure | None:
     """Return the final accuracy against the proven ε, a series for each method; None with fewer than two ε."""
-    by_method: dict[str, list[tuple[float, Spread, int]]] = {}
-    for group in groups:
-        epsilon, final = final_epsilon(group), spread(map(metrics.final_accuracy, group.runs))
-        if epsilon is not None and final is not None:
-            by_method.setdefault(without_epsilon(group.label), []).append((epsilon, final, group.style))
-    if len({f"{epsilon:.3g}" for points in by_method.values() for epsilon, _, _ in points}) < 2:
+    finals = [(group, final_epsilon(group), spread(map(metrics.final_accuracy, group.runs))) for group in groups]
+    points = [(without_epsilon(g.label), epsilon, final, g.style) for g, epsilon, final in finals if epsilon and final]
+    if len({f"{epsilon:.3g}" for _, epsilon, _, _ in points}) < 2:
         return None
-    series = []
-    for label, points in by_method.items():
-        # The line is hidden with the first of its settings.
-        style = min(style for _, _, style in points)
-        points.sort(key=lambda point: point[0])
-        y = tuple(final.mean for _, final, _ in points)
-        band = _band(y, [final.sd or 0.0 for _, final, _ in points], share=True)
-        series.append(Series(label, {"round": tuple(epsilon for epsilon, _, _ in points)}, y, *band, style))
     lines = chance_line([run for group in groups for run in group.runs])
-    return replace(declared("groups", "by-epsilon"), series=tuple(series), lines=lines)
+    return replace(at_places(declared("groups", "by-epsilon"), points), lines=lines)
+
+
+def at_places(figure: Figure, points: Iterable[tuple[str, float, Spread, int]]) -> Figure:
+    """Return a figure of shares on a real axis, a series for each label: means with 95 % t intervals.
+
+    points: of each its label, its place on the axis, its values, and the number of its line, which is hidden with the
+    first of its settings.
+    """
+    by_label: dict[str, list[tuple[float, ...]]] = {}
+    for label, at, values, style in points:
+        half = values.half or 0.0
+        point = (at, values.mean, max(0.0, values.mean - half), min(1.0, values.mean + half), style)
+        by_label.setdefault(label, []).append(point)
+    series = []
+    for label, rows in by_label.items():
+        x, y, low, high, styles = zip(*sorted(rows))
+        interval = (low, high) if low != high else ((), ())
+        series.append(Series(label, {"round": x}, y, *interval, int(min(styles))))
+    return replace(figure, series=tuple(series))
 
 
 def _overlay(figure: Figure, groups: Sequence[Group], name: str) -> Figure | None:

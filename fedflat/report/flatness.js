@@ -6,10 +6,16 @@
   let { yaw, pitch } = START, logarithmic = true, waiting = false;
   const canvases = [...document.querySelectorAll("canvas[data-surface]")];
 
+  // Colours of a surface from low to high, on light and on dark paper: viridis' hues, their lightness rising so that they
+  // read without colour.
+  const ramps = [
+    [[68, 1, 84], [62, 60, 140], [28, 105, 145], [15, 130, 100], [95, 140, 20]],
+    [[150, 110, 215], [95, 150, 225], [50, 185, 175], [120, 215, 110], [253, 231, 37]],
+  ];
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
 
   function shade(share) {
-    const ramp = info.ramps[+dark.matches];
+    const ramp = ramps[+dark.matches];
     const place = Math.min(Math.max(share, 0), 1) * (ramp.length - 1), start = Math.min(Math.floor(place), ramp.length - 2);
     const [a, b] = [ramp[start], ramp[start + 1]];
     return "rgb(" + a.map((each, k) => Math.round(each + (place - start) * (b[k] - each))).join(",") + ")";

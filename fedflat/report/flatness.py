@@ -59,10 +59,7 @@ def _lead(record: Record) -> str:
 
 def spread_text(value: Record | None, percent: bool = False) -> str:
     """Return ``mean ± sd``, the mean alone for one seed, a dash for nothing."""
-    if value is None:
-        return "–"
-    mean, sd = pair_text(value, percent)
-    return mean if sd is None else f"{mean} ± {sd}"
+    return "–" if value is None else " ± ".join(part for part in pair_text(value, percent) if part is not None)
 
 
 def pair_text(value: Record, percent: bool = False) -> tuple[str, str | None]:
@@ -80,15 +77,14 @@ def _numbers(record: Record) -> dict[str, Any]:
         "loss": "loss", "accuracy": "accuracy %", "eigenvalue": "top eigenvalue", "trace": "trace",
         "ascent": "sharpness", "noise_accuracy": f"% at {100 * noise[len(noise) // 2]:g} % noise",
     }  # fmt: skip
-    several = len({group["model"] for group in record["groups"]}) > 1
     spent = "ε of the mechanism" if any(group.get("seeded") for group in record["groups"]) else "ε proven"
-    heads = ["Method", *(["Model"] if several else []), "seeds", spent, *headings.values()]
+    heads = ["Method", "Model", "seeds", spent, *headings.values()]
     rows = []
     for group in record["groups"]:
         epsilon = epsilon_text((group["epsilon"] or {}).get("mean"), "∞")
-        cells = [group["label"], *([group["model"]] if several else []), str(len(group["seeds"])), epsilon]
+        cells = [group["label"], group["model"], str(len(group["seeds"])), epsilon]
         rows.append(cells + [spread_text(group["numbers"][key], "%" in heading) for key, heading in headings.items()])
-    table = Table("Flatness", heads, rows, left=2 if several else 1)
+    table = Table("Flatness", heads, rows, left=2)
     return {"table": table, "notes": record["notes"], "headline": ""}
 
 
@@ -155,12 +151,9 @@ def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str
     for group in groups:
         curve = group[kind]
         y, sd = curve[key], curve[f"{key}_sd"] or [0.0] * len(curve[key])
-        low, high = ([a + sign * b for a, b in zip(y, sd, strict=True)] for sign in (-1, 1))
-        if key == "accuracy":
-            low, high = [max(0.0, value) for value in low], [min(1.0, value) for value in high]
-        else:
-            # A loss is not below zero, and a logarithmic axis could not show it.
-            low = [max(value, min(y) / 2) for value in low]
+        # A loss is not below zero, and a logarithmic axis could not show it.
+        least, most = (0.0, 1.0) if key == "accuracy" else (min(y) / 2, math.inf)
+        low, high = [max(least, a - b) for a, b in zip(y, sd)], [min(most, a + b) for a, b in zip(y, sd)]
         x = {"round": tuple(100 * value for value in curve["steps" if kind == "line" else "levels"])}
         bands = (tuple(low), tuple(high)) if several else ((), ())
         series.append(Series(group["label"], x, tuple(y), *bands, style=group["style"]))
@@ -174,21 +167,13 @@ def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str
 # ------------------------------------------------------------------------------------------------------- surfaces
 
 
-RAMPS = (
-    ((68, 1, 84), (62, 60, 140), (28, 105, 145), (15, 130, 100), (95, 140, 20)),
-    ((150, 110, 215), (95, 150, 225), (50, 185, 175), (120, 215, 110), (253, 231, 37)),
-)
-"""Colours of a surface from low to high, on light and on dark paper: viridis' hues, their lightness rising so that they
-read without colour."""
-
-
 def _surfaces(groups: Sequence[Record]) -> dict[str, Any]:
     every = [value for group in groups for row in group["surface"]["loss"] for value in row]
     surfaces = [{"side": len(group["surface"]["steps"]), "loss": _short(group["surface"]["loss"])} for group in groups]
     return {
         "groups": groups,
         "contours": base64.b64encode(plates.drawn_as(plates.contours(groups), "svg")).decode(),
-        "data": {"low": max(min(every), 1e-9), "high": max(every), "ramps": RAMPS, "surfaces": surfaces},
+        "data": {"low": max(min(every), 1e-9), "high": max(every), "surfaces": surfaces},
     }
 
 

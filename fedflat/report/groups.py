@@ -92,7 +92,7 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     members = _parts(runs)
     parts = [part for group in members for part in (_parts(group, engine=True) if _repeats(group) else [group])]
     firsts = [group[0] for group in parts]
-    labels = _distinct([_label(first, firsts, engine=len(parts) > len(members)) for first in firsts])
+    labels = metrics.distinct([_label(first, firsts, engine=len(parts) > len(members)) for first in firsts])
     return [Group(label, tuple(group), style) for style, (label, group) in enumerate(zip(labels, parts, strict=True))]
 
 
@@ -132,11 +132,6 @@ def without_epsilon(label: str) -> str:
 
 def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _distinct(labels: Sequence[str]) -> list[str]:
-    numbered = [f"{label} #{labels[:place].count(label)}" for place, label in enumerate(labels, 1)]
-    return [label if labels.count(label) == 1 else long for label, long in zip(labels, numbered, strict=True)]
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -205,20 +200,17 @@ def _same(one: float | None, other: float | None) -> bool:
 
 
 def headline(groups: Sequence[Group]) -> str:
-    """Return the best private setting at each ε that two or more settings share; empty where none is shared.
-
-    It says whether the next one is told apart; with one such ε, the interval of the accuracy too.
-    """
-    shared = [ranked[:2] for part in strata(groups) if len(ranked := _ranked(part)) > 1]
-    if not shared:
-        return ""
-    named = [(metrics.epsilon_text(final_epsilon(one)), one, had, _apart(one, two)) for (one, had), (two, _) in shared]
+    """Return the best private setting at each ε that two or more settings share, with the interval of its accuracy and
+    whether the next one is told apart; empty where none is shared."""
     name = "ε of the mechanism" if any(metrics.seeded(run) for group in groups for run in group.runs) else "ε"
-    if len(named) > 1:
-        winners = "; ".join(f"at {name} = {at} {without_epsilon(one.label)}, {apart}" for at, one, _, apart in named)
-        return f"Best {winners} (chosen by this test data)."
-    ((epsilon, best, final, apart),) = named
-    return f"Best at {name} = {epsilon}: {best.label}, {100 * final.mean:.2f} %{_interval(final)}, {apart}."
+    sentences = []
+    for ranked in map(_ranked, strata(groups)):
+        if len(ranked) > 1:
+            (best, final), (other, _) = ranked[:2]
+            at = f"{name} = {metrics.epsilon_text(final_epsilon(best))}: {without_epsilon(best.label)}"
+            accuracy = f"{100 * final.mean:.2f} %{_interval(final)}"
+            sentences.append(f"Best at {at}, {accuracy}, {_apart(best, other)}.")
+    return " ".join(sentences)
 
 
 def _ranked(part: Sequence[Group]) -> list[tuple[Group, Spread]]:

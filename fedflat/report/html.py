@@ -14,7 +14,7 @@ from fedflat.report.groups import Group, differing, group_runs, setting
 from fedflat.report.metrics import Run, epsilon_text, section
 from fedflat.report.pages import PRIVATE, Section, Table, cards
 from fedflat.report.statement import facts, readable, statement_of
-from fedflat.report.summary import cautions, remarks
+from fedflat.report.summary import cautions
 
 MARK = "Noise from the seed: protects nobody"
 """What lies across the page of a seeded run."""
@@ -90,7 +90,7 @@ def _words(run: Run) -> dict[str, Any]:
         "run": run, "partition": section(sections["data"], "partition"), "readable": readable,
         "names": class_names(run), "count": len(last_classes(run)), "proven": metrics.proven_epsilon(run),
         "claimed": metrics.claimed_epsilon(run), "delta": metrics.number(run.privacy.get("delta")),
-        "greatest": statement.greatest(run), "reasons": metrics.reasons(run),
+        "reasons": metrics.reasons(run),
     }  # fmt: skip
     return cast(dict[str, Any], wording.texts("page.yaml", sections | values))
 
@@ -136,7 +136,6 @@ def _summary(run: Run, words: dict[str, Any], privacy_card: Card | str | None) -
         "beside_epsilon": words.get("beside_epsilon", "").removesuffix(";"),
         "own": {statement.title(key): metrics.last(run.metrics, key) for key in metrics.own_metrics(run.metrics)},
         "notices": [notice for notice in _notices(run) if notice["lines"]],
-        "notes": remarks(run.metrics, run.private),
     }
 
 
@@ -157,11 +156,8 @@ def _notices(run: Run) -> list[dict[str, Any]]:
 def _audit(run: Run) -> dict[str, Any] | None:
     if not run.audits:
         return None
-    audit_tables = [Table("Audits of this run", statement.HEADS, [statement.cells(audit) for audit in run.audits])]
-    for heads, movements in map(statement.matrix, run.audits):
-        if heads:
-            audit_tables.append(Table("Movement of the release over C, by data and back end", heads, movements))
-    return {"tables": audit_tables, "rule": statement.WORDS["rule"], "notes": statement.notes(run.audits)}
+    table = Table("Audits of this run", statement.HEADS, [statement.cells(audit) for audit in run.audits])
+    return {"table": table, "rule": statement.WORDS["rule"], "notes": statement.notes(run.audits)}
 
 
 def _recipe(run: Run) -> dict[str, Any] | str:
@@ -230,18 +226,13 @@ def _differences(groups: Sequence[Group]) -> Table | None:
 
 
 def _runs_table(groups: Sequence[Group]) -> Table:
-    """Return a row for each run; the time only where it is known."""
+    """Return a row for each run."""
     seeded = any(metrics.seeded(run) for group in groups for run in group.runs)
-    heads = ["Run", "Method", "seed", "rounds", "final %", "best %", "ε of the mechanism" if seeded else "ε proven"]
-    rows = [_run_row(group, run) for group in groups for run in group.runs]
-    heads += ["time"] if any(row[-1] for row in rows) else []
-    table = [[text or "–" for text in row[: len(heads)]] for row in rows]
-    return Table("Every run; best is chosen on test data", heads, table, left=2)
-
-
-def _run_row(group: Group, run: Run) -> list[str]:
-    numbers = metrics.summary(run)
-    shares = [wording.percent(numbers[key]) for key in ("final_accuracy", "best_accuracy")]
-    time = wording.duration(numbers["seconds"]) if numbers["seconds"] else ""
-    seed = "" if run.seed is None else str(run.seed)
-    return [run.name, group.label, seed, str(numbers["rounds"]), *shares, epsilon_text(numbers["proven_epsilon"]), time]
+    heads = ["Run", "Method", "seed", "rounds", "final %", "ε of the mechanism" if seeded else "ε proven"]
+    rows = []
+    for group in groups:
+        for run in group.runs:
+            seed = "–" if run.seed is None else str(run.seed)
+            final, epsilon = wording.percent(metrics.final_accuracy(run)), epsilon_text(metrics.proven_epsilon(run))
+            rows.append([run.name, group.label, seed, str(metrics.finished_rounds(run)), final, epsilon])
+    return Table("Every run", heads, rows, left=2)

@@ -9,10 +9,12 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import yaml
 
 from fedflat.core.checks import InputError, becoming, nearest, require, wrong
 from fedflat.core.durable import plain, read_about
@@ -152,10 +154,11 @@ def read_run(folder: Path | str) -> Run:
     path = Path(folder)
     if not any((path / mark).is_file() for mark in RUN_FILES):
         raise _no_run(path)
-    recipe = _read_yaml(path / "recipe.yaml")
+    recipe = _read(path / "recipe.yaml", yaml.safe_load, "the recipe written by the run")
+    privacy = _read(path / "privacy.json", json.loads, "the privacy statement written by the run")
     return Run(
         path=path, name=_name(path, recipe), recipe=recipe, metrics=_by_round(read_records(path / "metrics.jsonl")),
-        private=_private(path), privacy=_read_json(path / "privacy.json"), audits=_audits(path / "audit.json"),
+        private=_private(path), privacy=privacy, audits=_audits(path / "audit.json"),
     )  # fmt: skip
 
 
@@ -189,31 +192,22 @@ def _no_run(path: Path) -> InputError:
     return wrong(f"run folder {path}", "no such folder", "a folder written by fedflat run", hint=hint)
 
 
-def _read_yaml(path: Path) -> Record:
-    import yaml
-
+def _read(path: Path, parse: Callable[[str], Any], allowed: str) -> Record:
+    """Return the mapping that a file holds; an empty one where there is no file."""
     if not path.is_file():
         return {}
-    kinds, allowed = (yaml.YAMLError, UnicodeDecodeError), "the recipe written by the run"
-    with becoming(lambda error: wrong(str(path), f"unreadable YAML ({error})", allowed), kinds):
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return plain(recipe) if isinstance(recipe, dict) else {}
-
-
-def _read_json(path: Path, allowed: str = "the privacy statement written by the run") -> Record:
-    if not path.is_file():
-        return {}
-    record = _parsed(path.read_bytes())
-    if record is None:
-        raise wrong(str(path), "not a JSON object", allowed)
-    return record
+    kinds = (ValueError, RecursionError, yaml.YAMLError)
+    with becoming(lambda error: wrong(str(path), f"what cannot be read ({error})", allowed), kinds):
+        record = parse(path.read_text(encoding="utf-8"))
+    require(isinstance(record, dict), str(path), "no mapping", allowed)
+    return cast(Record, plain(record))
 
 
 def _audits(path: Path) -> list[Record]:
     allowed = "the file written by fedflat audit"
-    audits = _read_json(path, allowed).get("audits", [])
-    if not isinstance(audits, list) or not all(isinstance(audit, dict) for audit in audits):
-        raise wrong(f"{path}: audits", "something else", f"a list of audits, as in {allowed}")
+    audits: list[Record] = _read(path, json.loads, allowed).get("audits", [])
+    sound = isinstance(audits, list) and all(isinstance(audit, dict) for audit in audits)
+    require(sound, f"{path}: audits", "something else", f"a list of audits, as in {allowed}")
     return audits
 
 
@@ -287,10 +281,7 @@ def claimed_epsilon(run: Run) -> float | None:
 
 def reasons(run: Run) -> list[str]:
     """Return why the proven ε is what it is, in the statement's words."""
-    if isinstance(run.privacy.get("reasons"), str):
-        return [run.privacy["reasons"]]
-    texts = [item if isinstance(item, str) else json.dumps(item) for item in listed(run.privacy, "reasons")]
-    return texts or ([] if run.privacy else [NO_STATEMENT])
+    return [str(item) for item in listed(run.privacy, "reasons")] or ([] if run.privacy else [NO_STATEMENT])
 
 
 def spent(run: Run) -> list[tuple[int, float]]:
@@ -464,17 +455,17 @@ def costs(runs: Sequence[Run]) -> tuple[Cost, ...]:
     members: dict[str, list[Run]] = {}
     for run in runs:
         members.setdefault(str(section(run.recipe, "data").get("dataset")), []).append(run)
-    return tuple(
-        Cost(name, total(list(map(published, mine, _names(mine)))), len({_clients(run) for run in mine}) == 1)
-        for name, mine in members.items()
-    )
+    spent = []
+    for name, mine in members.items():
+        every = total(list(map(published, mine, distinct([run.name for run in mine]))))
+        spent.append(Cost(name, every, len({_clients(run) for run in mine}) == 1))
+    return tuple(spent)
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
-    """Return each run's name, with its method and seed where two runs have the same one."""
-    plain = [run.name for run in runs]
-    labels = [r.name if plain.count(r.name) == 1 else f"{r.algorithm} seed {r.seed}" for r in runs]
-    return [s if labels.count(s) == 1 else str(r.path) for r, s in zip(runs, labels)]
+def distinct(names: Sequence[str]) -> list[str]:
+    """Return the names, with a number behind each that comes more than once."""
+    numbered = [f"{name} #{names[:place].count(name)}" for place, name in enumerate(names, 1)]
+    return [name if names.count(name) == 1 else long for name, long in zip(names, numbered, strict=True)]
 
 
 def published(run: Run, name: str) -> Published:

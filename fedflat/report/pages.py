@@ -223,13 +223,11 @@ def end_labels(figure: Figure, axis: str, y: Scale) -> list[Label]:
     heights: list[float] = []
     for wanted, _ in ends:
         heights.append(max(wanted, heights[-1] + LINE_GAP) if heights else max(wanted, TOP))
-    most = BOTTOM
-    # Labels pushed below the axis are moved up again, from the lowest on.
-    for place in reversed(range(len(heights))):
-        heights[place] = min(heights[place], most)
-        most = heights[place] - LINE_GAP
+    # Labels pushed below the axis are moved up again.
+    lowest = [BOTTOM - LINE_GAP * below for below in reversed(range(len(heights)))]
     named = [lines[place] for _, place in ends]
-    return [Label(shortened(line.label), line.classes, at) for line, at in zip(named, heights, strict=True)]
+    places = map(min, heights, lowest)
+    return [Label(shortened(line.label), line.classes, at) for line, at in zip(named, places, strict=True)]
 
 
 def draw(figure: Figure, axis: str) -> Markup:

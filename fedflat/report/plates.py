@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fedflat.core.checks import writing
 from fedflat.report.figures import Figure, Series
 from fedflat.report.groups import COLOURS, DASHES
@@ -28,6 +30,8 @@ SIZE = (5.2, 3.4)
 """Inches."""
 WRAP = 48
 """Characters of a title's line, which fit over the axes."""
+LEVELS = 9
+"""Lines of a surface's contours, in geometric steps."""
 
 
 def write_plates(figures: Sequence[Figure], folder: Path, landscapes: Sequence[Mapping[str, Any]] = ()) -> list[Path]:
@@ -92,7 +96,7 @@ def draw_on(axes: Axes, figure: Figure) -> None:
     scale = 100 if figure.percent else 1
     drawn = [series for series in figure.series if series.y or series.low]
     for place, series in enumerate(drawn):
-        {"line": _line, "bars": _bars, "points": _points}[figure.kind](axes, series, scale, place, len(drawn))
+        _series(axes, figure.kind, series, scale, place, len(drawn))
     for label, value in figure.lines:
         axes.axhline(scale * value, color="black", lw=1, ls="--", label=label)
     if logarithmic_up(figure):
@@ -116,34 +120,22 @@ def draw_on(axes: Axes, figure: Figure) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _line(axes: Axes, series: Series, scale: float, place: int, count: int) -> None:
-    style, x = max(series.style, 0), series.x["round"]
-    colour = PALETTE[style % COLOURS]
-    if series.low:
-        low, high = ([scale * value for value in side] for side in (series.low, series.high))
-        axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0, label=None if series.y else series.label)
-    if series.y:
-        y = [scale * value for value in series.y]
-        mark = "o" if len(y) <= MARKED else None
-        axes.plot(x, y, color=colour, ls=STYLES[style % DASHES], marker=mark, ms=3, label=series.label)
-
-
-def _intervals(series: Series, scale: float) -> list[list[float]] | None:
-    ends = ((a - low, high - a) for a, low, high in zip(series.y, series.low, series.high))
-    return [[scale * value for value in side] for side in zip(*ends)] or None
-
-
-def _points(axes: Axes, series: Series, scale: float, place: int, count: int) -> None:
-    y, colour = [scale * value for value in series.y], PALETTE[series.style % COLOURS]
-    error = _intervals(series, scale)
-    axes.errorbar(series.x["round"], y, error, fmt="o", ms=4, capsize=2, color=colour, label=series.label)
-
-
-def _bars(axes: Axes, series: Series, scale: float, place: int, count: int) -> None:
-    width = 0.8 / count
-    x = [value - 0.4 + width * (place + 0.5) for value in series.x["round"]]
-    y, colour = [scale * value for value in series.y], PALETTE[series.style % COLOURS]
-    axes.bar(x, y, width * 0.94, yerr=_intervals(series, scale), capsize=2, color=colour, label=series.label)
+def _series(axes: Axes, kind: str, series: Series, scale: float, place: int, count: int) -> None:
+    """Draw one of ``count`` series."""
+    x, style = np.array(series.x["round"]), max(series.style, 0)
+    y, low, high = (scale * np.array(values) for values in (series.y, series.low, series.high))
+    look: dict[str, Any] = {"color": PALETTE[style % COLOURS], "label": series.label}
+    error = [y - low, high - y] if series.low and series.y else None
+    if kind == "points":
+        axes.errorbar(x, y, error, fmt="o", ms=4, capsize=2, **look)
+    elif kind == "bars":
+        width = 0.8 / count
+        axes.bar(x - 0.4 + width * (place + 0.5), y, width * 0.94, yerr=error, capsize=2, **look)
+    else:
+        if series.low:
+            axes.fill_between(x, low, high, alpha=0.15, lw=0, **look | ({"label": None} if series.y else {}))
+        if series.y:
+            axes.plot(x, y, ls=STYLES[style % DASHES], marker="o" if len(y) <= MARKED else None, ms=3, **look)
 
 
 def contours(groups: Sequence[Mapping[str, Any]]) -> Sheet:
@@ -153,17 +145,17 @@ def contours(groups: Sequence[Mapping[str, Any]]) -> Sheet:
 
     sheet = Sheet(figsize=(5.2, 5.2), layout="constrained")
     axes = sheet.subplots()
-    every = [value for group in groups for row in group["surface"]["loss"] for value in row]
-    steps, lines = groups[0]["surface"]["steps"], levels(max(min(every), 1e-9), max(every))
-    handles = []
+    every, steps, handles = np.array([group["surface"]["loss"] for group in groups]), groups[0]["surface"]["steps"], []
+    low, high = max(every.min(), 1e-9), every.max()
     for group in groups:
         number = group["style"]
         colour, style = PALETTE[number % COLOURS], ("solid", "dashed", "dotted", "dashdot")[number % DASHES]
         # A row of the surface is the first direction, which is drawn to the right.
-        surface = [list(row) for row in zip(*group["surface"]["loss"])]
-        if lines:
-            drawn = axes.contour(steps, steps, surface, levels=lines, colors=colour, linestyles=style, linewidths=1.1)
-            axes.clabel(drawn, fontsize=7, fmt="%g")
+        surface = np.array(group["surface"]["loss"]).T
+        if high > 1.0005 * low:
+            levels = np.geomspace(low, high, LEVELS + 2)[1:-1]
+            drawn = axes.contour(steps, steps, surface, levels=levels, colors=colour, linestyles=style, linewidths=1.1)
+            axes.clabel(drawn, fontsize=7, fmt="%.3g")
         handles.append(Line2D([], [], color=colour, ls=style, label=surface_name(group)))
     axes.plot(0, 0, "+", color="black")
     limits = (1.12 * min(steps), 1.12 * max(steps))  # room for the numbers on lines that end at the edge
@@ -176,12 +168,3 @@ def contours(groups: Sequence[Mapping[str, Any]]) -> Sheet:
 def surface_name(group: Mapping[str, Any]) -> str:
     """Return the name of a group's surface: its label, with the model where that is a client's."""
     return str(group["label"]) + ("" if group["model"] == "global" else f", {group['model']}")
-
-
-def levels(low: float, high: float, count: int = 9) -> list[float]:
-    """``count`` levels in geometric steps strictly inside (low, high), to two or three digits; none if it is flat."""
-    if not (0 < low < high) or high / low < 1.0005:
-        return []
-    ratio = (high / low) ** (1 / (count + 1))
-    candidates = {float(f"{low * ratio**place:.{(2 if ratio > 1.1 else 4)}g}") for place in range(1, count + 1)}
-    return sorted(level for level in candidates if low < level < high)

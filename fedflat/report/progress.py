@@ -12,15 +12,12 @@ from typing import Any, Literal
 
 from rich import progress as bars
 from rich.console import Console, RenderableType
-from rich.progress import TaskID
 from rich.text import Text
 
 from fedflat.core.process import listening_to_progress
 from fedflat.report import metrics, wording
 from fedflat.report.metrics import number, own_metrics
 
-LINES = 18
-"""Lines of a whole run where stdout is no terminal."""
 WIDTH = 80
 PATIENCE = 10.0
 """Seconds without news at most, where stdout is no terminal."""
@@ -48,6 +45,11 @@ class RunEvent:
     rounds: int
     accuracy: float | None = None
     note: str = ""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it runs, or does long work before its first round."""
+        return self.state == "running" or (self.state == "waiting" and bool(self.note))
 
 
 class Bars(bars.Progress):
@@ -87,14 +89,14 @@ class Bars(bars.Progress):
     def left(self) -> str:
         """Return the time left of the first task, at the pace so far; the empty string where none is known."""
         seconds = self.tasks[0].time_remaining
-        return "" if seconds is None else f"{wording.clock(seconds)} left"
+        return "" if seconds is None else f"{wording.duration(seconds)} left"
 
 
 class Progress:
     """Progress of one run, as a context manager: ``start`` when the job is known, ``round`` after each round.
 
-    On a terminal a bar between two lines; elsewhere about ``LINES`` plain lines in a run, or one every ``PATIENCE``
-    seconds; nothing when ``quiet``. stderr: shown there instead of on stdout.
+    On a terminal a bar between two lines; elsewhere a plain line for the first round and the last one, and every
+    ``PATIENCE`` seconds; nothing when ``quiet``. stderr: shown there instead of on stdout.
     """
 
     def __init__(
@@ -152,8 +154,7 @@ class Progress:
         turn, left = f"round {done:>{len(str(self._recipe.rounds))}}/{self._recipe.rounds}", self._bars.left()
         self._bars.update(self._task, says=f"{turn}  {left}")
         self._bars.below = "  ".join(self._newest.values())
-        due = time.monotonic() - self._spoke >= PATIENCE
-        if first or done % math.ceil(self._last_round / LINES) == 0 or done == self._last_round or due:
+        if first or done == self._last_round or time.monotonic() - self._spoke >= PATIENCE:
             self._spoke = time.monotonic()
             text = "  ".join([turn, self._bars.below, left])
             # Where the line is too long, the clients per second are left out.
@@ -194,14 +195,13 @@ ENDED = ("done", "skipped", "failed", "stopped")
 class ExperimentProgress:
     """Progress of an experiment, as a context manager: ``update`` takes each ``RunEvent``.
 
-    On a terminal a bar for all runs and one for each running run; elsewhere a line for each run that ends, and of one
+    On a terminal a bar for all runs, and below it those that run; elsewhere a line for each run that ends, and of one
     that runs where ``PATIENCE`` seconds pass without.
     """
 
     def __init__(self, quiet: bool = False) -> None:
         self._bars = Bars(quiet)
         self._all = self._bars.add_task("", total=None, says="")
-        self._running: dict[str, TaskID] = {}
         self._runs: dict[str, RunEvent] = {}
         self._first: dict[str, int] = {}
         self._spoke = time.monotonic()
@@ -214,18 +214,16 @@ class ExperimentProgress:
 
     def update(self, event: RunEvent) -> None:
         """Take one event; the live view starts with the first that runs, plain lines tell of those that end."""
-        busy = event.state == "running" or (event.state == "waiting" and bool(event.note))
         self._runs[event.run] = event
-        self._draw(event, busy)
+        self._draw(event)
         ended, left = f"[{self._count(*ENDED)}/{len(self._runs)}] {event.run}", self._bars.left()
-        accuracy = "" if event.accuracy is None else f", accuracy {wording.percent(event.accuracy)} %"
         line = {
             "failed": f"{ended}: failed. {event.note}",
             "stopped": f"{ended}: stopped after {event.round} of {event.rounds} rounds",
-            "done": f"{ended}: done{accuracy}" + (f"; {left}" if left else ""),
+            "done": f"{ended}: done{_accuracy(event)}" + (f"; {left}" if left else ""),
             "skipped": f"{event.run}: done before, kept",
         }.get(event.state, "")
-        if busy and time.monotonic() - self._spoke >= PATIENCE:
+        if event.busy and time.monotonic() - self._spoke >= PATIENCE:
             line = f"{event.run}: {_turn(event)}" + (f"; all {left}" if left else "")
         if line:
             self._spoke = time.monotonic()
@@ -239,26 +237,21 @@ class ExperimentProgress:
         self._bars.start()
         self._bars.line(text)
 
-    def _draw(self, event: RunEvent, busy: bool) -> None:
-        """Bring the bars and the line below them up to date with a run's event."""
+    def _draw(self, event: RunEvent) -> None:
+        """Bring the bar and the line below it up to date with a run's event."""
         every, view = self._runs.values(), self._bars
-        if busy:
+        if event.busy:
             view.start()
             # Rounds of an earlier session say nothing of the pace.
             self._first.setdefault(event.run, event.round)
-            if event.run not in self._running:
-                self._running[event.run] = view.add_task(wording.shortened(event.run, 24), says="")
-            says = _turn(event) + ("" if event.accuracy is None else f"  accuracy {wording.percent(event.accuracy)} %")
-            view.update(self._running[event.run], completed=event.round, total=event.rounds, says=says)
-        elif event.run in self._running:
-            view.remove_task(self._running.pop(event.run))
         done = sum(latest.round - self._first[latest.run] for latest in every if latest.run in self._first)
         left = sum(latest.rounds - latest.round for latest in every if latest.state in ("waiting", "running"))
-        ended = f"{self._count(*ENDED)} of {len(every)} runs"
+        counts = [f"{count} {state}" for state in ("skipped", "failed", "stopped") if (count := self._count(state))]
+        ended = ", ".join([f"{self._count(*ENDED)} of {len(every)} runs", *counts])
         view.update(self._all, description=ended, completed=done, total=max(1, done + left))
         view.update(self._all, says=view.left())
-        counts = [(self._count(state), state) for state in ("skipped", "failed", "stopped", "waiting")]
-        view.below = ", ".join(f"{count} {state}" for count, state in counts if count)
+        running = [f"{wording.shortened(latest.run, 24)}: {_turn(latest)}" for latest in every if latest.busy]
+        view.below = "; ".join(running)
 
     def _count(self, *states: str) -> int:
         return sum(event.state in states for event in self._runs.values())
@@ -266,7 +259,11 @@ class ExperimentProgress:
 
 def _turn(event: RunEvent) -> str:
     """Return what a run does now: its round, or the work before its first."""
-    return event.note or f"round {event.round} of {event.rounds}"
+    return event.note or f"round {event.round} of {event.rounds}{_accuracy(event)}"
+
+
+def _accuracy(event: RunEvent) -> str:
+    return "" if event.accuracy is None else f", accuracy {wording.percent(event.accuracy)} %"
 
 
 def console_now(stderr: bool = False) -> Console:

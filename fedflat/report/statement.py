@@ -32,13 +32,12 @@ def statement_of(run: Run) -> dict[str, Facts] | str:
 
 def _without_repeats(stated: dict[str, Any]) -> dict[str, Any]:
     """Leave out what only repeats the proven ε, or says that there is no claim or simulated population."""
-    proven = stated.get("proven_epsilon")
-    drop = {"epsilon"} if "proven_epsilon" in stated and stated.get("epsilon", proven) == proven else set()
-    drop |= {"claimed_epsilon"} if proven is not None and stated.get("claimed_epsilon") == proven else set()
-    drop |= {key for key in WORDS["optional"] if stated.get(key) in ([], "", None)}
-    if "proven_epsilon" not in stated and "claimed_epsilon" in stated:
+    if "claimed_epsilon" in stated and "proven_epsilon" not in stated:
         # A claimed ε is never shown without the proven one.
         stated = {"proven_epsilon": None} | stated
+    drop = {key for key in WORDS["optional"] if stated.get(key) in ([], "", None)}
+    if "proven_epsilon" in stated:
+        drop |= {key for key in ("epsilon", "claimed_epsilon") if stated.get(key) == stated["proven_epsilon"]}
     return {key: value for key, value in stated.items() if key not in drop}
 
 
@@ -70,13 +69,11 @@ def _text(key: str, value: Any) -> str:
 
 
 def _item(key: str, value: Any) -> Any:
-    """Return a list's item; a flat mapping is one line, so that a list of adversaries reads as a list."""
+    """Return a list's item: an adversary as a sentence, a paper's item as its text."""
     if isinstance(value, Mapping) and "adversary" in value:
         return _adversary(value)
     if isinstance(value, Mapping) and set(value) == {"item", "text"}:
         return f"{value['text']} (item {value['item']})"
-    if isinstance(value, Mapping) and not any(isinstance(part, (Mapping, list)) for part in value.values()):
-        return " · ".join(f"{title(name)}: {_text(name, part)}" for name, part in value.items())
     return _value(key, value)
 
 
@@ -134,28 +131,6 @@ def verdict(audit: Record) -> str:
     if bound is None:
         return "no bound"
     return "within the proof" if proven is not None else "nothing is proven"
-
-
-def greatest(run: Run) -> str:
-    """Return the greatest movement over C of the run's worlds, in a few words; empty where nobody audited them."""
-    worlds = [audit for audit in run.audits if audit.get("kind") == "worlds" and audit.get("runs")]
-    if not worlds:
-        return ""
-    details = section(worlds[-1], "details")
-    return f"{audited_text(worlds[-1])} at most, {details.get('back_end')}, {details.get('data')}"
-
-
-def matrix(audit: Record) -> tuple[list[str], list[list[str]]]:
-    """Return (heads, rows) of a worlds audit: data by back end, each cell a movement over C; else both empty."""
-    table = section(section(audit, "details"), "table")
-    if not table:
-        return [], []
-    engines = list(dict.fromkeys(engine for row in table.values() for engine in row))
-    rows = [
-        [str(data), *(_times(row[engine]).removesuffix(" C") if engine in row else "–" for engine in engines)]
-        for data, row in table.items()
-    ]
-    return ["Data (client | others)", *engines], rows
 
 
 def remarks(audit: Record) -> list[str]:

@@ -1,17 +1,15 @@
-"""Compare several methods in a table: terminal, Markdown, JSON and LaTeX, and every run in CSV.
+"""Compare several methods in a table: terminal, Markdown and JSON, and every run in CSV.
 
 Accuracies of the shared model and of the clients' own models never share a column, and a claimed ε is only ever
 printed beside the proven one.
 """
-
-from __future__ import annotations
 
 import io
 import json
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from fedflat.core.checks import require
 from fedflat.core.durable import plain
@@ -19,18 +17,11 @@ from fedflat.report import groups as grouping
 from fedflat.report import metrics
 from fedflat.report.groups import Difference, Group, Spread, by_seed, differing, paired_difference, setting, spread
 from fedflat.report.metrics import Run, epsilon_text
-from fedflat.report.wording import clock, duration, measured, percent_spread, text
+from fedflat.report.wording import duration, measured, percent_spread, text
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-DIFFERENCES = "Δ: points from the first row at its ε, paired over seeds, 95 % t intervals."
-NAMED = 3
-"""So many runs are named in a sentence; of more, the number."""
 BENEATH = 6
 """Lines of notes beneath the terminal's table at most; every note stands in ``table.md`` and on the page."""
 PLAINLY = "Noise from the seeds: ε is the mechanism's, these models protect nobody."
-PRIVATE_NOTE = "Personal accuracy is private to the simulation and not covered by the guarantee."
 MEASURES: dict[str, Callable[[Run], float | None]] = {
     "final": metrics.final_accuracy, "best": metrics.best_accuracy, "personal": metrics.personal_accuracy,
     "seconds": lambda run: metrics.seconds(run) or None, "gap": metrics.generalisation_gap,
@@ -56,7 +47,6 @@ class Row:
     claimed_epsilon: float | None
     delta: float | None
     difference: Difference | None
-    personal_difference: Difference | None
     reasons: tuple[str, ...]
     fates: tuple[str, ...] = ()
     against: str = ""
@@ -104,7 +94,6 @@ def _row(group: Group, first: Group) -> Row:
         delta=metrics.number(reported.privacy.get("delta")),
         randomness="seeded" if any(map(metrics.seeded, group.runs)) else "secret",
         difference=against(metrics.final_accuracy),
-        personal_difference=against(metrics.personal_accuracy),
         reasons=tuple(metrics.reasons(reported)),
         fates=tuple(ending for run in group.runs if (ending := metrics.fate(run))),
         against="" if group is first else first.label,
@@ -170,13 +159,13 @@ def notes(table: Comparison) -> list[str]:
     what publishing all of it costs, the differences."""
     deltas = sorted({row.delta for row in table.rows if row.proven_epsilon is not None and row.delta is not None})
     costs = cost_sentences(table.together)
-    words = {"fates": metrics.FATES, "marks": metrics.MARKS, "differences": DIFFERENCES, "private_note": PRIVATE_NOTE}
-    return _sentences("notes.txt", table=table, costs=costs, deltas=deltas, plainly=PLAINLY, **words)
+    marks = {"fates": metrics.FATES, "marks": metrics.MARKS}
+    return _sentences("notes.txt", table=table, costs=costs, deltas=deltas, plainly=PLAINLY, **marks)
 
 
 def cost_sentences(costs: Sequence[metrics.Cost]) -> list[str]:
     """Return one or a few sentences for each data set."""
-    return _sentences("costs.txt", costs=costs, named=NAMED)
+    return _sentences("costs.txt", costs=costs)
 
 
 def _sentences(template: str, **values: Any) -> list[str]:
@@ -187,9 +176,13 @@ def _sentences(template: str, **values: Any) -> list[str]:
 # -------------------------------------------------------------------------------------------------------- renderers
 
 
-def to_rich(table: Comparison) -> Table:
-    """Return the terminal's table: long method names fold, and a crowded table has no time."""
+def to_terminal(table: Comparison, width: int = 80) -> str:
+    """Return the terminal's table and the notes that matter most, in ``BENEATH`` lines of ``width`` at most.
+
+    Long method names fold, and a crowded table has no time.
+    """
     from rich import box
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -205,18 +198,9 @@ def to_rich(table: Comparison) -> Table:
     for row, after in zip(rows, [*rows[1:], None]):
         last = after is not None and not after.against and any(row.against for row in rows)
         # As Text, a name in [brackets] is not taken for markup.
-        texts = {column.key: column.text(row) for column in visible}
-        texts |= {"seconds": _mean(row, "seconds", clock)}  # narrower than in the other tables
-        grid.add_row(*(Text(texts[column.key]) for column in visible), end_section=last)
-    return grid
-
-
-def to_terminal(table: Comparison, width: int = 80) -> str:
-    """Return the terminal's table and the notes that matter most, in ``BENEATH`` lines of ``width`` at most."""
-    from rich.console import Console
-
+        grid.add_row(*(Text(column.text(row)) for column in visible), end_section=last)
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None, force_terminal=False).print(to_rich(table))
+    Console(file=out, width=width, color_system=None, force_terminal=False).print(grid)
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     below: list[str] = []
     for note in notes(table):
@@ -226,11 +210,9 @@ def to_terminal(table: Comparison, width: int = 80) -> str:
 
 
 def files(table: Comparison) -> dict[str, str]:
-    """Return the table's files by their names: Markdown, LaTeX (a ``tabular`` with booktabs rules, its notes as
-    comments) and ``record_of`` as JSON."""
-    values = {"table": table, "columns": columns(table), "notes": notes(table)}
-    texts = {name: text(name, **values) for name in ("table.md", "table.tex")}
-    return texts | {"table.json": json.dumps(record_of(table), indent=2, ensure_ascii=False) + "\n"}
+    """Return the table's files by their names: Markdown, and ``record_of`` as JSON."""
+    markdown = text("table.md", table=table, columns=columns(table), notes=notes(table))
+    return {"table.md": markdown, "table.json": json.dumps(record_of(table), indent=2, ensure_ascii=False) + "\n"}
 
 
 def record_of(table: Comparison) -> dict[str, Any]:

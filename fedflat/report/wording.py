@@ -36,7 +36,7 @@ def environment(package: str = "fedflat.report") -> Environment:
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     env.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "g7": "{:.7g}".format, "markdown": _markdown}
-    env.filters |= {"epsilon": epsilon_text, "percent": percent, "cell": _cell, "latex": _latex, "duration": duration}
+    env.filters |= {"epsilon": epsilon_text, "percent": percent, "cell": _cell, "duration": duration}
     env.filters |= {"quoted": functools.partial(json.dumps, ensure_ascii=False), "shell": shlex.quote}
     env.filters |= {"share_bound": share_bound, "measured": measured, "number": number}
     env.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
@@ -73,25 +73,6 @@ def _cell(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
 
 
-LATEX = {
-    "\\": "\\textbackslash{}",
-    **{mark: "\\" + mark for mark in "&%$#_{}"},
-    "~": "\\textasciitilde{}",
-    "^": "\\textasciicircum{}",
-    "±": "$\\pm$",
-    "ε": "$\\varepsilon$",
-    "∞": "$\\infty$",
-    "Δ": "$\\Delta$",
-    "−": "$-$",
-    "–": "--",
-    "\n": " ",
-}
-
-
-def _latex(text: str) -> str:
-    return "".join(LATEX.get(mark, mark) for mark in text)
-
-
 def asset(name: str) -> str:
     """Return a style sheet or script of the package."""
     return resources.files("fedflat.report").joinpath(name).read_text(encoding="utf-8")
@@ -117,20 +98,12 @@ def duration(value: float | None) -> str:
     """Return the seconds in the unit a reader wants: ``8.2 s``, ``3 min 05 s``, ``2 h 10 min``, ``40 d``."""
     if value is None:
         return "–"
-    if 0 < value < 0.0995:
-        return f"{1000 * value:.0f} ms"
     if value < 59.95:
-        return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
+        return f"{value:.2g} s" if value < 9.95 else f"{value:.0f} s"
     if value >= DAYS:
         return f"{value / 86_400:.0f} d"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def clock(value: float) -> str:
-    """Return the seconds as ``0:08``, ``20:30`` or ``2:10:05``: the narrow form for a terminal."""
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def shortened(name: str, most: int = 20) -> str:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fedflat.core.checks import InputError
 from fedflat.core.params import flatten, layout_of, put
-from fedflat.landscape.objective import Objective, Points
+from fedflat.landscape.objective import Objective, weights_at
 from fedflat.landscape.surfaces import directions, normalised, raw_direction, steps_of, surface
 from fedflat.models import build
 
@@ -107,8 +107,8 @@ def test_progress_counts_every_point() -> None:
 
 def test_points_do_not_depend_on_chunks() -> None:
     base, pair = drawn(50).float(), drawn(2, 50, seed=1).float()
-    points = Points(base, pair, drawn(7, 2, seed=2))
-    assert torch.equal(points.take(slice(0, 7))[3:5], points.take(slice(3, 5)))
+    amounts = drawn(7, 2, seed=2)
+    assert torch.equal(weights_at(base, pair, amounts)[3:5], weights_at(base, pair, amounts[3:5]))
 
 
 def test_a_single_example_and_no_example() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from fedflat.cli.reproduce import Request, reproduce, write_pages
 from fedflat.core.checks import InputError
-from fedflat.papers.figures import DRAWS, Drawn, Line, Panel, _moved, draw, figure_names, find_figure, is_figure
+from fedflat.papers.figures import DRAWS, ENTRIES, Drawn, Line, Panel, _moved, draw, find_figure, is_figure
 from fedflat.papers.rows import dry
 from fedflat.papers.scales import SCALES
 from fedflat.papers.tables import find, names
@@ -19,7 +19,7 @@ from fedflat.report.metrics import Run
 from fedflat.report.pages import PRIVATE
 from fedflat.report.plates import KINDS, write_plates
 
-EVERY = [find_figure(*name.split(" ")) for name in figure_names()]
+EVERY = [find_figure(*name.split(" ")) for name in ENTRIES]
 
 
 def run_of(line: Line, seed: int, accuracy: float = 0.5, norm: float = 0.3) -> Run:
@@ -45,7 +45,7 @@ def drawn(panel: Panel, accuracies: Any = None) -> Any:
     return DRAWS[panel.draw](panel, ran)[0]
 
 
-@pytest.mark.parametrize("figure", EVERY, ids=figure_names())
+@pytest.mark.parametrize("figure", EVERY, ids=list(ENTRIES))
 def test_every_line_has_a_recipe_at_every_scale(figure: Any) -> None:
     assert figure.panels and figure.about
     for panel in figure.panels:
@@ -71,7 +71,7 @@ def test_by_name_and_what_is_not_there_in_one_line() -> None:
         find_figure("000", "figure-7")
     with pytest.raises(InputError, match=r"--column: found gamma; .*Radius ρ"):
         find_figure("000", "figure-4").only(["gamma"])
-    assert not set(figure_names()) & set(names())
+    assert not set(ENTRIES) & set(names())
 
 
 def test_a_scale_shrinks_sizes_in_proportion_and_nothing_else() -> None:
@@ -227,7 +227,7 @@ def test_the_command_lists_and_refuses_in_one_line(capsys: pytest.CaptureFixture
 
 
 def test_every_figure_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in figure_names()[::6]:
+    for name in [*ENTRIES][::6]:
         paper, figure = name.split(" ")
         reproduce(paper, figure, Request(scale="smoke", dry_run=True))
         shown = capsys.readouterr().out

@@ -12,7 +12,7 @@ from fedflat.core.rng import stream
 NAMES = ("0.05", "0.25", "0.5", "0.75", "0.95")
 STATEMENT: dict[str, Any] = {
     "unit": "client", "adjacency": "add-remove: one client's slot contributes nothing", "trust": "central",
-    "adversaries": [{"who": "recipients of the released models", "epsilon": 9.37}, "nobody else"],
+    "adversaries": [{"adversary": "recipients of the released models", "epsilon": 9.37}, "nobody else"],
     "sampling": "Poisson, q = 0.1, secret", "mechanism": "Gaussian, noise multiplier 0.95, whole-vector clip 0.2",
     "epsilon": 9.37, "delta": 0.002, "claimed_epsilon": 9.37, "proven_epsilon": 9.37, "simulated_epsilon": None,
     "reasons": [],

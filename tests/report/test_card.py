@@ -83,7 +83,7 @@ def test_runs_published_together(folder: Path) -> None:
     assert found.text("Composition", "Counted") == "one two"
     assert found.text("Composition", "Same clients").endswith("so it cannot be checked")
     alike = card(one, [dataclasses.replace(two, name="one")])
-    assert alike.text("Composition", "Counted") == "one (1) one (2)"  # and no path of this machine
+    assert alike.text("Composition", "Counted") == "one #1 one #2"  # and no path of this machine
     assert "counts once" in card(one, [one]).text("Composition", "How")
     mixed = card(one, [read_run(folder / "plain")])
     assert mixed.text("Composition", "All together") == "no finite ε"

@@ -47,11 +47,12 @@ def found(*groups: dict[str, Any]) -> dict[str, Any]:
     return {"settings": settings, "groups": list(groups), "models": [model], "notes": ["<note>"]}
 
 
-def test_levels_are_in_geometric_steps_and_none_if_it_is_flat() -> None:
-    lines = plates.levels(0.1, 10.0)
-    assert lines == sorted(lines) and lines[0] > 0.1 and lines[-1] < 10.0 and len(lines) == 9
-    assert plates.levels(1.0, 1.0) == [] and plates.levels(0.0, 1.0) == []
-    assert len(plates.levels(1.0, 1.01)) >= 5
+def test_a_flat_surface_has_no_lines_and_a_shallow_one_has() -> None:
+    flat, shallow = group("a", 0), group("b", 0)
+    flat["surface"]["loss"] = np.ones((SIDE, SIDE)).tolist()
+    shallow["surface"]["loss"] = (1 + np.array(shallow["surface"]["loss"]) / 1000).tolist()
+    for drawn, lines in ((flat, 0), (shallow, 1)):
+        assert len(plates.contours([drawn]).axes[0].collections) == lines
 
 
 def test_names_and_numbers_are_inside_the_picture() -> None:

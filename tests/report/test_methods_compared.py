@@ -93,10 +93,10 @@ def test_a_grid_compares_within_equal_epsilon_only(grid: list[groups.Group], tmp
     assert max(map(len, lines)) <= 80 and "noise" not in text
     assert len(lines) - lines.index("") - 6 <= tables.BENEATH
     assert "? ended at the accuracy of guessing: dp-fedsam (epsilon=8) (2 of 2 runs)." in text
-    assert "at ε = 2.00 dp-fedsam" not in text  # no best of both ε, and none where only one is left to choose from
+    assert "Best at ε = 8" not in text  # and none where only one is left
     assert {groups.without_epsilon(f"a ({of})") for of in ("rho=1, epsilon=2", "epsilon=2, rho=1")} == {"a (rho=1)"}
     found = groups.headline([*grid[:2], *read(write_many(tmp_path / "more", 2, 2, rounds=5))])
-    assert "dp-fedavg by these 2 seeds; at ε = 9.37 dp-fedsam, " in found and found.count("by these") == 2
+    assert "dp-fedavg by these 2 seeds. Best at ε = 9.37: dp-fedsam, " in found and found.count("by these") == 2
 
 
 def test_a_grid_is_kept_by_seed_and_drawn_by_epsilon(grid: list[groups.Group], tmp_path: Path) -> None:

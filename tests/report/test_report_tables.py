@@ -125,7 +125,6 @@ def test_rows_say_the_same_in_every_format(three: list[groups.Group]) -> None:
     for row in json.loads(files["table.json"])["rows"]:
         shown = f"{100 * row['final']['mean']:.2f} ± {100 * row['final']['sd']:.2f}"
         assert shown in files["table.md"] and shown in tables.to_terminal(table)
-        assert shown.replace("±", "$\\pm$") in files["table.tex"]
 
 
 def test_global_and_personal_never_share_a_column(three: list[groups.Group]) -> None:
@@ -145,7 +144,7 @@ def test_no_epsilon_is_said_with_its_reason(tmp_path: Path) -> None:
     table = tables.comparison_table(grouped([write_run(tmp_path / "f", "fedavg", rounds=3, statement=none)]))
     for name, text in {"terminal": tables.to_terminal(table), **tables.files(table)}.items():
         assert "No noise was added." in text, name
-        assert {"table.json": "null", "table.tex": "$\\infty$ (none)"}.get(name, "∞ (none)") in text
+        assert {"table.json": "null"}.get(name, "∞ (none)") in text
 
 
 def test_the_largest_epsilon_of_the_seeds_stands_for_the_group(tmp_path: Path) -> None:
@@ -182,7 +181,6 @@ def test_a_share_never_leaves_its_axis(tmp_path: Path) -> None:
 def test_user_names_cannot_break_a_table(tmp_path: Path) -> None:
     table = tables.comparison_table(grouped([write_run(tmp_path / "x", "a|b_50%&[red]<b>", rounds=3)]))
     assert "a\\|b_50%&[red]&lt;b>" in tables.files(table)["table.md"]
-    assert "a|b\\_50\\%\\&[red]<b>" in tables.files(table)["table.tex"]
     assert "[red]" in tables.to_terminal(table)
 
 
@@ -192,10 +190,9 @@ def test_nothing_to_compare() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text", "short"),
-    [(8.2, "8.2 s", "0:08"), (59.96, "1 min 00 s", "1:00"), (185, "3 min 05 s", "3:05"),
-     (7800, "2 h 10 min", "2:10:00"), (950_400, "11 d", "264:00:00")],
+    ("value", "text"),
+    [(0, "0 s"), (0.0042, "0.0042 s"), (8.2, "8.2 s"), (59.96, "1 min 00 s"), (185, "3 min 05 s"),
+     (7800, "2 h 10 min"), (950_400, "11 d")],
 )  # fmt: skip
-def test_durations(value: float, text: str, short: str) -> None:
+def test_durations(value: float, text: str) -> None:
     assert wording.duration(value) == text and wording.duration(None) == "–"
-    assert wording.clock(value) == short

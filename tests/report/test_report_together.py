@@ -102,7 +102,7 @@ def test_one_run_has_no_total_and_runs_of_one_name_are_told_apart(tmp_path: Path
     twin = ledgered(tmp_path / "y" / "run", "dp-fedsam", key="other")
     third = ledgered(tmp_path / "z" / "run", "dp-fedsam", key="third")
     (cost,) = table_of([one, twin, third]).together
-    assert cost.total.runs == ("dp-fedavg seed 0", str(twin), str(third))
+    assert cost.total.runs == ("run #1", "run #2", "run #3")
     bare = [write_run(tmp_path / name, "fedavg", rounds=3, statement=NONE) for name in "cd"]
     assert cost_sentences(table_of(bare).together) == []
 
