@@ -128,11 +128,8 @@ def _distinct(settings: list[Setting]) -> list[Setting]:
     seen: dict[str, Setting] = {}
     for setting in settings:
         if seen.setdefault(setting.slug, setting) is not setting:
-            twice, allowed = (
-                f"two settings named {setting.slug}",
-                "settings that differ, recipes with names of their own",
-            )
-            raise wrong("compare", twice, allowed)
+            allowed = "settings that differ, recipes with names of their own"
+            raise wrong("compare", f"two settings named {setting.slug}", allowed)
     times = Counter(setting.label for setting in settings)
     return [replace(s, label=f"{s.label}, {s.recipe.name}") if times[s.label] > 1 else s for s in settings]
 
@@ -336,11 +333,8 @@ CHARGED = ("sampling", "relation", "trust", "clients", "cohort", "noise_multipli
 def charge(plan: Plan, public: Mapping[str, Any]) -> dict[str, Any]:
     """Return the one line of ``charge.jsonl``: the whole selection, and the digest of what is public of it."""
     line = plan.record(0, 1.0)
-    return (
-        KIND
-        | {name: line[name] for name in CHARGED}
-        | {"rounds": plan.rounds, "public": durable.digest_of_json(public)}
-    )
+    charged = {name: line[name] for name in CHARGED}
+    return KIND | charged | {"rounds": plan.rounds, "public": durable.digest_of_json(public)}
 
 
 def faults(folder: Path) -> list[str]:
