@@ -224,19 +224,6 @@ def resident(data: FederatedData, module: nn.Module) -> FederatedData:
     return replace(data, inputs=data.inputs.contiguous(memory_format=layout), test_inputs=test)
 
 
-def in_memory_order(inputs: Tensor) -> tuple[Tensor, bool]:
-    """Return the inputs in the order in which they lie in memory, and whether that is ``(N, H, W, C)`` for ``(N, C, H,
-    W)``.
-    """
-    last = inputs.dim() == 4 and not inputs.is_contiguous() and inputs.permute(0, 2, 3, 1).is_contiguous()
-    return (inputs.permute(0, 2, 3, 1) if last else inputs), last
-
-
-def in_logical_order(inputs: Tensor, last: bool) -> Tensor:
-    """Return the inverse of ``in_memory_order``, on the same memory."""
-    return inputs.permute(0, 3, 1, 2) if last else inputs
-
-
 def keep_freed_memory() -> None:
     """Tell glibc to keep freed memory: local training frees and takes the same sizes all the time.
 
