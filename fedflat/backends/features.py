@@ -89,14 +89,9 @@ def computed(
         return empty
     lengths = _lengths(module, inputs)
     groups = [torch.arange(len(inputs))] if owned is None else [torch.from_numpy(rows).long() for rows in owned]
-    rows: list[Tensor] = []
-    owners: list[int] = []
-    together = int(getattr(module, "batch", BATCH))
-    for owner, group in enumerate(groups, 1):
-        pieces = group[torch.argsort(lengths[group], stable=True)].split(together) if len(group) else ()
-        rows += pieces
-        owners += [owner] * len(pieces)
-    fast = precision == "bf16"
+    together, fast = int(getattr(module, "batch", BATCH)), precision == "bf16"
+    ordered = [group[torch.argsort(lengths[group], stable=True)] for group in groups if len(group)]
+    rows = [piece for group in ordered for piece in group.split(together)]
 
     def one(chosen: Tensor) -> Tensor:
         batch = inputs[chosen]
@@ -109,18 +104,16 @@ def computed(
             refuse_change(watched, everything=True)
         return features
 
-    progress = ("making features, batch", len(rows)) if owned is None else ("making features, client", len(groups))
-    steps = range(1, len(rows) + 1) if owned is None else owners
     watched = StateWatch(module) if own_code(module) else None
     threads = torch.get_num_threads() if device.type == "cpu" and watched is None else 1
 
     with using_threads(1), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         first = [one(piece) for piece in rows[:1]]  # before the others: memory may have no room for what they make
         result = _room(len(inputs), first[0].shape[1], inputs.device) if first else torch.zeros(0)
-        for chosen, step, features in zip(rows, steps, itertools.chain(first, pool.map(one, rows[1:]))):
-            result[chosen] = features
+        for step, features in enumerate(itertools.chain(first, pool.map(one, rows[1:]))):
+            result[rows[step]] = features
             try:
-                report_progress(progress[0], step, progress[1])
+                report_progress("making features, batch", step + 1, len(rows))
             except KeyboardInterrupt:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.backends.in_process import Sequential, as_sent
-from fedflat.core.checks import RunError, one_line, wrong
+from fedflat.core.checks import RunError, becoming, one_line, wrong
 from fedflat.core.held import own_code
 from fedflat.core.imports import Made, load_files, user_files
 from fedflat.core.params import PersonalState
@@ -75,12 +75,10 @@ class RayTasks:
         import ray
 
         self.inner.problem.bind(weights)  # buffers as at w^0
-        try:
+        unsent, allowed = "ray with a model or method that cannot be sent", "what can be pickled, or another back end"
+        with becoming(lambda error: wrong("engine.backend", f"{unsent} ({one_line(error)})", allowed)):
             # In a list a reference is passed as it is: the worker looks the run up, and unpacks it once.
             self._run = [versions(), ray.put(packed(self.inner))]
-        except Exception as error:  # any class may refuse in its own way
-            found = f"ray with a model or method that cannot be sent to another process ({one_line(error)})"
-            raise wrong("engine.backend", found, "one that can be pickled, or engine.backend=sequential") from error
         problem, apart = self.inner.problem, {}
         if user_files() or any(map(own_code, (problem.module, problem.objective, self.inner.algorithm))):
             # A user's code may leave in a process what nobody watches: the next run gets processes of its own.

@@ -6,10 +6,9 @@ Server state, noise and ledger stay on the processor.
 import copy
 import ctypes
 import os
-import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -20,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedflat.core.checks import RunError, becoming, first_line, require, wrong
 from fedflat.core.loss import Objective
-from fedflat.core.params import Layout, at_fault, flatten, usable
+from fedflat.core.params import Layout, flatten
 from fedflat.core.process import set_meanwhile
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Broadcast
@@ -41,6 +40,8 @@ COARSER = 3.0
 OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory", "alloc_failed")
 TRIES, EXAMPLES = 3, LEAST
 """Batches that are tried, odd so that one is in the middle, and examples in each: the fewest that go by oneDNN."""
+FEW = 16
+"""Channels of a group below which the kernel that ``at_fault`` is about is not trusted."""
 CLOSE = 1e-4
 """Largest distance of two gradients, relative to their length, in the middle one of the tries: in one of them a pooling
 or a ReLU may decide otherwise between two nearly equal numbers, as it also may against exact arithmetic."""
@@ -174,9 +175,11 @@ def serves(module: nn.Module, layout: Layout, precision: str, inputs: Tensor) ->
     Not the same: oneDNN's pooling passes over NaN and its ReLU makes 0 of it. An image that is not finite still shows
     in the gradient, which is multiplied by it, and weights that are not finite in the update.
     """
-    if precision != "fp32" or not usable(inputs) or not any(isinstance(layer, nn.Conv2d) for layer in module.modules()):
+    served = precision == "fp32" and inputs.dim() == 4 and inputs.device.type == "cpu"
+    served = served and inputs.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
+    if not served or not any(isinstance(layer, nn.Conv2d) for layer in module.modules()) or at_fault(module):
         return False
-    if at_fault(module) or (len(inputs) and not inputs.is_contiguous(memory_format=torch.channels_last)):
+    if len(inputs) and not inputs.is_contiguous(memory_format=torch.channels_last):
         return False
     fast, plain = (ModuleProblem(module, layout, precision, onednn=onednn) for onednn in (True, False))
     weights = flatten(module, layout)
@@ -211,6 +214,17 @@ _MALLOPT = {-3: 1 << 30, -1: 1 << 30, -8: 1}
 training takes), and of how many arenas there are at most."""
 
 
+def at_fault(module: nn.Module) -> bool:
+    """Return whether a module has a strided 1 × 1 convolution of few channels.
+
+    On channels-last images with AVX2 the gradient of its weights writes beyond oneDNN's memory (seen with torch 2.13,
+    3 and 4 channels, stride 2): the process ends, or never does. On images in the plain layout it is right.
+    """
+    convolutions = (layer for layer in module.modules() if isinstance(layer, nn.Conv2d))
+    few = (layer for layer in convolutions if layer.in_channels // layer.groups < FEW)
+    return any(set(layer.kernel_size) == {1} and max(layer.stride) > 1 for layer in few)
+
+
 def resident(data: FederatedData, module: nn.Module) -> FederatedData:
     """Return the same federation, images channels-last for convolutional models: contiguous max pooling is slow on
     CPUs.
@@ -231,11 +245,7 @@ def keep_freed_memory() -> None:
 
     Elsewhere than on glibc this does nothing.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    try:
+    with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    for number, value in _MALLOPT.items():
-        mallopt(number, value)
+        for number, value in _MALLOPT.items():
+            mallopt(number, value)

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import fedflat
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
-from fedflat.core.params import at_fault, flatten, layout_of
-from fedflat.engine.device import serves
+from fedflat.core.params import flatten, layout_of
+from fedflat.engine.device import at_fault, serves
 from fedflat.engine.problem import LEAST, Batch, ModuleProblem
 from fedflat.models import build
 
