@@ -148,29 +148,22 @@ LIBRARIES = ("torch.", "transformers.", "timm.", "efficientnet_lite_pytorch.")
 _TENSORS = ("_parameters", "_buffers", "_modules", "training")
 
 
-def _settings_of(layer: nn.Module) -> tuple[object, ...] | None:
-    """Return what a layer of the user's acts by, besides its tensors; None for the libraries' and ours."""
-    if f"{type(layer).__module__}.".startswith((*LIBRARIES, "fedflat.")):
-        return None
-    return type(layer), {k: v for k, v in vars(layer).items() if k not in _TENSORS}
-
-
 def _name(data: FederatedData, module: nn.Module, precision: str) -> str | None:
     """Return a hash of everything that the features depend on; None where a user's code or values cannot be looked
     into.
     """
     total = hashlib.sha256(f"{type(module).__qualname__} {module!r} {precision}".encode())
     for layer in module.modules():
-        settings = _settings_of(layer)
-        identity = "" if settings is None else identity_of(settings)
+        home, settings = f"{type(layer).__module__}.", {k: v for k, v in vars(layer).items() if k not in _TENSORS}
+        if home.startswith((*LIBRARIES, "fedflat.")):
+            kinds = (float, str, bool, tuple) if home.startswith(LIBRARIES) else (float, str, bool, tuple, int)
+            config = getattr(getattr(layer, "config", None), "to_json_string", str)()
+            identity: str | None = f"{sorted((k, v) for k, v in settings.items() if isinstance(v, kinds))!r} {config}"
+        else:
+            identity = identity_of((type(layer), settings))
         if identity is None:
             return None
         total.update(identity.encode())
-        counts = f"{type(layer).__module__}.".startswith(LIBRARIES)
-        kinds = (float, str, bool, tuple) if counts else (float, str, bool, tuple, int)
-        plain = {k: v for k, v in vars(layer).items() if isinstance(v, kinds) and k != "training"}
-        config = getattr(getattr(layer, "config", None), "to_json_string", str)()
-        total.update(f"{sorted(plain.items())!r} {config}".encode())
     fixed = {name: p for name, p in module.named_parameters() if not p.requires_grad} | dict(module.named_buffers())
     total.update(f"{digest_of(fixed)} {data.fingerprint()}".encode())  # of who shares a batch, too
     return total.hexdigest()

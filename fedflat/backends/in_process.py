@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from fedflat.core.checks import InputError, RunError, becoming, require
 from fedflat.core.held import StateWatch, global_generators
-from fedflat.core.params import ClientContext, PersonalState
+from fedflat.core.params import NOTHING, ClientContext, PersonalState
 from fedflat.core.process import set_meanwhile, using_threads
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Algorithm, Broadcast, Local
@@ -99,7 +98,7 @@ class Sequential:
         return Trained.of([client], [len(self.data.parts[client])], result)
 
     def one(
-        self, client: int, broadcast: Broadcast, weights: Tensor, states: Mapping[str, Tensor] = MappingProxyType({})
+        self, client: int, broadcast: Broadcast, weights: Tensor, states: Mapping[str, Tensor] = NOTHING.state
     ) -> LocalResult:
         """Train one client that has data, from ``weights`` ``(D,)``, which is overwritten, wherever it lies.
 

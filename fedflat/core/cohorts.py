@@ -47,8 +47,8 @@ class Full(Scheduled):
     name = "full"
 
     def __post_init__(self) -> None:
-        if self.size != whole("clients", self.clients, 1):
-            raise wrong("cohort.size", self.size, f"{self.clients}, all clients, with sampling: full")
+        everybody = f"{self.clients}, all clients, with sampling: full"
+        require(self.size == whole("clients", self.clients, 1), "cohort.size", self.size, everybody)
 
     def select_at(self, round: int, generator: np.random.Generator) -> Ids:
         """Return all ids."""

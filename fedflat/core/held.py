@@ -138,21 +138,17 @@ def global_generators() -> tuple[bytes, tuple[Any, ...], tuple[Any, ...]]:
 
 
 class StateWatch:
-    """What ``root`` held when this was made. skip: tensors that may change, such as bound parameters.
+    """What ``root`` held when this was made. skip: tensors that may change, such as bound parameters."""
 
-    restored: tensors that somebody else puts back; only what is in them is looked at, not whether they were written to.
-    """
-
-    def __init__(self, root: object, skip: Iterable[Tensor] = (), restored: Iterable[Tensor] = ()) -> None:
-        self.root, self._skip, self._restored = root, list(skip), list(restored)
-        self._values = snapshot(root, self._skip)
-        silent = {id(tensor) for tensor in (*self._skip, *self._restored)}
-        tensors = [obj for _, obj, _ in _walk(root) if isinstance(obj, Tensor) and id(obj) not in silent]
+    def __init__(self, root: object, skip: Iterable[Tensor] = ()) -> None:
+        self.root, self._skip = root, list(skip)
+        self._values, skipped = snapshot(root, self._skip), {id(tensor) for tensor in self._skip}
+        tensors = [obj for _, obj, _ in _walk(root) if isinstance(obj, Tensor) and id(obj) not in skipped]
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._versions = [tensor._version for tensor in self._tensors]
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.root, self._skip, self._restored
+        return self.root, self._skip
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__init__(*state)  # type: ignore[misc]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from fedflat.core.checks import becoming, counted, writing, wrong
 from fedflat.core.durable import digest_of
@@ -121,7 +120,10 @@ class _Round:
         self.accumulator = accumulator_of(job.parts, self.broadcast, job.key)
         plan, releases = job.parts.plan, state.round + 1 + job.charged_again
         self.spent = in_background(lambda: plan.epsilon(releases))
-        self.unit = _noise_ahead(job, state.round)
+        # The noise's stream depends on the key and the round only; its std, on who took part, comes later.
+        mechanism, size = job.parts.mechanism, job.parts.message_length
+        ahead = mechanism.ahead and plan.private and size >= LARGE
+        self.unit = in_background(lambda: mechanism.unit(job.key, state.round, size)) if ahead else None
         self.scores: np.ndarray | None = None
 
     def draws(self, heads: PersonalState) -> Iterator[tuple[np.ndarray, RoundSum]]:
@@ -225,15 +227,6 @@ def tensors_of(layout: Layout) -> Record:
 def weights_digest(job: Job, state: RoundState) -> str:
     """SHA-256 of the weights that a round released, by name: what the statement and its signature are about."""
     return digest_of(checkpoint.released(state, tensors_of(job.parts.layout)))
-
-
-def _noise_ahead(job: Job, round: int) -> Callable[[], Tensor] | None:
-    """N(0, I) ``(d,)`` of the round, drawn while clients train: its stream depends on the key and the round only, its
-    std may depend on who took part. None where it is drawn later, in no time or by the mechanism itself."""
-    mechanism, size = job.parts.mechanism, job.parts.message_length
-    if not mechanism.ahead or not job.parts.plan.private or size < LARGE:
-        return None
-    return in_background(lambda: mechanism.unit(job.key, round, size))
 
 
 def final_module(job: Job, at: Start) -> torch.nn.Module:
