@@ -28,7 +28,8 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Enclosure = Callable[[int, int], tuple[Fraction, Fraction]]
 
-MARGIN = 2.0**-34  # comparisons closer than this are settled in whole numbers; no γ is rounded by nearly as much
+MARGIN = 2.0**-34  # comparisons closer than this are settled in whole numbers
+_SLACK = 2.0**-34  # far above the rounding error of any γ here
 MIN_SIGMA, MAX_SIGMA = 2.0**-20, 2.0**40
 MIN_SHARE_STD = 0.5  # in grid steps; below, nothing is known of a sum of discrete Gaussians
 _CHUNK = 1 << 15
@@ -201,7 +202,7 @@ def bernoulli_exp(gamma: Floats, enclose: Enclosure, source: Source) -> Flags:
     Returns `(n,)` booleans.
     """
     # exp(−γ) = exp(−γ/p)^p with a whole p ≥ γ, so that each factor has an exponent in [0, 1].
-    pieces = np.floor(gamma * (1 + MARGIN) + MARGIN).astype(np.int64) + 1
+    pieces = np.floor(gamma * (1 + _SLACK) + _SLACK).astype(np.int64) + 1
     share = gamma / pieces
     out = np.zeros(gamma.size, dtype=bool)
     alive = np.arange(gamma.size)
