@@ -77,13 +77,10 @@ def backend_for(
 ) -> Backend:  # fmt: skip
     """Return the back end a recipe asks for; ``auto`` decides by public shapes and this machine's cores."""
     one_of("engine.backend", name, BACKENDS)
-    gpu = problem.device.type != "cpu"
-    if gpu and name in PROCESSES:
-        left = ", ".join(other for other in BACKENDS if other not in PROCESSES)
-        raise wrong("engine.backend", f"{name} on {problem.device}", f"{left}; or another engine.device")
     parts, reason = _isolated(parts, problem)
     require(name not in BLOCKS or not reason, "engine.backend", f"{name} with {reason}", "sequential, workers or auto")
-    makers = _Makers(parts, problem, data, seed, 1 if gpu else processes or torch.get_num_threads(), reason)
+    cores = (processes or torch.get_num_threads()) if problem.device.type == "cpu" else 1
+    makers = _Makers(parts, problem, data, seed, cores, reason)
     if name == "auto":
         return by_shapes(makers, block)
     if name == "ray" and importlib.util.find_spec("ray") is None:
@@ -218,7 +215,7 @@ class _Makers:
         return "a piece of one's own that needs its vectors' entries, or whose sum is another then" if needed else why
 
 
-def by_shapes(makers: _Makers, block: int | None = None) -> Backend:
+def by_shapes(makers: _Makers, block: int | None) -> Backend:
     """Return the back end that public shapes and the cores at hand speak for; nothing is measured."""
     parts, problem, cores = makers.parts, makers.problem, makers.cores
     size = sum(parameter.numel() for parameter in problem.module.parameters())

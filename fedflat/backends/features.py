@@ -89,14 +89,9 @@ def computed(
         return empty
     lengths = _lengths(module, inputs)
     groups = [torch.arange(len(inputs))] if owned is None else [torch.from_numpy(rows).long() for rows in owned]
-    rows: list[Tensor] = []
-    owners: list[int] = []
-    together = int(getattr(module, "batch", BATCH))
-    for owner, group in enumerate(groups, 1):
-        pieces = group[torch.argsort(lengths[group], stable=True)].split(together) if len(group) else ()
-        rows += pieces
-        owners += [owner] * len(pieces)
-    fast = precision == "bf16"
+    together, fast = int(getattr(module, "batch", BATCH)), precision == "bf16"
+    ordered = [group[torch.argsort(lengths[group], stable=True)] for group in groups if len(group)]
+    rows = [piece for group in ordered for piece in group.split(together)]
 
     def one(chosen: Tensor) -> Tensor:
         batch = inputs[chosen]
@@ -109,18 +104,16 @@ def computed(
             refuse_change(watched, everything=True)
         return features
 
-    progress = ("making features, batch", len(rows)) if owned is None else ("making features, client", len(groups))
-    steps = range(1, len(rows) + 1) if owned is None else owners
     watched = StateWatch(module) if own_code(module) else None
     threads = torch.get_num_threads() if device.type == "cpu" and watched is None else 1
 
     with using_threads(1), ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         first = [one(piece) for piece in rows[:1]]  # before the others: memory may have no room for what they make
         result = _room(len(inputs), first[0].shape[1], inputs.device) if first else torch.zeros(0)
-        for chosen, step, features in zip(rows, steps, itertools.chain(first, pool.map(one, rows[1:]))):
-            result[chosen] = features
+        for step, features in enumerate(itertools.chain(first, pool.map(one, rows[1:]))):
+            result[rows[step]] = features
             try:
-                report_progress(progress[0], step, progress[1])
+                report_progress("making features, batch", step + 1, len(rows))
             except KeyboardInterrupt:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -155,29 +148,22 @@ LIBRARIES = ("torch.", "transformers.", "timm.", "efficientnet_lite_pytorch.")
 _TENSORS = ("_parameters", "_buffers", "_modules", "training")
 
 
-def _settings_of(layer: nn.Module) -> tuple[object, ...] | None:
-    """Return what a layer of the user's acts by, besides its tensors; None for the libraries' and ours."""
-    if f"{type(layer).__module__}.".startswith((*LIBRARIES, "fedflat.")):
-        return None
-    return type(layer), {k: v for k, v in vars(layer).items() if k not in _TENSORS}
-
-
 def _name(data: FederatedData, module: nn.Module, precision: str) -> str | None:
     """Return a hash of everything that the features depend on; None where a user's code or values cannot be looked
     into.
     """
     total = hashlib.sha256(f"{type(module).__qualname__} {module!r} {precision}".encode())
     for layer in module.modules():
-        settings = _settings_of(layer)
-        identity = "" if settings is None else identity_of(settings)
+        home, settings = f"{type(layer).__module__}.", {k: v for k, v in vars(layer).items() if k not in _TENSORS}
+        if home.startswith((*LIBRARIES, "fedflat.")):
+            kinds = (float, str, bool, tuple) if home.startswith(LIBRARIES) else (float, str, bool, tuple, int)
+            config = getattr(getattr(layer, "config", None), "to_json_string", str)()
+            identity: str | None = f"{sorted((k, v) for k, v in settings.items() if isinstance(v, kinds))!r} {config}"
+        else:
+            identity = identity_of((type(layer), settings))
         if identity is None:
             return None
         total.update(identity.encode())
-        counts = f"{type(layer).__module__}.".startswith(LIBRARIES)
-        kinds = (float, str, bool, tuple) if counts else (float, str, bool, tuple, int)
-        plain = {k: v for k, v in vars(layer).items() if isinstance(v, kinds) and k != "training"}
-        config = getattr(getattr(layer, "config", None), "to_json_string", str)()
-        total.update(f"{sorted(plain.items())!r} {config}".encode())
     fixed = {name: p for name, p in module.named_parameters() if not p.requires_grad} | dict(module.named_buffers())
     total.update(f"{digest_of(fixed)} {data.fingerprint()}".encode())  # of who shares a batch, too
     return total.hexdigest()

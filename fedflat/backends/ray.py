@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.backends.in_process import Sequential, as_sent
-from fedflat.core.checks import RunError, one_line, wrong
+from fedflat.core.checks import RunError, becoming, one_line, wrong
 from fedflat.core.held import own_code
 from fedflat.core.imports import Made, load_files, user_files
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Broadcast
 from fedflat.data.clients import FederatedData
 from fedflat.engine.client import LocalResult
-from fedflat.engine.device import in_logical_order, in_memory_order, keep_freed_memory
+from fedflat.engine.device import keep_freed_memory
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Clipped, Part, states_of
 from fedflat.records.opening import processor
@@ -75,12 +75,10 @@ class RayTasks:
         import ray
 
         self.inner.problem.bind(weights)  # buffers as at w^0
-        try:
+        unsent, allowed = "ray with a model or method that cannot be sent", "what can be pickled, or another back end"
+        with becoming(lambda error: wrong("engine.backend", f"{unsent} ({one_line(error)})", allowed)):
             # In a list a reference is passed as it is: the worker looks the run up, and unpacks it once.
             self._run = [versions(), ray.put(packed(self.inner))]
-        except Exception as error:  # any class may refuse in its own way
-            found = f"ray with a model or method that cannot be sent to another process ({one_line(error)})"
-            raise wrong("engine.backend", found, "one that can be pickled, or engine.backend=sequential") from error
         problem, apart = self.inner.problem, {}
         if user_files() or any(map(own_code, (problem.module, problem.objective, self.inner.algorithm))):
             # A user's code may leave in a process what nobody watches: the next run gets processes of its own.
@@ -176,9 +174,8 @@ def packed(inner: Sequential) -> Made:
     data, original = inner.data, inner.problem
     used, rows = np.unique(np.concatenate([*data.parts, np.empty(0, np.int64)]), return_inverse=True)
     selected = torch.from_numpy(used) if len(used) < len(data.inputs) else slice(None)
-    inputs, last = in_memory_order(data.inputs)
     constants = (data.classes, data.name, data.vocabulary, data.padding, data.most)
-    examples = Made(in_logical_order, in_place(inputs[selected]), last), in_place(data.targets[selected])
+    examples = in_place(data.inputs[selected]), in_place(data.targets[selected])
     parts = Made(tuple, Made(np.split, rows, np.cumsum(data.sizes)[:-1]))
     federation = Made(FederatedData, *examples, parts, (), None, None, *constants)
     weights = [weight for weight in original.module.parameters() if weight.is_contiguous()]
@@ -205,37 +202,31 @@ def in_place(value: Any) -> Any:
         return {name: in_place(item) for name, item in value.items()}
     if not isinstance(value, Tensor) or value.dtype == torch.bfloat16:
         return value
-    return Made(_view, value.detach().cpu().contiguous().numpy())
+    order = value.dim_order()  # images may be channels-last
+    return Made(_view, value.detach().cpu().permute(order).contiguous().numpy(), np.argsort(order).tolist())
 
 
-def _view(array: np.ndarray) -> Tensor:
+def _view(array: np.ndarray, order: list[int]) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the memory may be read-only
-        return torch.from_numpy(array)
-
-
-_STARTED: dict[str, int] = {}
-"""Sessions started here, not joined: their number of CPUs."""
+        return torch.from_numpy(array).permute(order)
 
 
 def connect(processes: int) -> str:
     """Return the name of the session in use: one the caller has opened, the cluster at ``RAY_ADDRESS``, or a local one.
 
-    processes: CPUs of a local session; one started here for another number is closed and started again. Recent versions
-    of Ray guard it with a token (``~/.ray/auth_token``). Raises RunError, one line, where no session comes about.
+    processes: CPUs of a session that is started here; it stays for later runs. Recent versions of Ray guard it with a
+    token (``~/.ray/auth_token``). Raises RunError, one line, where no session comes about.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts: it would report to its makers
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a warning about GPUs, which no task asks for
     import ray
 
     if ray.is_initialized():
-        if _STARTED.get(name := _name(ray), processes) == processes:
-            return name
-        del _STARTED[name]
-        ray.shutdown()
+        return _name(ray)
     address = os.environ.get("RAY_ADDRESS", "")
-    local = address in ("", "local")
-    place = {"address": "local", "num_cpus": processes, "include_dashboard": False} if local else {"address": address}
+    local = {"address": "local", "num_cpus": processes, "include_dashboard": False}
+    place = local if address in ("", "local") else {"address": address}
     before = signal.getsignal(signal.SIGTERM)  # Ray takes it over
     try:
         ray.init(**place, log_to_driver=False, logging_level=logging.ERROR)
@@ -245,8 +236,6 @@ def connect(processes: int) -> str:
     finally:
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
-    if local:
-        _STARTED[_name(ray)] = processes
     return _name(ray)
 
 

@@ -26,7 +26,7 @@ from fedflat.backends.in_process import Sequential, as_sent
 from fedflat.core.checks import RunError
 from fedflat.core.imports import Made, load_files, user_files
 from fedflat.core.params import PersonalState, slices_of
-from fedflat.core.process import how_it_ended, leave_to_parent, own_stderr, text_of, write_errors_to
+from fedflat.core.process import how_it_ended, leave_to_parent
 from fedflat.core.types import Algorithm, Broadcast
 from fedflat.data.clients import FederatedData
 from fedflat.engine.client import LocalResult
@@ -81,11 +81,10 @@ class _Pool:
         self.shared = torch.zeros(2 + vectors, layout.dimension).share_memory_()
         self.free = list(range(slots))
         shared_inner = replace(inner, data=_share(inner.data), problem=_unbound(inner.problem))
-        self.errors = [own_stderr() for _ in range(count)]
-        common = (shared_inner, self.tasks, self.answers, self.slots, self.shared)
+        files = Made(load_files, user_files())  # before all else that is unpacked there
+        common = (files, shared_inner, self.tasks, self.answers, self.slots, self.shared)
         with _worker_environment(), _without_main():
-            first = [Made(_begin, os.getpid(), file, user_files()) for file in self.errors]
-            self.processes = [context.Process(target=_work, args=(begin, *common), daemon=True) for begin in first]
+            self.processes = [context.Process(target=_work, args=common, daemon=True) for _ in range(count)]
             for process in self.processes:
                 process.start()
         atexit.register(self.close)
@@ -134,9 +133,9 @@ class _Pool:
             try:
                 return self.answers.get(timeout=WAIT)
             except queue.Empty:
-                for process, file in zip(self.processes, self.errors):
+                for process in self.processes:
                     if not process.is_alive():
-                        ended = how_it_ended(process.exitcode, text_of(file))
+                        ended = how_it_ended(process.exitcode)
                         way = "resume the run, or take engine.backend=sequential"
                         raise RunError(f"a worker process is gone: {ended}; {way}") from None
 
@@ -150,17 +149,7 @@ class _Pool:
             process.join(timeout=WAIT)
             if process.is_alive():
                 process.kill()
-        for process, file in zip(self.processes, self.errors):
-            if process.exitcode == 0 and (words := text_of(file)):
-                print(words, file=sys.stderr)
-            os.close(file)
-        self.processes, self.errors = [], []
-
-
-def _begin(parent: int, errors: int, files: list[tuple[str, str]]) -> None:
-    """Run in a worker before everything else: keep its errors from there on, and load a user's files."""
-    write_errors_to(parent, errors)
-    load_files(files)
+        self.processes = []
 
 
 def _share(data: FederatedData) -> FederatedData:

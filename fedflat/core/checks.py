@@ -218,8 +218,7 @@ def in_range(
 
 def whole(where: str, value: Any, low: int = 0, high: int | None = None) -> int:
     """Return ``value`` if it is a whole number in [low, high]; otherwise raise."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
-    if not ok or (high is not None and value > high):
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= (value if high is None else high):
         upper = f" and ≤ {high}" if high is not None else ""
         raise wrong(where, str(value), f"a whole number ≥ {low}{upper}")
     return int(value)

@@ -3,7 +3,7 @@
 >>> make_sampler("min-separation", clients=6, size=2).select_at(0, np.random.default_rng()).size
 2
 
-Public facts (number of clients, expected size, maximum) are fields; the secret is the generator given to ``select``.
+Public facts (number of clients, expected size, maximum) are fields; the secret is the generator given to ``select_at``.
 The laws live here rather than in ``pieces`` because the privacy accounts need them too. Some keep a client's rounds
 apart by a public rule: ``full`` is everybody in every round, ``min-separation`` a public round-robin, and under
 ``cyclic-poisson`` each client belongs to one of ``separation`` groups, and joins each round of its group by its own
@@ -35,10 +35,6 @@ class Scheduled(Sampler):
 
     separation: int = 1
 
-    def select(self, generator: np.random.Generator) -> Ids:
-        """Return the cohort of round 0."""
-        return self.select_at(0, generator)
-
 
 @dataclass(frozen=True)
 class Full(Scheduled):
@@ -51,8 +47,8 @@ class Full(Scheduled):
     name = "full"
 
     def __post_init__(self) -> None:
-        if self.size != whole("clients", self.clients, 1):
-            raise wrong("cohort.size", self.size, f"{self.clients}, all clients, with sampling: full")
+        everybody = f"{self.clients}, all clients, with sampling: full"
+        require(self.size == whole("clients", self.clients, 1), "cohort.size", self.size, everybody)
 
     def select_at(self, round: int, generator: np.random.Generator) -> Ids:
         """Return all ids."""
@@ -176,7 +172,7 @@ class Poisson(Sampler):
 
     name = "poisson"
 
-    def select(self, generator: np.random.Generator) -> Ids:
+    def select_at(self, round: int, generator: np.random.Generator) -> Ids:
         """Return one cohort: int64 ids, ascending, possibly none. Cost grows with the cohort, not with the population.
 
         The number of participants of M independent coins is Binomial(M, q), and given their number they are
@@ -208,7 +204,7 @@ class Truncated(Sampler):
         if whole("cohort.max", self.maximum, 1) < self.size:
             raise wrong("cohort.max", self.maximum, f"at least cohort.size = {self.size:g}")
 
-    def select(self, generator: np.random.Generator) -> Ids:
+    def select_at(self, round: int, generator: np.random.Generator) -> Ids:
         """Return one cohort of at most ``maximum`` ids: a random subset of a random subset is a random subset."""
         return _subset(generator, self.clients, min(int(generator.binomial(self.clients, self.q)), self.maximum))
 
@@ -238,7 +234,7 @@ class Fixed(Sampler):
             raise wrong("cohort.size", self.size, "a whole number with sampling: fixed")
         whole("cohort.size", int(self.size), 1, self.clients)
 
-    def select(self, generator: np.random.Generator) -> Ids:
+    def select_at(self, round: int, generator: np.random.Generator) -> Ids:
         """Return one cohort of exactly ``size`` ids, int64, ascending."""
         return _subset(generator, self.clients, int(self.size))
 
@@ -266,7 +262,7 @@ class FromRound(Fixed):
 
     def select_at(self, round: int, generator: np.random.Generator) -> Ids:
         """Return the cohort of a round, of which nothing is secret: the generator is not used."""
-        return self.select(stream(0, "published cohort", round))
+        return super().select_at(round, stream(0, "published cohort", round))
 
     def busiest(self, rounds: int) -> int:
         """Return in how many of the first ``rounds`` rounds the busiest client takes part."""

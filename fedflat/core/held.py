@@ -91,8 +91,7 @@ def own_rule(root: object) -> str:
     objects = [obj for _, obj, _ in _walk(root)]
     kinds = (k for k in objects if isinstance(k, type) and issubclass(k, Function) and k.vmap is not Function.vmap)
     named = [kind.__name__ for kind in kinds if not is_library(_home(kind))]
-    operations = (op for op in objects if isinstance(op, CustomOpDef))
-    named += [op._qualname for op in operations if getattr(op, "_vmap_fn", None) is not None]
+    named += [op._qualname for op in objects if isinstance(op, CustomOpDef) and getattr(op, "_vmap_fn", None)]
     named += [f.__name__ for f in objects if isinstance(f, types.FunctionType) and _BEHIND & {*names_in(f.__code__)}]
     named += [f.__name__ for f in objects if isinstance(f, types.BuiltinFunctionType) and f.__name__ in _BEHIND]
     every = (name for name in torch._C._dispatch_get_all_op_names() if not name.startswith("aten::"))
@@ -139,27 +138,20 @@ def global_generators() -> tuple[bytes, tuple[Any, ...], tuple[Any, ...]]:
 
 
 class StateWatch:
-    """What ``root`` held when this was made. skip: tensors that may change, such as bound parameters.
+    """What ``root`` held when this was made. skip: tensors that may change, such as bound parameters."""
 
-    restored: tensors that somebody else puts back; only what is in them is looked at, not whether they were written to.
-    """
-
-    def __init__(self, root: object, skip: Iterable[Tensor] = (), restored: Iterable[Tensor] = ()) -> None:
-        self.root, self._skip, self._restored = root, list(skip), list(restored)
-        self._values = snapshot(root, self._skip)
-        silent = {id(tensor) for tensor in (*self._skip, *self._restored)}
-        tensors = [obj for _, obj, _ in _walk(root) if isinstance(obj, Tensor) and id(obj) not in silent]
+    def __init__(self, root: object, skip: Iterable[Tensor] = ()) -> None:
+        self.root, self._skip = root, list(skip)
+        self._values, skipped = snapshot(root, self._skip), {id(tensor) for tensor in self._skip}
+        tensors = [obj for _, obj, _ in _walk(root) if isinstance(obj, Tensor) and id(obj) not in skipped]
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._versions = self._counters()
+        self._versions = [tensor._version for tensor in self._tensors]
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.root, self._skip, self._restored
+        return self.root, self._skip
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__init__(*state)  # type: ignore[misc]
-
-    def _counters(self) -> list[int]:
-        return [tensor._version for tensor in self._tensors]
 
     def changed(self, *, everything: bool = True) -> str | None:
         """Return where something is not as it was, or None.
@@ -167,11 +159,12 @@ class StateWatch:
         everything: False looks only if a tensor was written to by torch. That is enough after a client where no code
         of the user's own ran (``own_code``); at the end of a round everything is compared.
         """
-        if not everything and self._counters() == self._versions:
+        versions = [tensor._version for tensor in self._tensors]
+        if not everything and versions == self._versions:
             return None
         path = difference(self._values, snapshot(self.root, self._skip))
-        # Not a change: a tensor may be written anew with what it held.
-        self._versions = self._counters() if path is None else self._versions
+        if path is None:
+            self._versions = versions  # a tensor was written anew with what it held
         return path
 
 
@@ -235,33 +228,9 @@ def _children(obj: Any) -> list[tuple[str, Any]] | None:
         parts = [(f"[{_label(key, index)}]", value) for index, (key, value) in enumerate(pairs)]
         parts += [(f"{{key {index}}}", key) for index, (key, _) in enumerate(pairs) if not isinstance(key, _PLAIN)]
         return [*parts, (".default_factory", getattr(obj, "default_factory", None)), *_attributes(obj)]
-    if isinstance(obj, list | tuple | deque):
-        base: Any = next(kind for kind in (list, tuple, deque) if isinstance(obj, kind))
+    if base := next((kind for kind in (list, tuple, deque, set, frozenset) if isinstance(obj, kind)), None):
         return [(f"[{index}]", value) for index, value in enumerate(base.__iter__(obj))] + _attributes(obj)
-    if isinstance(obj, set | frozenset):
-        # Two processes go through a set in different orders.
-        inside = enumerate(sorted(obj, key=_safe_repr))
-        return [(f"{{{_label(value, index)}}}", value) for index, value in inside] + _attributes(obj)
-    if isinstance(obj, functools.partial):
-        return [("()", obj.func), (".args", obj.args), (".keywords", obj.keywords), *_attributes(obj)]
-    if isinstance(obj, type):
-        return _of_class(obj)
-    if isinstance(obj, types.CellType):
-        return [("", obj.cell_contents)] if _filled(obj) else None
-    if isinstance(obj, types.GeneratorType | types.CoroutineType | types.AsyncGeneratorType):
-        return _of_generator(obj)
-    if isinstance(obj, weakref.ref):
-        return [("", obj())]
-    if isinstance(obj, threading.local):
-        return _attributes(obj)
-    if isinstance(obj, types.MethodType):
-        return [("", obj.__self__), ("()", obj.__func__)]
-    if isinstance(obj, types.BuiltinFunctionType | types.MethodWrapperType):
-        # A list's own method holds the list.
-        return None if isinstance(obj.__self__, types.ModuleType) else [(f".{obj.__name__}", obj.__self__)]
-    if isinstance(obj, contextvars.ContextVar):
-        return [("", obj.get(None))]
-    return _of_function(obj) if isinstance(obj, types.FunctionType) else _of_object(obj)
+    return next((parts for kind, parts in _INSIDE.items() if isinstance(obj, kind)), _of_object)(obj)
 
 
 def _pairs(obj: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
@@ -279,14 +248,6 @@ def _of_generator(obj: Any) -> list[tuple[str, Any]]:
         parts += [(f".{name}", value) for name, value in {**frame.f_locals, "<at>": frame.f_lasti}.items()]
         parts += _globals_of(getattr(obj, f"{kind}_code"), frame.f_globals)
     return parts
-
-
-def _safe_repr(value: Any) -> str:
-    """Return an object as it shows itself; its class's name where it cannot."""
-    try:
-        return repr(value)
-    except Exception:  # any class may refuse in its own way
-        return type(value).__qualname__
 
 
 def _attributes(obj: Any) -> list[tuple[str, Any]]:
@@ -422,11 +383,32 @@ def _globals_of(code: types.CodeType, scope: Mapping[str, Any]) -> list[tuple[st
     return parts
 
 
-def _filled(cell: types.CellType) -> bool:
+def _of_cell(cell: types.CellType) -> list[tuple[str, Any]] | None:
+    """Return what a closure's variable holds; None where it is not bound yet."""
     try:
-        return cell.cell_contents is not cell
+        return [("", cell.cell_contents)]
     except ValueError:
-        return False
+        return None
+
+
+def _of_builtin(obj: Any) -> list[tuple[str, Any]] | None:
+    """Return what a compiled function is bound to: a list's own method holds the list."""
+    return None if isinstance(obj.__self__, types.ModuleType) else [(f".{obj.__name__}", obj.__self__)]
+
+
+_INSIDE: dict[type, Callable[[Any], list[tuple[str, Any]] | None]] = {
+    functools.partial: lambda part: [("()", part.func), (".args", (part.args, part.keywords)), *_attributes(part)],
+    type: _of_class,
+    types.FunctionType: _of_function,
+    types.MethodType: lambda method: [("", method.__self__), ("()", method.__func__)],
+    types.CellType: _of_cell,
+    weakref.ref: lambda reference: [("", reference())],
+    threading.local: _attributes,
+    contextvars.ContextVar: lambda variable: [("", variable.get(None))],
+    **dict.fromkeys((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), _of_generator),
+    **dict.fromkeys((types.BuiltinFunctionType, types.MethodWrapperType), _of_builtin),
+}
+"""Kinds that hold something in a way of their own, and what that is."""
 
 
 def equal(a: Tensor, b: Tensor) -> bool:

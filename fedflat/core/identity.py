@@ -6,10 +6,11 @@ import enum
 import functools
 import hashlib
 import inspect
+import itertools
 import struct
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -50,133 +51,187 @@ def identity_of(value: Any) -> str | None:
     Equal digests: the same object in every process. None: something in it (an open file, a C object, a generator)
     cannot be looked into.
     """
-    total = hashlib.sha256()
+    walk = _Walk()
     try:
-        _walk(value, total, {})
+        walk.over(value)
     except (_Unknown, RecursionError):
         return None
-    return total.hexdigest()
+    return walk.total.hexdigest()
 
 
-def _walk(value: Any, total: Any, seen: dict[int, tuple[int, Any]]) -> None:
-    """Add an object to the hash; one met before adds its number only, so that cycles end."""
-    if isinstance(value, _PLAIN):
-        _add(total, "plain", type(value).__qualname__, plain_text(value))
-        # A path's attributes are caches that fill as it is used.
-        if not isinstance(value, PurePath):
-            _kind(value, functools.partial(_walk, total=total, seen=seen))
-        return
-    if id(value) in seen:
-        _add(total, "again", seen[id(value)][0])
-        return
-    seen[id(value)] = (len(seen), value)  # kept alive, so that its address stays its own
-    walk = functools.partial(_walk, total=total, seen=seen)
-    if isinstance(value, Mapping):
-        _add(total, "map", len(value))
-        for key, inner in value.items():  # in its own order, which may be one of calls
-            _walk_all((key, inner), walk)
-        # What a defaultdict answers for a key that is not there is a part of how it acts.
-        walk(getattr(value, "default_factory", None))
-        _kind(value, walk)
-    elif isinstance(value, (list, tuple)):
-        _add(total, "list", type(value).__qualname__, len(value))
-        _walk_all(value, walk)
-        _kind(value, walk)
-    elif isinstance(value, (set, frozenset)):
-        _add(total, "set", len(value))
-        # A set has no order of its own.
-        _walk_all(sorted(value, key=repr), walk)
-        _kind(value, walk)
-    elif isinstance(value, types.CodeType):
-        _code(value, total, walk)
-    elif isinstance(value, functools.partial):
-        _add(total, "partial")
-        _walk_all((value.func, value.args, value.keywords, *filter(None, [vars(value)])), walk)
-        _kind(value, walk)
-    elif isinstance(value, types.MethodType):
-        _add(total, "method")
-        _walk_all((value.__func__, value.__self__), walk)
-    elif isinstance(value, types.ModuleType):
-        if not _is_known(value.__name__):  # what is read of a user's module is seen where its name stands in code alone
+class _Walk:
+    """A hash that objects are added to, with all that they hold."""
+
+    def __init__(self) -> None:
+        self.total = hashlib.sha256()
+        self._seen: dict[int, tuple[int, Any]] = {}
+
+    def add(self, *words: object) -> None:
+        """Add words to the hash, each behind its length."""
+        for word in words:
+            text = str(word).encode()
+            self.total.update(len(text).to_bytes(8, "big") + text)
+
+    def over(self, *values: Any) -> None:
+        """Add objects to the hash; of one met before only its number, so that cycles end."""
+        for value in values:
+            if isinstance(value, _PLAIN):
+                self.add("plain", type(value).__qualname__, plain_text(value))
+                # A path's attributes are caches that fill as it is used.
+                if not isinstance(value, PurePath):
+                    self._kind(value)
+            elif id(value) in self._seen:
+                self.add("again", self._seen[id(value)][0])
+            else:
+                self._seen[id(value)] = (len(self._seen), value)  # kept alive, so that its address stays its own
+                self._inside(value)
+
+    def _inside(self, value: Any) -> None:
+        """Add what an object is made of."""
+        if isinstance(value, types.CodeType):
+            names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
+            counts = value.co_argcount, value.co_kwonlyargcount, value.co_flags
+            self.add("code", value.co_name, *counts, value.co_code.hex())
+            self.over(*names, value.co_consts)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, Mapping):
+            self.add("map", len(value))
+            self.over(*itertools.chain.from_iterable(value.items()))  # in its own order, which may be one of calls
+            # What a defaultdict answers for a key that is not there is a part of how it acts.
+            self.over(getattr(value, "default_factory", None))
+        elif isinstance(value, (list, tuple)):
+            self.add("list", type(value).__qualname__, len(value))
+            self.over(*value)
+        elif isinstance(value, (set, frozenset)):
+            self.add("set", len(value))
+            # A set has no order of its own.
+            self.over(*sorted(value, key=repr))
+        elif isinstance(value, functools.partial):
+            self.add("partial")
+            self.over(value.func, value.args, value.keywords, *filter(None, [vars(value)]))
+        elif isinstance(value, types.MethodType):
+            self.add("method")
+            self.over(value.__func__, value.__self__)
+        elif isinstance(value, types.ModuleType):
+            # What is read of a user's module is seen where its name stands in code alone.
+            if not _is_known(value.__name__):
+                raise _Unknown
+            self.add("module", value.__name__)
+        elif isinstance(value, (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)):
+            self.add("builtin", getattr(value, "__module__", ""), value.__qualname__)
+            owner = getattr(value, "__self__", None)
+            # ``[].append`` is bound to its list.
+            if owner is not None and not isinstance(owner, types.ModuleType):
+                self.over(owner)
+        elif type(value).__module__ == "typing" or isinstance(value, (types.GenericAlias, types.UnionType)):
+            self.add("annotation", repr(value))
+        elif isinstance(value, (staticmethod, classmethod, property)):
+            self.add(type(value).__name__)
+            self.over(*((value.fget, value.fset) if isinstance(value, property) else (value.__func__,)))
+        else:
+            self._instance(value)
+        if isinstance(value, (Mapping, list, tuple, set, frozenset, functools.partial)):
+            self._kind(value)
+
+    def _kind(self, value: Any) -> None:
+        """Add the class and the attributes of what is more than a number, a text or a container of the language."""
+        if type(value).__module__ not in sys.stdlib_module_names and not type(value).__module__.startswith(_OWN):
+            self.over(type(value), vars(value) if hasattr(value, "__dict__") else None)
+
+    def _named(self, value: Any) -> bool:
+        """Add a name; return whether it identifies the object by itself."""
+        # Of a user's file the code counts, not its place or comments.
+        name = f"{str(value.__module__).partition(DIGEST)[0]}.{value.__qualname__}"
+        self.add(type(value).__name__, name)
+        return name.startswith(_OWN) and "<locals>" not in name
+
+    def _function(self, value: types.FunctionType) -> None:
+        # A packaged function is known by its name and the version; what it closes over is not, nor one that took the
+        # name.
+        home = f"{value.__globals__.get('__name__')}."
+        if self._named(value) and not value.__closure__ and home.startswith(_OWN):
+            return
+        self.over(value.__code__, value.__defaults__, value.__kwdefaults__, *filter(None, [vars(value)]))
+        with turning(ValueError, _Unknown()):  # a name that is not bound yet
+            inside = [cell.cell_contents for cell in value.__closure__ or ()]
+        self.over(*inside)
+        names = sorted(names_in(value.__code__))
+        for name in names:
+            used = value.__globals__.get(name, names_in)
+            if isinstance(used, types.ModuleType):
+                self.add("module", used.__name__.partition(DIGEST)[0])
+                # What the code may read of a user's module.
+                inner = [] if _is_known(used.__name__) else [vars(used)[n] for n in names if n in vars(used)]
+                self.over(*inner)
+            elif used is not names_in:
+                self.over(used)
+            elif name in vars(builtins) and name not in _BUILTINS:  # put there by somebody
+                raise _Unknown
+        _refuse_outside(value, names)
+
+    def _class(self, value: type) -> None:
+        if self._named(value):
+            return
+        self.over(value.__bases__ if _is_known(type(value).__module__) else (*value.__bases__, type(value)))
+        skip = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__"}
+        for name, member in sorted(vars(value).items()):
+            descriptor = inspect.isgetsetdescriptor(member) or inspect.ismemberdescriptor(member)
+            if name not in {*skip, "__slotnames__"} and not descriptor:
+                self.add(name)
+                self.over(member)
+
+    def _tensor(self, value: Any) -> np.ndarray:
+        """Add what a torch tensor has besides its numbers; return these. Nothing here imports torch."""
+        if str(value.layout) != "torch.strided":  # a sparse one has no one array of values
             raise _Unknown
-        _add(total, "module", value.__name__)
-    elif isinstance(value, types.FunctionType):
-        _function(value, total, walk)
-    elif isinstance(value, type):
-        _class(value, total, walk)
-    elif isinstance(value, (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)):
-        _add(total, "builtin", getattr(value, "__module__", ""), value.__qualname__)
-        owner = getattr(value, "__self__", None)
-        # ``[].append`` is bound to its list.
-        if owner is not None and not isinstance(owner, types.ModuleType):
-            walk(owner)
-    elif type(value).__module__ == "typing" or isinstance(value, (types.GenericAlias, types.UnionType)):
-        _add(total, "annotation", repr(value))
-    elif isinstance(value, (staticmethod, classmethod, property)):
-        _add(total, type(value).__name__)
-        _walk_all((value.fget, value.fset) if isinstance(value, property) else (value.__func__,), walk)
-    else:
-        _instance(value, total, walk)
+        array = value.detach().cpu().resolve_neg().resolve_conj().contiguous()
+        if str(array.dtype) == "torch.bfloat16":  # NumPy has no such numbers
+            self.add(array.dtype)
+            array = array.float()
+        if vars(value):
+            self.over(vars(value))
+        if type(value).__module__.partition(".")[0] != "torch":
+            self.over(type(value))
+        if not value.is_contiguous():
+            self.add(value.stride())
+        return np.asarray(array)
+
+    def _instance(self, value: Any) -> None:
+        if hasattr(value, "detach") and hasattr(value, "layout"):
+            value = self._tensor(value)
+        if isinstance(value, (np.ndarray, np.generic)):
+            if value.dtype.hasobject or type(value).__module__ != "numpy":  # a mask is not in its bytes
+                raise _Unknown
+            content = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+            self.add("array", value.dtype, value.shape, content)
+            return
+        if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device", "Size", "layout"):
+            self.add(value)
+            return
+        state = getattr(value, "__dict__", None)
+        slots = [name for kind in type(value).__mro__ for name in slots_of(kind) if hasattr(value, name)]
+        if isinstance(value, functools._lru_cache_wrapper):
+            # Not the cache: it only saves time. Nor the module's name, which has the place of a user's file in it.
+            self.over({name: inner for name, inner in vars(value).items() if name != "__module__"})
+            return
+        if (state is None and not slots) or _has_hidden(type(value)):
+            raise _Unknown
+        self.over(type(value))
+        fields = {**(state or {}), **{name: getattr(value, name) for name in slots}}
+        if "_modules" in (state or {}):
+            fields.pop(_MODE, None)
+        for name in sorted(fields):
+            self.add(name)
+            self.over(fields[name])
 
 
 def plain_text(value: Any) -> str:
     """Return a plain value as its kind shows it: a class of the user's own may show less of a number than there is."""
     show: Any = next((kind.__repr__ for kind in (int, float, complex, str, bytes) if isinstance(value, kind)), repr)
     return str(show(value))
-
-
-def _kind(value: Any, walk: Any) -> None:
-    """Add the class and the attributes of what is more than a number, a text or a container of the language."""
-    if type(value).__module__ not in sys.stdlib_module_names and not type(value).__module__.startswith(_OWN):
-        walk(type(value))
-        walk(vars(value) if hasattr(value, "__dict__") else None)
-
-
-def _walk_all(values: Iterable[Any], walk: Any) -> None:
-    for value in values:
-        walk(value)
-
-
-def _add(total: Any, *words: object) -> None:
-    for word in words:
-        text = str(word).encode()
-        total.update(len(text).to_bytes(8, "big") + text)
-
-
-def _named(value: Any, total: Any) -> bool:
-    """Add a name; return whether it identifies the object by itself."""
-    module = str(value.__module__).partition(DIGEST)[0]  # of a user's file the code counts, not its place or comments
-    name = f"{module}.{value.__qualname__}"
-    _add(total, type(value).__name__, name)
-    return name.startswith(_OWN) and "<locals>" not in name
-
-
-def _function(value: types.FunctionType, total: Any, walk: Any) -> None:
-    # A packaged function is known by its name and the version; what it closes over is not, nor one that took the name.
-    home = f"{value.__globals__.get('__name__')}."
-    if _named(value, total) and not value.__closure__ and home.startswith(_OWN):
-        return
-    _walk_all((value.__code__, value.__defaults__, value.__kwdefaults__), walk)
-    if vars(value):
-        walk(vars(value))
-    with turning(ValueError, _Unknown()):  # a name that is not bound yet
-        inside = [cell.cell_contents for cell in value.__closure__ or ()]
-    _walk_all(inside, walk)
-    names = sorted(names_in(value.__code__))
-    for name in names:
-        used = value.__globals__.get(name, names_in)
-        if isinstance(used, types.ModuleType):
-            _add(total, "module", used.__name__.partition(DIGEST)[0])
-        elif used is not names_in:
-            walk(used)
-        elif name in vars(builtins) and name not in _BUILTINS:  # put there by somebody
-            raise _Unknown
-        if isinstance(used, types.ModuleType) and not _is_known(used.__name__):
-            for inner in (vars(used)[n] for n in names if n in vars(used)):  # what the code may read of a user's module
-                if isinstance(inner, types.ModuleType) and not _is_known(inner.__name__):
-                    raise _Unknown
-                walk(inner)
-    _refuse_outside(value, names)
 
 
 def _refuse_outside(value: types.FunctionType, names: Sequence[str]) -> None:
@@ -215,22 +270,6 @@ def _is_known(module: str) -> bool:
     return f"{module}.".startswith(_OWN) or module.partition(".")[0] in sys.stdlib_module_names
 
 
-def _code(value: types.CodeType, total: Any, walk: Any) -> None:
-    _add(total, "code", value.co_name, value.co_argcount, value.co_kwonlyargcount, value.co_flags, value.co_code.hex())
-    _walk_all((value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars, value.co_consts), walk)
-
-
-def _class(value: type, total: Any, walk: Any) -> None:
-    if _named(value, total):
-        return
-    walk(value.__bases__ if _is_known(type(value).__module__) else (*value.__bases__, type(value)))
-    skip = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__", "__slotnames__"}
-    for name, member in sorted(vars(value).items()):
-        if name not in skip and not inspect.isgetsetdescriptor(member) and not inspect.ismemberdescriptor(member):
-            _add(total, name)
-            walk(member)
-
-
 def _has_hidden(kind: type) -> bool:
     """Return whether objects of a class hold more than their attributes and slots: values of C that nobody can look
     into.
@@ -253,45 +292,3 @@ def slots_of(kind: type) -> tuple[str, ...]:
     names = (names,) if isinstance(names, str) else names
     mangled = (f"_{kind.__name__.lstrip('_')}{n}" if n[:2] == "__" != n[-2:] else n for n in names)
     return tuple(name for name in mangled if name not in ("__dict__", "__weakref__"))
-
-
-def _instance(value: Any, total: Any, walk: Any) -> None:
-    array = value
-    if hasattr(value, "detach") and hasattr(value, "layout"):  # a torch tensor, without importing torch
-        # Others have no one array of values.
-        if str(value.layout) != "torch.strided":  # sparse tensors
-            raise _Unknown
-        array = value.detach().cpu().resolve_neg().resolve_conj().contiguous()
-        if str(array.dtype) == "torch.bfloat16":  # NumPy has no such numbers
-            _add(total, array.dtype)
-            array = array.float()
-        array = np.asarray(array)
-        if vars(value):
-            walk(vars(value))
-        if type(value).__module__.partition(".")[0] != "torch":
-            walk(type(value))
-        if not value.is_contiguous():
-            _add(total, value.stride())
-    if isinstance(array, (np.ndarray, np.generic)):
-        if array.dtype.hasobject or type(array).__module__ != "numpy":  # a mask is not in its bytes
-            raise _Unknown
-        content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
-        _add(total, "array", array.dtype, array.shape, content)
-        return
-    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device", "Size", "layout"):
-        _add(total, value)
-        return
-    state = getattr(value, "__dict__", None)
-    slots = [name for kind in type(value).__mro__ for name in slots_of(kind) if hasattr(value, name)]
-    if isinstance(value, functools._lru_cache_wrapper):
-        # Not the cache: it only saves time. Nor the module's name, which has the place of a user's file in it.
-        walk({name: inner for name, inner in vars(value).items() if name != "__module__"})
-        return
-    if (state is None and not slots) or _has_hidden(type(value)):
-        raise _Unknown
-    walk(type(value))
-    fields = {name: inner for name, inner in (state or {}).items() if name != _MODE or "_modules" not in (state or {})}
-    fields |= {name: getattr(value, name) for name in slots}
-    for name in sorted(fields):
-        _add(total, name)
-        walk(fields[name])

@@ -207,31 +207,8 @@ def _unpacked(name: str, tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
     return {int(i): v.clone() for i, v in zip(tensors[f"{name}.ids"], tensors[f"{name}.values"])}
 
 
-NUMBERS = (torch.float32, torch.bfloat16)
-FEW = 16
-"""Channels of a group below which the kernel that ``at_fault`` is about is not trusted."""
-
-
-def usable(inputs: Tensor) -> bool:
-    """Return whether these are images in this machine's memory, in a number format and with a torch that oneDNN
-    serves."""
-    served = inputs.dim() == 4 and inputs.device.type == "cpu" and inputs.dtype in NUMBERS
-    return served and torch.backends.mkldnn.is_available()
-
-
 def looked_at(module: nn.Module, inputs: Tensor) -> Tensor:
     """Return what the built-in convolutional networks look at of an image: they cannot cut oneDNN's tensors
     themselves."""
     seen = getattr(module, "seen", None)
     return inputs[..., : seen[0], : seen[1]] if isinstance(seen, tuple) else inputs
-
-
-def at_fault(module: nn.Module) -> bool:
-    """Return whether a module has a strided 1 × 1 convolution of few channels.
-
-    On channels-last images with AVX2 the gradient of its weights writes beyond oneDNN's memory (seen with torch 2.13,
-    3 and 4 channels, stride 2): the process ends, or never does. On images in the plain layout it is right.
-    """
-    convolutions = (layer for layer in module.modules() if isinstance(layer, nn.Conv2d))
-    few = (layer for layer in convolutions if layer.in_channels // layer.groups < FEW)
-    return any(set(layer.kernel_size) == {1} and max(layer.stride) > 1 for layer in few)

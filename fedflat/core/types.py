@@ -200,13 +200,9 @@ class Sampler:
         """The share of the population in a cohort, on average."""
         return self.size / self.clients
 
-    def select(self, generator: np.random.Generator) -> np.ndarray:
-        """Return one cohort: int64 ids, ascending, possibly none."""
-        raise NotImplementedError
-
     def select_at(self, round: int, generator: np.random.Generator) -> np.ndarray:
-        """Return the cohort of a round. generator: the secret stream of the round."""
-        return self.select(generator)
+        """Return the cohort of a round: int64 ids, ascending, possibly none. generator: the round's secret stream."""
+        raise NotImplementedError
 
     def event(self, multiplier: float) -> Any:
         """dp-accounting's event of one round, with noise ``multiplier`` × the sensitivity of ``relation``."""

@@ -15,7 +15,7 @@ from fedflat.core.types import AVERAGE, Algorithm, Broadcast, Phase, RoundState
 from fedflat.data.clients import FederatedData
 from fedflat.engine.batches import ClientBatches, Order
 from fedflat.engine.client import train_client
-from fedflat.engine.device import exact, out_of_memory, sent
+from fedflat.engine.device import exact, sent
 from fedflat.engine.job import Job, Metric, Record
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.round import QUANTILES
@@ -49,20 +49,13 @@ def scores(
                 results.append([values.cpu() for values in problem.objective(outputs, targets[rows].to(device))])
         return results
 
-    try:
-        # A module may draw in eval mode too: with a shared generator each owner's draws would follow the others'.
-        with seeded_torch(0, "evaluation"), exact(device), problem.evaluating():
-            if len(modules) == 1:
-                shares = [share(0)]
-            else:
-                with ThreadPoolExecutor(len(modules), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                    shares = list(pool.map(share, range(len(modules))))
-    except RuntimeError as error:
-        # A GPU's memory holds training too.
-        if device.type == "cpu" or batch == 1 or not out_of_memory(error):
-            raise
-        torch.cuda.empty_cache()
-        return scores(problem, weights, inputs, targets, batch // 2)
+    # A module may draw in eval mode too: with a shared generator each owner's draws would follow the others'.
+    with seeded_torch(0, "evaluation"), exact(device), problem.evaluating():
+        if len(modules) == 1:
+            shares = [share(0)]
+        else:
+            with ThreadPoolExecutor(len(modules), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                shares = list(pool.map(share, range(len(modules))))
     losses, right = zip(*(shares[i % len(modules)][i // len(modules)] for i in range(len(starts))))
     return torch.cat(losses), torch.cat(right)
 

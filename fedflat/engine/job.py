@@ -62,11 +62,6 @@ class RoundResult:
         return self._state.released.clone()
 
     @property
-    def slots(self) -> Mapping[str, Tensor]:
-        """What the server carries along (momentum, a direction), copies; released like the weights."""
-        return {name: value.clone() for name, value in self._state.slots.items()}
-
-    @property
     def private(self) -> Record:
         """The round's record that no guarantee covers (private/private.jsonl)."""
         self.read_private = True

@@ -111,12 +111,9 @@ class ModuleProblem:
         self._buffers = Buffers(module)
         self._twins = [module]
         self.module.train()
-        self._watched = [self._watch(module)]
+        self._watched = [StateWatch(module, self.parameters)]
         self._loss = None if objective.own is None else StateWatch(objective.own)
         self._own_code = own_code(module)
-
-    def _watch(self, module: nn.Module) -> StateWatch:
-        return StateWatch(module, self.parameters, module.buffers())
 
     def restore_and_check(self, *, everything: bool = False) -> None:
         """After a client: undo what was written into buffers, and raise InputError, by name, for any other change.
@@ -172,7 +169,7 @@ class ModuleProblem:
                 more = [copy.deepcopy(self.module, dict(shared)) for _ in range(count - len(self._twins))]
             except Exception:  # any class may refuse in its own way
                 return [self.module]
-            self._watched += [self._watch(twin.eval()) for twin in more]
+            self._watched += [StateWatch(twin.eval(), self.parameters) for twin in more]
             self._twins += more
         return self._twins[:count]
 

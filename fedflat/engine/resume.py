@@ -17,7 +17,7 @@ from fedflat.core.checks import RunError, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.engine.device import exact
-from fedflat.engine.job import Job, Start
+from fedflat.engine.job import Job, Record, Start
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import Entry, Ledger, run_of
 from fedflat.privacy.statement import is_whole
@@ -26,7 +26,6 @@ from fedflat.records.folder import CARDS, METRICS, OPENING, REPORT, STATEMENT, s
 from fedflat.records.opening import Opening, software
 from fedflat.records.signing import SIGNATURE, TIPS, keep_tips, tips_of
 
-Record = dict[str, Any]
 GONE = "the noise key is gone"
 OF_A_STOP = (SIGNATURE, REPORT, f"private/{REPORT}", *CARDS, STATEMENT)
 _PLANNED = (

@@ -184,7 +184,9 @@ def finish_round(
         slots.update(changed)
     shared, changed = parts.optimizer(mean_view(parts, bound, constant, round))(state.shared, mean, slots)
     slots.update(changed)
-    clip = _next_clip(parts, broadcast.clip, aggregate, key, round)
+    clip = broadcast.clip
+    if parts.clip.moves:  # an adaptive clip's count is noised with the plan's own σ_b
+        clip = float(parts.clip.next(clip, parts.mechanism.noisy_count(key, round, aggregate), plan.divisor))
     public = {"round": round, "clip": broadcast.clip if math.isfinite(broadcast.clip) else None}
     if plan.min_cohort is not None:
         public["aborted"] = False
@@ -243,13 +245,6 @@ def _aborted(
     hidden = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
     after = _averaged(parts, replace(state, round=state.round + 1))
     return after, RoundInfo(released=public, private=hidden)
-
-
-def _next_clip(parts: RoundParts, threshold: float, aggregate: Aggregate, key: bytes, round: int) -> float:
-    """Return C_{t+1}: C_t, unless the clip is adaptive; then its count is noised with the plan's own σ_b."""
-    if not parts.clip.moves:
-        return threshold
-    return float(parts.clip.next(threshold, parts.mechanism.noisy_count(key, round, aggregate), parts.plan.divisor))
 
 
 def _malformed(aggregate: Aggregate) -> dict[str, int]:

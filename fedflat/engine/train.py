@@ -6,21 +6,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
-from fedflat.core.checks import RunError, counted, wrong
+from fedflat.core.checks import becoming, counted, writing, wrong
 from fedflat.core.durable import digest_of
 from fedflat.core.params import Layout, PersonalState
 from fedflat.core.process import in_background, stop_signal
 from fedflat.core.types import AVERAGE, RoundState
 from fedflat.engine import evaluate
 from fedflat.engine.device import exact
-from fedflat.engine.job import Job, MemoryLedger, OnRound, Outcome, RoundResult, Start, charge_remaining_rounds
+from fedflat.engine.job import Job, MemoryLedger, OnRound, Outcome, Record, RoundResult, Start, charge_remaining_rounds
 from fedflat.engine.reduce import RoundSum
 from fedflat.engine.resume import charge_drawn, first_start, ledger_mark, note_software, resume_run, update_plan
 from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
@@ -29,7 +27,6 @@ from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER
 from fedflat.records.signing import note_tip
 
-Record = dict[str, Any]
 LARGE = 200_000
 """Parameters from which drawing a round's noise takes longer than starting a thread."""
 
@@ -71,7 +68,7 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
                 saved = _save(job, state, heads, released, hidden, ledger_mark(ledger))
             if on_round is None:
                 continue
-            after = RoundResult(state, hidden, functools.partial(_module, job, state, heads))
+            after = RoundResult(state, hidden, functools.partial(final_module, job, Start(state, heads, [], [])))
             ended = on_round(dict(released), after) is True
             peeked = peeked or after.read_private
             if ended and state.round < job.last_round:
@@ -123,7 +120,10 @@ class _Round:
         self.accumulator = accumulator_of(job.parts, self.broadcast, job.key)
         plan, releases = job.parts.plan, state.round + 1 + job.charged_again
         self.spent = in_background(lambda: plan.epsilon(releases))
-        self.unit = _noise_ahead(job, state.round)
+        # The noise's stream depends on the key and the round only; its std, on who took part, comes later.
+        mechanism, size = job.parts.mechanism, job.parts.message_length
+        ahead = mechanism.ahead and plan.private and size >= LARGE
+        self.unit = in_background(lambda: mechanism.unit(job.key, state.round, size)) if ahead else None
         self.scores: np.ndarray | None = None
 
     def draws(self, heads: PersonalState) -> Iterator[tuple[np.ndarray, RoundSum]]:
@@ -206,13 +206,10 @@ def _save(
     facts |= {"made_for": dict(job.made_for)} if job.made_for else {}
 
     def save() -> object:
-        try:
+        as_disk = becoming(lambda error: OSError(0, " ".join(str(error).split())), SafetensorError)
+        with writing(folder.checkpoints, then="the run stops, resume it later."), as_disk:  # type: ignore[union-attr]
             folder.flush_lines()  # type: ignore[union-attr]
             return checkpoint.save(folder.checkpoints, state, snapshot, facts, note)  # type: ignore[union-attr]
-        except (OSError, SafetensorError) as error:
-            why = getattr(error, "strerror", None) or " ".join(str(error).split())
-            failure = f"{folder.checkpoints}: cannot be written ({why})"  # type: ignore[union-attr]
-            raise RunError(f"{failure}; the run stops, resume it later.") from error
 
     written = in_background(save)
     if folder.deployment:  # type: ignore[union-attr]  # a model is broadcast only when a restarted server knows it
@@ -232,19 +229,6 @@ def weights_digest(job: Job, state: RoundState) -> str:
     return digest_of(checkpoint.released(state, tensors_of(job.parts.layout)))
 
 
-def _noise_ahead(job: Job, round: int) -> Callable[[], Tensor] | None:
-    """N(0, I) ``(d,)`` of the round, drawn while clients train: its stream depends on the key and the round only, its
-    std may depend on who took part. None where it is drawn later, in no time or by the mechanism itself."""
-    mechanism, size = job.parts.mechanism, job.parts.message_length
-    if not mechanism.ahead or not job.parts.plan.private or size < LARGE:
-        return None
-    return in_background(lambda: mechanism.unit(job.key, round, size))
-
-
-def final_module(job: Job, outcome: Outcome) -> torch.nn.Module:
+def final_module(job: Job, at: Start) -> torch.nn.Module:
     """Return w^0's module with the released weights, on the processor; nothing else of it has met clients' data."""
-    return _module(job, outcome.state, outcome.heads)
-
-
-def _module(job: Job, state: RoundState, heads: PersonalState) -> torch.nn.Module:
-    return job.problem.released(torch.cat([state.released, heads.first]))
+    return job.problem.released(torch.cat([at.state.released, at.heads.first]))

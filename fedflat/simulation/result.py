@@ -23,8 +23,7 @@ from fedflat.core.durable import contents_of
 from fedflat.core.params import put
 from fedflat.data.own import prepared
 from fedflat.data.preparation import Preparation, answers, probabilities
-from fedflat.engine.job import marked_released
-from fedflat.engine.train import Record
+from fedflat.engine.job import Record, marked_released
 from fedflat.models import build
 from fedflat.models.representation import FILE, KEPT
 from fedflat.privacy.statement import is_seeded

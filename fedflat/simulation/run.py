@@ -24,9 +24,9 @@ from fedflat.core.rng import fresh_key
 from fedflat.core.types import Algorithm, Factory
 from fedflat.data.clients import FederatedData
 from fedflat.engine.device import PROCESSES
-from fedflat.engine.job import Job, Metric, OnRound, Outcome, RoundResult
+from fedflat.engine.job import Job, Metric, OnRound, Outcome, Record, RoundResult
 from fedflat.engine.resume import software_of
-from fedflat.engine.train import Record, final_module, train, weights_digest
+from fedflat.engine.train import final_module, train, weights_digest
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import OPENING, RECIPE, STATEMENT, RunFolder, check_kinds, check_new

@@ -100,15 +100,15 @@ def test_a_std_below_the_accounted_one_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 def public(parts: Any, key: bytes, draw: int) -> np.ndarray:
-    return parts.plan.sampler.select(stream(0, "cohort", draw))
+    return parts.plan.sampler.select_at(0, stream(0, "cohort", draw))
 
 
 def once(parts: Any, key: bytes, draw: int) -> np.ndarray:
-    return parts.plan.sampler.select(stream(key, "cohort", 0))
+    return parts.plan.sampler.select_at(0, stream(key, "cohort", 0))
 
 
 def few(parts: Any, key: bytes, draw: int) -> np.ndarray:
-    return parts.plan.sampler.select(stream(key, "cohort", draw))[::2]
+    return parts.plan.sampler.select_at(0, stream(key, "cohort", draw))[::2]
 
 
 BROKEN_DRAWS = (public, once, few)

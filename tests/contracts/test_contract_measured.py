@@ -80,14 +80,14 @@ def train(backend: str, clients: list[Data], clip: float, hidden: bool, seed: in
     broadcast = broadcast_of(made.parts, made.parts.first_state(made.initial_weights, made.threshold), made.seed)
     sink = accumulator_of(made.parts, broadcast, made.key)
     reduced = RoundSum(made.parts.algorithm, made.parts.local, broadcast, sink, PersonalState(made.initial_weights[:0]))
-    reduced.add_cohort(made.backend, made.parts.plan.sampler.select(None))
+    reduced.add_cohort(made.backend, made.parts.plan.sampler.select_at(0, None))
     found: Tensor = sink.result().total
     return found
 
 
 @pytest.fixture(autouse=True)
 def _everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedflat.core.cohorts.Poisson.select", lambda self, g: torch.arange(self.clients).numpy())
+    monkeypatch.setattr("fedflat.core.cohorts.Poisson.select_at", lambda self, t, g: torch.arange(self.clients).numpy())
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["linear", "two layers"])

@@ -206,14 +206,14 @@ def _sum(method: str, backend: str, kind: str, network: torch.nn.Module) -> Tens
     accumulator = accumulator_of(parts, broadcast, made.key)
     kept = PersonalState(made.initial_weights[parts.layout.dimension :])
     reduced = RoundSum(parts.algorithm, parts.local, broadcast, accumulator, kept)
-    reduced.add_cohort(made.backend, parts.plan.sampler.select(None))
+    reduced.add_cohort(made.backend, parts.plan.sampler.select_at(0, None))
     return accumulator.result().total
 
 
 @pytest.mark.parametrize("backend", ["sequential", "vectorized"])
 @pytest.mark.parametrize("method", PRIVATE)
 def test_a_poisoned_client_moves_the_sum_by_at_most_the_clip(method: str, backend: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("fedflat.core.cohorts.Poisson.select", lambda self, generator: torch.arange(5).numpy())
+    monkeypatch.setattr("fedflat.core.cohorts.Poisson.select_at", lambda self, t, g: torch.arange(5).numpy())
     for network in (module(), Fragile()):
         without = _sum(method, backend, "gone", network)
         assert bool(torch.isfinite(without).all())

@@ -48,7 +48,7 @@ def remembering(method: str = "dp-fedavg") -> Algorithm:
 
 
 def everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Poisson, "select", lambda self, generator: np.arange(5))
+    monkeypatch.setattr(Poisson, "select_at", lambda self, round, generator: np.arange(5))
 
 
 def made(method: Algorithm | str, changes: dict[str, Any] | None = None, data: Any = None) -> Job:

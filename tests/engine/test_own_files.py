@@ -41,7 +41,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         if self.fatal and os.getpid() != self.home:
-            print("the very last words", file=sys.stderr, flush=True)
             os.kill(os.getpid(), self.fatal)
         return self.line(x)
 
@@ -89,10 +88,10 @@ def test_a_file_that_is_gone_still_shows_the_text_that_ran(folder: Path) -> None
 
 
 @pytest.mark.parametrize(("number", "words"), [(6, "its compiled code crashed (SIGABRT)"), (9, "killed by SIGKILL")])
-def test_a_worker_that_dies_says_how_and_its_last_words(folder: Path, number: int, words: str) -> None:
+def test_a_worker_that_dies_says_how(folder: Path, number: int, words: str) -> None:
     with pytest.raises(RunError) as told:
         _ran(folder, {"backend": "workers", "processes": 1}, fatal=number)
-    assert words in str(told.value) and '"the very last words"' in str(told.value) and "\n" not in str(told.value)
+    assert words in str(told.value) and "\n" not in str(told.value)
     assert ("memory is short" in str(told.value)) == (number == 9)
     assert how_it_ended(3) == "it ended with status 3" and how_it_ended(None) == "it was killed or crashed"
 

@@ -15,7 +15,7 @@ DRAWS = 4000
 
 
 def draws(sampler: Sampler, count: int = DRAWS) -> list[np.ndarray]:
-    return [sampler.select(stream(7, "cohort", round)) for round in range(count)]
+    return [sampler.select_at(0, stream(7, "cohort", round)) for round in range(count)]
 
 
 def dispersion(sampler: Sampler) -> float:
@@ -30,7 +30,7 @@ def test_ids_are_sorted_distinct_int64_and_repeatable(sampler: Sampler) -> None:
         assert ids.dtype == np.int64
         assert np.all(np.diff(ids) > 0)
         assert not len(ids) or (ids[0] >= 0 and ids[-1] < sampler.clients)
-    assert np.array_equal(sampler.select(stream(1, "c")), sampler.select(stream(1, "c")))
+    assert np.array_equal(sampler.select_at(0, stream(1, "c")), sampler.select_at(0, stream(1, "c")))
     assert isinstance(sampler, Sampler)
 
 
@@ -54,8 +54,8 @@ def test_dispersion_tells_poisson_from_its_broken_twin() -> None:
     class Rounded(Poisson):
         """Draws the expected size each time: the schedule of released code, under Poisson's name."""
 
-        def select(self, generator: np.random.Generator) -> np.ndarray:
-            return Fixed(self.clients, self.size).select(generator)
+        def select_at(self, round: int, generator: np.random.Generator) -> np.ndarray:
+            return Fixed(self.clients, self.size).select_at(0, generator)
 
     assert dispersion(Poisson(40, 8)) == pytest.approx(1, abs=0.12)
     assert dispersion(Rounded(40, 8)) == 0
@@ -82,7 +82,7 @@ def test_fixed_has_its_size_and_uniform_members() -> None:
 def test_everyone_takes_part_at_q_one() -> None:
     for sampler in (Poisson(9, 9), Fixed(9, 9), Truncated(9, 9, 9)):
         assert sampler.q == 1
-        assert np.array_equal(sampler.select(stream(0, "c")), np.arange(9))
+        assert np.array_equal(sampler.select_at(0, stream(0, "c")), np.arange(9))
 
 
 def test_a_million_clients_cost_what_the_cohort_costs() -> None:
@@ -91,7 +91,7 @@ def test_a_million_clients_cost_what_the_cohort_costs() -> None:
     generator = stream(0, "c")
     first = generator.bit_generator.state["state"]["counter"].astype(object)
     tracemalloc.start()
-    cohort = sampler.select(generator)
+    cohort = sampler.select_at(0, generator)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     last = generator.bit_generator.state["state"]["counter"].astype(object)
