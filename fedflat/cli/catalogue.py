@@ -57,7 +57,7 @@ def list_names(kind: str = "", *, as_json: cli.Json = False) -> None:
             print("\n".join(line for row in rows.items() for line in cli.labelled(*row, width)))
         else:
             # In a pipe one line each, unwrapped.
-            cli.print_columns(rows.items())
+            print("\n".join(cli.columns(rows.items(), left=None)))
 
 
 def catalogue(kind: str) -> dict[str, str]:
@@ -218,7 +218,7 @@ def runs(folder: Path = Path("runs"), *, as_json: cli.Json = False) -> None:
         age = " ".join(duration(run["age"]).split()[:2])
         rows.append((run["run"], run["method"], str(run["data"] or "–"), percent(run["accuracy"]), epsilon, done,
                      run["state"], age))  # fmt: skip
-    cli.print_columns(rows)
+    print("\n".join(cli.columns(rows, left=None)))
     if any(row[4].endswith("*") for row in rows):
         cli.say("* ε of the mechanism: the noise follows the seed, so this model protects nobody.")
 

@@ -27,9 +27,6 @@ SPELLED = {
 }  # fmt: skip
 """For an output that has no such letters: an ε that became a ? would be no statement at all."""
 
-REPEATED = ("--with", "--vary", "--column", "--method")
-"""Options that may be given several times."""
-
 app = typer.Typer(
     name="fedflat",
     no_args_is_help=True,
@@ -106,22 +103,25 @@ def main() -> None:
             _complain(full, 1)
         if (denied := _denied(error)) is not None:
             _complain(denied, 2)
-        if isinstance(error, (MemoryError, RuntimeError)) and _short(error):
-            _complain("memory was short: a smaller model, or fewer or shorter examples, need less", 1)
+        if isinstance(error, (MemoryError, RuntimeError)):
+            from fedflat.engine.device import out_of_memory
+
+            if out_of_memory(error):
+                _complain("memory was short: a smaller model, or fewer or shorter examples, need less", 1)
         _usage(error)
 
 
 def _check_words(words: list[str]) -> None:
-    """Raise InputError for an empty word: an empty path would be the folder that one is in. Warn of one given twice."""
+    """Raise InputError for an empty word: an empty path would be this folder. Warn of a key given twice."""
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     seen = set()
     for before, word in zip(["fedflat", *words], words):
         require(bool(word.strip()), before if before[0] == "-" else f"the word after {before}", "nothing", "a value")
-        option = f"-o {word.partition('=')[0]}" if before in ("-o", "--override") else before
-        if before[0] == "-" and word[0] != "-" and before not in REPEATED:
-            if option in seen:
-                print(f"Warning: {option} is given twice, and only the last counts, {word}", file=sys.stderr)
-            seen.add(option)
+        if before in ("-o", "--override"):
+            key = word.partition("=")[0]
+            if key in seen:
+                print(f"Warning: -o {key} is given twice, and only the last counts, {word}", file=sys.stderr)
+            seen.add(key)
 
 
 def _status(status: int) -> int:
@@ -148,12 +148,6 @@ def _denied(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.filename and error.errno in odd:
         return f"{error.filename}: found {os.strerror(error.errno)}; allowed: what this account may read or write."
     return None
-
-
-def _short(error: Exception) -> bool:
-    from fedflat.engine.device import out_of_memory
-
-    return out_of_memory(error)
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:
