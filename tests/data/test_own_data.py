@@ -456,7 +456,7 @@ def test_a_folder_of_images_by_user(tmp_path: Path, capsys: pytest.CaptureFixtur
     broken.write_bytes(broken.read_bytes()[:40])  # its head says 4 × 4
     command.data(tmp_path)
     shown = capsys.readouterr().out
-    assert "images of 4 × 4 (2), 4 × 5 (1), no image that Pillow reads, bob/dog/1.png (1); save all at" in shown
+    assert "row 2, bob/cat/1.png: found an image of 4 × 5 pixels; allowed: one size for all images, 4 × 4 as" in shown
     with pytest.raises(InputError, match=r"row 2, client bob, bob/cat/1\.png: found an image of 4 × 5 pixels"):
         load({**spec, "categories": {"label": ["cat", "dog"]}})
 
@@ -489,15 +489,15 @@ def test_a_look_at_a_table_gives_a_recipe_that_loads(tmp_path: Path, capsys: pyt
     (tmp_path / "numbered.csv").write_text("\n".join(lines), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning, match="column user: 01 is read as a number"):
         patch.setattr("sys.stdout.isatty", lambda: True)
-        look(tmp_path / "numbered.csv")
+        look(tmp_path / "numbered.csv", by="user")
     assert "--target late" in (shown := capsys.readouterr().out) and "huge: 89 infinite or huge values" in shown
     assert "'A', 'a' (the first of 2 such groups) differ" in shown
     assert all(len(line) <= 80 or "numbered.csv" in line for line in shown.splitlines())
     lists = {"user": [i % 9 for i in range(90)], "few": [[0.0] * (1 + i % 2) for i in range(90)], "y": [0, 1] * 45}
-    pd.DataFrame({**lists, "id": range(2**60, 2**60 + 90)}).to_parquet(tmp_path / "lists.parquet")
+    pd.DataFrame({**lists, "day": pd.date_range("2026-01-01", periods=90)}).to_parquet(tmp_path / "lists.parquet")
     look(tmp_path / "lists.parquet", by="user", target="y", as_json=True)
-    few, large = json.loads(capsys.readouterr().out)["faults"]
-    assert "few: lists of 1 to 2 values" in few and "id: whole numbers beyond 2^53 lose" in large
+    few, day = json.loads(capsys.readouterr().out)["faults"]
+    assert "few: lists of 1 to 2 values" in few and "day: A date is no number" in day
 
 
 def test_a_look_says_what_to_do_about_dates_decimal_commas_and_empty_cells(
