@@ -60,7 +60,7 @@ def as_given(
 def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> FederatedData:
     """Return the federation: clients given in Python, or the recipe's data section."""
     if clients is not None:
-        data = _clients(clients, test, recipe.task != "classification")
+        data = _clients(clients, test)
         parts, held = hold_back(data.parts, recipe.data.client_test_fraction, recipe.seed)
         return replace(data, parts=parts, held_back=held)
     require(test is None, "test", "a test set without clients", "clients=[(inputs, targets), …] as well, or neither")
@@ -72,12 +72,12 @@ def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> FederatedData
     return load(recipe.data, recipe.seed)
 
 
-def _clients(clients: Clients, test: Any, fractions: bool) -> FederatedData:
+def _clients(clients: Clients, test: Any) -> FederatedData:
     """Return the pairs, a dict by user, or what ``fedflat.clients`` made of something else."""
     if isinstance(clients, Mapping):
         return own_clients(clients, test=test)
     if not isinstance(clients, FederatedData):
-        return from_pairs(clients, test, fractions=fractions)
+        return from_pairs(clients, test)
     return with_test(clients, test)
 
 
