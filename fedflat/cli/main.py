@@ -1,13 +1,11 @@
 """``fedflat COMMAND``. Thin: it parses, calls the library, prints. Status 0 done, 1 failed, 2 bad input; stopped
 before it was done: 130 by Ctrl-C, 143 by SIGTERM."""
 
-import codecs
 import errno
 import io
 import os
 import re
 import sys
-import unicodedata
 from collections.abc import Callable
 from functools import cache
 from typing import Annotated
@@ -19,13 +17,6 @@ from fedflat import __version__
 from fedflat.cli import as_command
 from fedflat.core import process
 from fedflat.core.checks import InputError, RunError, nearest, require
-
-SPELLED = {
-    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "eps", "η": "eta", "λ": "lambda", "μ": "mu", "ρ": "rho",
-    "σ": "sigma", "Δ": "delta", "Σ": "sum", "√": "sqrt", "∞": "inf", "±": "+-", "≤": "<=", "≥": ">=", "≈": "~",
-    "×": "x", "·": "*", "−": "-", "–": "-", "—": "-", "→": "->", "─": "-", "━": "=", "’": "'",
-}  # fmt: skip
-"""For an output that has no such letters: an ε that became a ? would be no statement at all."""
 
 app = typer.Typer(
     name="fedflat",
@@ -80,11 +71,10 @@ def main() -> None:
     _assemble()
     process.forget_signals()
     process.warn_in_a_line()
-    codecs.register_error("spelled", _spelled)
     for stream in (sys.stdout, sys.stderr):
-        # An encoding without ε gets it spelled out instead of an error.
+        # Where the encoding has no ε, its name stands there: a ? would be no statement at all.
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="spelled")
+            stream.reconfigure(errors="namereplace")
     try:
         _check_words(sys.argv[1:])
         sys.exit(_status(app(standalone_mode=False) or 0))
@@ -148,17 +138,6 @@ def _denied(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.filename and error.errno in odd:
         return f"{error.filename}: found {os.strerror(error.errno)}; allowed: what this account may read or write."
     return None
-
-
-def _spelled(error: UnicodeError) -> tuple[str, int]:
-    """Return what an encoding lacks, in letters that every encoding has."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(map(_ascii, error.object[error.start : error.end])), error.end
-
-
-def _ascii(letter: str) -> str:
-    return SPELLED.get(letter) or unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?"
 
 
 def _usage(error: Exception) -> None:

@@ -48,7 +48,7 @@ class FederatedData:
     test_inputs: torch.Tensor | None
     test_targets: torch.Tensor | None
     classes: int
-    name: str
+    name: str = GIVEN
     vocabulary: int = 0
     padding: int = 0
     most: int | None = None
@@ -125,9 +125,7 @@ class FederatedData:
         return total.hexdigest()
 
 
-def from_pairs(
-    clients: Sequence[Any], test: Any = None, name: str = GIVEN, *, names: Sequence[str] = ()
-) -> FederatedData:
+def from_pairs(clients: Sequence[Any], test: Any = None, *, names: Sequence[str] = ()) -> FederatedData:
     """Return a federation from one ``(inputs, targets)`` pair per client.
 
     Tensors or arrays: inputs ``(n_i, ...)``, floating (kept as float32) or whole numbers (token ids, kept as
@@ -150,7 +148,7 @@ def from_pairs(
     ends = np.cumsum([0, *(len(x) for x, _ in pairs)], dtype=np.int64)
     parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
     empty = tuple(part[:0] for part in parts)
-    data = FederatedData(inputs, targets, parts, empty, None, None, classes_of(targets), name, names=tuple(names))
+    data = FederatedData(inputs, targets, parts, empty, None, None, classes_of(targets), names=tuple(names))
     return with_test(data, public)
 
 

@@ -11,23 +11,14 @@ import numpy as np
 import torch
 
 from fedflat.core.checks import counted, one_of, require, turning, whole, wrong
-from fedflat.data.clients import (
-    GIVEN,
-    PUBLIC,
-    FederatedData,
-    Indices,
-    bounded,
-    classes_of,
-    from_pairs,
-    leave_out,
-    refuse_users,
-    with_test,
-)
+from fedflat.data.clients import FederatedData, bounded, classes_of, from_pairs, leave_out, refuse_users, with_test
 from fedflat.data.encoding import Encoding, check_columns, clean, encoding_of, name_of, owners_of, words_of
 from fedflat.data.preparation import Preparation
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from fedflat.data.clients import Indices
 
 ALLOWED = (
     "a table with a column of users (pandas, Hugging Face, pyarrow) and by=, a dict user -> data, a list with one "
@@ -69,8 +60,6 @@ def clients(
     """
     if type(source).__name__.endswith("DatasetDict"):
         raise wrong("clients", f"all splits ({', '.join(source)})", "one split, for example data['train']")
-    if test is not None and test is source:
-        raise wrong("test", "the clients' own data", "public rows, which are no client's", hint=PUBLIC)
     words = words_of("clients: ", max_length, vocabulary, tokenizer)
 
     def encoding(frame: pd.DataFrame) -> Encoding:
@@ -175,9 +164,9 @@ def _encoded(
     _, vocabulary, padding = ((), 0, 0) if encoding.words is None else encoding.words.ids([])
     preparation = Preparation("table", encoding, names=encoding.class_names(frame))
     federation = FederatedData(
-        x, y, parts, tuple(part[:0] for part in parts), None, None, len(encoding.names) or classes_of(y), GIVEN,
-        vocabulary, padding, names=tuple(names), preparation=preparation, stated=bool(preparation.names),
-        compared=compared,
+        x, y, parts, tuple(part[:0] for part in parts), None, None, len(encoding.names) or classes_of(y),
+        vocabulary=vocabulary, padding=padding, names=tuple(names), preparation=preparation,
+        stated=bool(preparation.names), compared=compared,
     )  # fmt: skip
     return with_test(federation, public)
 
