@@ -151,7 +151,7 @@ def test_noise_of_other_trust_models() -> None:
 
 def test_made_up_examples_have_the_form_and_nothing_else() -> None:
     pairs = [(np.full((n, 3), 7.0, np.float32), np.full((n, 2), 1.0, np.float32)) for n in (1, 9)]
-    found = made_up(from_pairs(pairs, pairs[0], fractions=True), "multilabel", 5)
+    found = made_up(from_pairs(pairs, pairs[0]), "multilabel", 5)
     assert found.clients == 2 and found.inputs.shape == (5, 3) and set(found.targets.unique().tolist()) <= {0.0, 1.0}
     assert found.test_inputs is not None and not bool((found.inputs == 7).any())
     tokens = from_pairs([(np.array([[1, 5]]), np.array([0])), (np.array([[2, 3]]), np.array([4]))])

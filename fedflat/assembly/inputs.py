@@ -64,7 +64,7 @@ def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> FederatedData
         elif isinstance(clients, FederatedData):
             data = with_test(clients, test)
         else:
-            data = from_pairs(clients, test, fractions=recipe.task != "classification")
+            data = from_pairs(clients, test)
         parts, held = hold_back(data.parts, recipe.data.client_test_fraction, recipe.seed)
         return replace(data, parts=parts, held_back=held)
     require(test is None, "test", "a test set without clients", "clients=[(inputs, targets), …] as well, or neither")

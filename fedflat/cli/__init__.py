@@ -15,10 +15,8 @@ import functools
 import inspect
 import json
 import re
-import shutil
 import sys
 import textwrap
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -58,11 +56,8 @@ def as_command(function: Callable[..., None]) -> tuple[Callable[..., None], str]
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         function(**values)
 
-    # A copy, since typer reads a command's parameters off its signature; without groups it costs no frame.
-    command: Any = grouped if groups else types.FunctionType(function.__code__, function.__globals__)
-    if not groups:
-        functools.update_wrapper(command, function)
-        command.__kwdefaults__ = function.__kwdefaults__
+    # Without groups the function itself, so that a call has no frame more.
+    command: Any = grouped if groups else function
     command.__signature__ = inspect.Signature([*_parameters(function)])
     description = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")[0]
     # Line breaks inside a paragraph would break again, raggedly, in a narrower terminal.
@@ -143,36 +138,23 @@ def print_json(values: Any) -> None:
     print(json.dumps(values, ensure_ascii=False, indent=2, default=str))
 
 
-def columns(rows: Iterable[Sequence[str]], left: int = 1, gap: str = "  ", most: int | None = None) -> list[str]:
+def columns(rows: Iterable[Sequence[str]], left: int | None = 1, gap: str = "  ") -> list[str]:
     """Return rows of texts as lines, without wrapping any.
 
-    left: columns aligned to the left; the others end at the same place. most: width of the first column at most; longer
-    texts lose their beginning.
+    left: columns aligned to the left, None for all; the others end at the same place.
     """
     from rich.cells import cell_len
 
     listed = list(rows)
     widths = [max(map(cell_len, column)) for column in zip(*listed)]
-    if most is not None:
-        widths[0] = min(widths[0], most)
     lines = []
-    for first, *others in listed:
-        while cell_len(first) > widths[0]:
-            first = "…" + first.removeprefix("…")[1:]
-        texts = [(text, " " * (width - cell_len(text))) for text, width in zip((first, *others), widths)]
-        cells = [text + space if place < left else space + text for place, (text, space) in enumerate(texts)]
+    for row in listed:
+        spaces = [" " * (width - cell_len(text)) for text, width in zip(row, widths)]
+        cells = [text + space for text, space in zip(row[:left], spaces)]
+        if left is not None:
+            cells += [space + text for text, space in zip(row[left:], spaces[left:])]
         lines.append(gap.join(cells).rstrip())
     return lines
-
-
-def print_columns(rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of texts as columns; on a terminal the first one is cut at its beginning where a row is too long."""
-    listed = list(rows)
-    most = None
-    if sys.stdout.isatty():
-        rest = columns([("", *others) for _, *others in listed], len(listed[0]))
-        most = max(12, shutil.get_terminal_size().columns - max(map(len, rest)))
-    print("\n".join(columns(listed, len(listed[0]), most=most)))
 
 
 def print_plates(figures: Any, folder: Path, landscapes: Any = (), quiet: bool = False) -> None:

@@ -19,7 +19,7 @@ from typer import Argument
 
 from fedflat import cli
 from fedflat.core import process
-from fedflat.core.checks import counted, one_of, placed, require, wrong
+from fedflat.core.checks import InputError, counted, one_of, placed, require, wrong
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,7 +56,7 @@ def list_names(kind: str = "", *, as_json: cli.Json = False) -> None:
             print("\n".join(line for row in rows.items() for line in cli.labelled(*row, width)))
         else:
             # In a pipe one line each, unwrapped.
-            cli.print_columns(rows.items())
+            print("\n".join(cli.columns(rows.items(), left=None)))
 
 
 def catalogue(kind: str) -> dict[str, str]:
@@ -213,7 +213,7 @@ def runs(folder: Path = Path("runs"), *, as_json: cli.Json = False) -> None:
         age = " ".join(duration(run["age"]).split()[:2])
         rows.append((run["run"], run["method"], str(run["data"] or "–"), percent(run["accuracy"]), epsilon, done,
                      run["state"], age))  # fmt: skip
-    cli.print_columns(rows)
+    print("\n".join(cli.columns(rows, left=None)))
     if any(row[4].endswith("*") for row in rows):
         cli.say("* ε of the mechanism: the noise follows the seed, so this model protects nobody.")
 
@@ -259,11 +259,10 @@ def data(
     from fedflat.data.encoding import clean
     from fedflat.data.locate import Written, locate
 
-    split, asked = next(iter(locate(str(file), Written(separator, encoding), "FILE")[2].values())), (by, target)
+    split, asked = next(iter(locate(str(file), Written(separator, encoding, by), "FILE")[2].values())), (by, target)
     names = list(split.features)
     users = (name for name in names if name.lower().replace(" ", "_").removesuffix("id").rstrip("_") in USERS)
     by = one_of("--by", clean(by), names) if by else next(users, None)
-    locate(str(file), Written(separator, encoding, by), "FILE")  # with the users' column known, it warns of its names
     if target and one_of("--target", clean(target), names) == by:
         raise wrong("--target", target, "another column than the one of users")
     rows = split.frame(names)
@@ -278,19 +277,17 @@ def data(
     guesses = zip(("--by", "--target"), asked, (by, target))
     lines += [f"Guessed: {option} {name}" for option, given, name in guesses if name and not given]
     for name, col in columns.items():
-        role = f"target{col.get('skew', '')}" if name == target else col["becomes"]
+        role = "target" if name == target else col["becomes"]
         lines.append(f"  {name}: {col['type']}, {counted(col['values'], 'value')}, {col['missing']} missing → {role}")
-    lines += _faults(facts["faults"], recipe) or ["No faults."]
+    filled = [f"data.fill.{name}," for name in recipe["data"].get("fill", ())] if recipe else []
+    for fault in facts["faults"]:
+        lines.append(f"{'Filled below' if any(key in fault for key in filled) else 'Fault'}: {fault}")
+    lines += [] if facts["faults"] else ["No faults."]
     # In a file these lines are comments, so that the file is a recipe.
     parts = [cli.wrapped(line, later="    ") if sys.stdout.isatty() else [f"# {line}"] for line in lines]
     print("\n".join(line for part in parts for line in part))
     if recipe is not None:
         print(f"\n{READ_OFF}\n{GIVEN_UP}\n{dumped(recipe)}", end="")
-
-
-def _faults(faults: list[str], recipe: dict[str, Any] | None) -> list[str]:
-    filled = [f"data.fill.{name}," for name in ((recipe or {"data": {}})["data"].get("fill") or ())]
-    return [f"{'Filled below' if any(key in fault for key in filled) else 'Fault'}: {fault}" for fault in faults]
 
 
 def _spread(count: int | None, span: dict[str, Any] | None) -> str:
@@ -302,55 +299,60 @@ def _spread(count: int | None, span: dict[str, Any] | None) -> str:
 
 def _column(values: pd.Series, feature: Any) -> Column:
     """Return what a column holds and what it would become as an input."""
-    from fedflat.data.encoding import DATES, DECIMAL_COMMA, is_numeral, number_hint
     from fedflat.data.tables import is_image_feature, is_text_feature
 
-    if is_text_feature(feature):
-        values = values.replace("", None)  # an empty cell is no category
-    missing = int(values.isna().sum())
+    text = is_text_feature(feature)
+    present = (values.replace("", None) if text else values).dropna()  # an empty cell is no category
+    facts: Column = {"type": str(values.dtype), "values": len(present), "missing": len(values) - len(present)}
     if is_image_feature(feature):
-        return _image(values, missing)
-    present = values.dropna()
+        return facts | _image(present)
     try:
         distinct = sorted(present.unique().tolist(), key=str)
     except TypeError:
         # The values are lists, which cannot be compared.
-        facts: Column = {"type": "list", "values": len(present), "missing": missing, "becomes": "its numbers"}
+        facts |= {"type": "list", "becomes": "its numbers"}
         least, most = present.map(len).min(), present.map(len).max()
         return facts | ({"fault": f"lists of {least} to {most} values; all need one length"} if least < most else {})
-    facts = {"type": str(values.dtype), "values": len(distinct), "missing": missing}
+    facts["values"] = len(distinct)
     if not distinct:
-        return {**facts, "becomes": "nothing"}
+        return facts | {"becomes": "nothing"}
+    if text or values.dtype.kind not in "biuf":
+        return facts | _text(present, distinct)
+    if values.dtype.kind == "b":
+        return facts | {"becomes": "0 or 1", "number": True}
+    return facts | _numbers(present.astype(float))
+
+
+def _image(present: pd.Series) -> Column:
+    from fedflat.data import decoding
+
+    facts = {"type": "image", "becomes": "an image"}
+    try:
+        decoding.decode(present.tolist(), lambda row: f"row {present.index[row]}")
+    except InputError as error:
+        return facts | {"fault": f"{str(error).rstrip('.')}; save all at one size, for example by PIL.ImageOps.fit"}
+    return facts
+
+
+def _text(present: pd.Series, distinct: list[Any]) -> Column:
+    """Return what a column of texts would become: categories, token ids, or nothing, and why."""
+    from fedflat.data.encoding import DATES, DECIMAL_COMMA, is_numeral, number_hint
+
+    facts: Column = {"type": "text", "becomes": "nothing as it is"}
     odd = [value for value in distinct if not is_numeral(value)]
     hints = {number_hint(value, "") for value in odd[:100]}
     if len(hints) == 1 and hints <= {DATES, DECIMAL_COMMA}:
-        return {**facts, "type": "text", "becomes": "nothing as it is", "fault": hints.pop()}
-    if is_text_feature(feature) or values.dtype == object:
-        words = present.astype(str).str.split().str.len().mean()
-        facts["type"] = "text"
-        if len(distinct) <= FEW:
-            if alike := _alike(distinct):
-                facts["fault"] = f"{alike} differ only in case or blanks: write each value in one way"
-            facts |= {"categories": distinct, "usual": present.mode()[0]}
-            return {**facts, "becomes": "a 0/1 feature for each value (categories)"}
-        if odd and 2 * len(odd) < len(distinct):
-            return {**facts, "becomes": "nothing as it is", "fault": f"{odd[0]!r} is no number, as most others are"}
-        kind = "token ids, alone; missing ones empty" if words >= 3 else "nothing: list its values in data.categories"
-        return {**facts, "becomes": kind, "free": bool(words >= 3)}
-    if values.dtype.kind == "b":
-        return {**facts, "becomes": "0 or 1", "number": True}
-    if values.dtype.kind in "iu" and int(present.abs().max()) > 1 << 53:
-        facts["fault"] = "whole numbers beyond 2^53 lose their last digits; a number that names something is no input"
-    return {**facts, **_numbers(present.astype(float))}
-
-
-def _image(values: pd.Series, missing: int) -> Column:
-    from fedflat.data import decoding
-
-    facts = {"type": "image", "values": len(values), "missing": missing, "becomes": "an image"}
-    sizes = ", ".join(f"{size} ({count})" for size, count in decoding.sizes(values.dropna()).most_common(5))
-    way = "save all at one size, for example by PIL.ImageOps.fit"
-    return facts | ({"fault": f"images of {sizes}; {way}"} if "," in sizes or "Pillow" in sizes else {})
+        return facts | {"fault": hints.pop()}
+    if len(distinct) <= FEW:
+        if alike := _alike(distinct):
+            facts["fault"] = f"{alike} differ only in case or blanks: write each value in one way"
+        becomes = "a 0/1 feature for each value (categories)"
+        return facts | {"categories": distinct, "usual": present.mode()[0], "becomes": becomes}
+    if odd and 2 * len(odd) < len(distinct):
+        return facts | {"fault": f"{odd[0]!r} is no number, as most others are"}
+    if present.astype(str).str.split().str.len().mean() >= 3:
+        return facts | {"becomes": "token ids, alone; missing ones empty", "free": True}
+    return facts | {"becomes": "nothing: list its values in data.categories"}
 
 
 def _numbers(present: pd.Series) -> Column:
@@ -362,8 +364,6 @@ def _numbers(present: pd.Series) -> Column:
     wide = float(f"{std:.2g}") or 1.0
     scale = [round(mean, 1 - math.floor(math.log10(wide))), wide]
     facts = {"number": True, "scale": scale, "usual": scale[0], "whole": bool((numbers % 1 == 0).all())}
-    if numbers.nunique() > FEW and abs(numbers.skew()) > 3:
-        facts["skew"] = ", very skewed: a few rows decide; a column of its logarithm, or a cut one, learns more"
     if len(numbers) > FEW and (numbers.diff()[1:] == 1).all():
         return {"becomes": "nothing: it numbers the rows"}
     if infinite:

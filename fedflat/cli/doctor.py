@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import locale
 import os
 import platform
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +25,8 @@ if TYPE_CHECKING:
 
 SHOWN = ("torch", "numpy", "dp-accounting", "flwr")
 """Packages with a line of their own; the others appear only where something is wrong with them."""
-LITTLE, TOO_LITTLE = GIB, GIB // 16
-"""Free disk: below the first a note, below the second a run's checkpoints have no room."""
+TOO_LITTLE = GIB // 16
+"""Free disk below which a run's checkpoints have no room."""
 
 
 @dataclass(frozen=True)
@@ -82,48 +80,38 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Yield fedflat, what it requires (there, in its range, the version that is tested), and each extra."""
+    """Yield fedflat, what it requires (there and in its range), and each extra."""
     from packaging.requirements import Requirement
 
     from fedflat import __version__
 
     yield Finding("fedflat", "ok", f"{__version__}, from {Path(__file__).resolve().parents[1]}")
-    # What the tests ran with; ``make lock`` writes the file with constraints.txt.
-    lines = resources.files("fedflat").joinpath("tested.txt").read_text(encoding="ascii").splitlines()
-    tested = dict(line.split("==") for line in lines)
     missing: dict[str, list[str]] = {name: [] for name in metadata.metadata("fedflat").get_all("Provides-Extra") or []}
     for need in map(Requirement, metadata.requires("fedflat") or []):
-        marker, always = need.marker, need.marker is None or need.marker.evaluate({"extra": ""})
-        extras = [name for name in missing if marker and not always and marker.evaluate({"extra": name})]
-        version, usual = _version(need.name), tested.get(need.name.lower())
-        if fault := _fault(need, version):
-            if always:
-                yield Finding(need.name, "broken", fault, install())
-            for extra in extras:
-                missing[extra].append(f"{need.name} {fault}")
-        elif need.name in SHOWN or always:
-            if usual and version.partition("+")[0] != usual:
-                yield Finding(need.name, "note", f"{version}; tested with {usual}")
-            elif need.name in SHOWN:
-                yield Finding(need.name, "ok", f"{version}{', the tested version' if usual else ''}")
+        version, fits = _installed(need)
+        always = need.marker is None or need.marker.evaluate({"extra": ""})
+        if fits and need.name in SHOWN:
+            yield Finding(need.name, "ok", version)
+        if fits:
+            continue
+        fault = f"{version}; needs {need.specifier}" if need.specifier else version
+        if always:
+            yield Finding(need.name, "broken", fault, install())
+        for extra, faults in missing.items():
+            if need.marker is not None and not always and need.marker.evaluate({"extra": extra}):
+                faults.append(f"{need.name} {fault}")
     for extra, faults in missing.items():
         remedy = f"if wanted: {install(extra)}" if faults else ""
         yield Finding(f"[{extra}]", "note" if faults else "ok", ", ".join(faults) or "installed", remedy)
 
 
-def _version(name: str) -> str:
-    """Return the version of a package; the empty string where it is not installed."""
+def _installed(need: Requirement) -> tuple[str, bool]:
+    """Return the version of a package, and whether it is one that is needed."""
     try:
-        return metadata.version(name)
+        version = metadata.version(need.name)
     except metadata.PackageNotFoundError:
-        return ""
-
-
-def _fault(need: Requirement, version: str) -> str:
-    """Return what is wrong with a package that is needed, or the empty string."""
-    if version and need.specifier.contains(version, prereleases=True):
-        return ""
-    return (version or "not installed") + (f"; needs {need.specifier}" if need.specifier else "")
+        return "not installed", False
+    return version, need.specifier.contains(version, prereleases=True)
 
 
 def _machine() -> Iterator[Finding]:
@@ -147,16 +135,6 @@ def _computing() -> Iterator[Finding]:
         yield Finding("GPU", "ok", gpu)
 
 
-def _text() -> Iterator[Finding]:
-    names = {"output": getattr(sys.stdout, "encoding", None) or "", "files": locale.getpreferredencoding(False)}
-    other = {label: name for label, name in names.items() if name.lower().replace("_", "-") not in ("utf-8", "utf8")}
-    odd = [f"{label} in {name or 'no encoding'}" for label, name in other.items()]
-    if odd:
-        yield Finding("text", "note", f"{', '.join(odd)}: ε is spelled eps", "export PYTHONUTF8=1, or LC_ALL=C.UTF-8")
-    else:
-        yield Finding("text", "ok", "UTF-8")
-
-
 def _folders() -> Iterator[Finding]:
     """Yield where a run and the noise keys go: writable; keys for the owner only, and outside the run."""
     from fedflat.records import keys
@@ -170,8 +148,8 @@ def _folders() -> Iterator[Finding]:
     if store.resolve().is_relative_to(here.resolve() / "runs"):
         yield Finding("noise keys", "broken", f"{store} lies in runs/", "another XDG_STATE_HOME")
     free = shutil.disk_usage(here).free
-    state = "broken" if free < TOO_LITTLE else "note" if free < LITTLE else "ok"
-    yield Finding("disk", state, f"{free / GIB:.1f} GiB free here", "make room" if state != "ok" else "")
+    remedy = "make room" if free < TOO_LITTLE else ""
+    yield Finding("disk", "broken" if remedy else "ok", f"{free / GIB:.1f} GiB free here", remedy)
 
 
 def _writable(label: str, folder: Path, remedy: str) -> Finding:
@@ -186,4 +164,4 @@ def _writable(label: str, folder: Path, remedy: str) -> Finding:
     return Finding(label, "ok", f"{folder}{'' if place == folder else ', not made yet'}")
 
 
-CHECKS = (_python, _packages, _machine, _computing, _text, _folders)
+CHECKS = (_python, _packages, _machine, _computing, _folders)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from fedflat.simulation.result import Result
 
 
-def export(run: Path, out: Path, *, onnx: bool = False, as_json: Json = False) -> None:
+def export(run: Path, out: Path, *, onnx: bool = False) -> None:
     """What the guarantee covers and nothing else: weights, statement, ledger, recipe, metrics, report.
 
     Example: fedflat export runs/quick-start handed-over
@@ -33,9 +32,6 @@ def export(run: Path, out: Path, *, onnx: bool = False, as_json: Json = False) -
     from fedflat.simulation.result import export as write_export
 
     done = write_export(run, out, onnx=onnx)
-    if as_json:
-        print_json(asdict(done))
-        return
     say(f"{done.folder}: {', '.join(done.files)}")
     if not done.guaranteed:
         print("No finite ε is proven of this run: no guarantee covers what was exported.")
@@ -47,7 +43,6 @@ def card(
     *,
     others: Annotated[list[Path] | None, Option("--with", metavar="RUN")] = None,
     out: Folder = None,
-    as_json: Json = False,
 ) -> None:
     """The privacy card: card.html, card.md and registry.yaml, an entry for the public registry of DP deployments.
 
@@ -75,9 +70,6 @@ def card(
     if content.epsilon is not None:
         files["registry.yaml"] = as_yaml(making.registry_entry(content))
     write_files(target, files)
-    if as_json:
-        print_json({"folder": target, "files": [*files], "sentence": content.sentence, "sections": content.sections})
-        return
     say(content.sentence, "")
     if together := content.sections["Composition"].get("All together"):
         say(f"All {1 + len(others or ())} runs together: {together}", "")
@@ -120,7 +112,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def attest(run: Path, out: Path, *, as_json: Json = False) -> None:
+def attest(run: Path, out: Path) -> None:
     """Write statement, ledger, signatures and an independent checker: python OUT/check.py prints ε, exits 0 or 1.
 
     The checker needs Python and numpy, not fedflat.
@@ -133,11 +125,7 @@ def attest(run: Path, out: Path, *, as_json: Json = False) -> None:
     """
     from fedflat.simulation.export import attest as write
 
-    files = write(run, out)
-    if as_json:
-        print_json({"folder": out, "files": files})
-    else:
-        print(f"{out}: {', '.join(files)}\nCheck it: python {out / 'check.py'}")
+    print(f"{out}: {', '.join(write(run, out))}\nCheck it: python {out / 'check.py'}")
 
 
 def predict(
@@ -216,7 +204,6 @@ def keys(
     action: Annotated[str, Argument(metavar="new|show")],
     *,
     path: Annotated[Path | None, Option("--key", metavar="FILE")] = None,
-    as_json: Json = False,
 ) -> None:
     """Make or show the Ed25519 key that signs the records of your runs.
 
@@ -235,9 +222,5 @@ def keys(
     file = signing.place() if path is None else path
     require(action == "new" or file.exists(), "keys", f"no key in {file}", "fedflat keys new makes one")
     operator = Operator.create(file) if action == "new" else Operator.load(file)
-    public, keyid = signing.public_place(file), signing.keyid(operator.public)
-    if as_json:
-        print_json({"private": file, "public": public, "keyid": keyid})
-        return
-    print(f"private key: {file} (keep it; nobody else may read it)\npublic key:  {public}\nkey id:      {keyid}")
-    print(signing.pem(operator.public).decode(), end="")
+    print(f"private key: {file} (keep it; nobody else may read it)\npublic key:  {signing.public_place(file)}")
+    print(f"key id:      {signing.keyid(operator.public)}\n{signing.pem(operator.public).decode()}", end="")

@@ -1,13 +1,11 @@
 """``fedflat COMMAND``. Thin: it parses, calls the library, prints. Status 0 done, 1 failed, 2 bad input; stopped
 before it was done: 130 by Ctrl-C, 143 by SIGTERM."""
 
-import codecs
 import errno
 import io
 import os
 import re
 import sys
-import unicodedata
 from collections.abc import Callable
 from functools import cache
 from typing import Annotated
@@ -19,16 +17,6 @@ from fedflat import __version__
 from fedflat.cli import as_command
 from fedflat.core import process
 from fedflat.core.checks import InputError, RunError, nearest, require
-
-SPELLED = {
-    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "eps", "η": "eta", "λ": "lambda", "μ": "mu", "ρ": "rho",
-    "σ": "sigma", "Δ": "delta", "Σ": "sum", "√": "sqrt", "∞": "inf", "±": "+-", "≤": "<=", "≥": ">=", "≈": "~",
-    "×": "x", "·": "*", "−": "-", "–": "-", "—": "-", "→": "->", "─": "-", "━": "=", "’": "'",
-}  # fmt: skip
-"""For an output that has no such letters: an ε that became a ? would be no statement at all."""
-
-REPEATED = ("--with", "--vary", "--column", "--method")
-"""Options that may be given several times."""
 
 app = typer.Typer(
     name="fedflat",
@@ -83,11 +71,10 @@ def main() -> None:
     _assemble()
     process.forget_signals()
     process.warn_in_a_line()
-    codecs.register_error("spelled", _spelled)
     for stream in (sys.stdout, sys.stderr):
-        # An encoding without ε gets it spelled out instead of an error.
+        # Where the encoding has no ε, its name stands there: a ? would be no statement at all.
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="spelled")
+            stream.reconfigure(errors="namereplace")
     try:
         _check_words(sys.argv[1:])
         sys.exit(_status(app(standalone_mode=False) or 0))
@@ -106,22 +93,25 @@ def main() -> None:
             _complain(full, 1)
         if (denied := _denied(error)) is not None:
             _complain(denied, 2)
-        if isinstance(error, (MemoryError, RuntimeError)) and _short(error):
-            _complain("memory was short: a smaller model, or fewer or shorter examples, need less", 1)
+        if isinstance(error, (MemoryError, RuntimeError)):
+            from fedflat.engine.device import out_of_memory
+
+            if out_of_memory(error):
+                _complain("memory was short: a smaller model, or fewer or shorter examples, need less", 1)
         _usage(error)
 
 
 def _check_words(words: list[str]) -> None:
-    """Raise InputError for an empty word: an empty path would be the folder that one is in. Warn of one given twice."""
+    """Raise InputError for an empty word: an empty path would be this folder. Warn of a key given twice."""
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     seen = set()
     for before, word in zip(["fedflat", *words], words):
         require(bool(word.strip()), before if before[0] == "-" else f"the word after {before}", "nothing", "a value")
-        option = f"-o {word.partition('=')[0]}" if before in ("-o", "--override") else before
-        if before[0] == "-" and word[0] != "-" and before not in REPEATED:
-            if option in seen:
-                print(f"Warning: {option} is given twice, and only the last counts, {word}", file=sys.stderr)
-            seen.add(option)
+        if before in ("-o", "--override"):
+            key = word.partition("=")[0]
+            if key in seen:
+                print(f"Warning: -o {key} is given twice, and only the last counts, {word}", file=sys.stderr)
+            seen.add(key)
 
 
 def _status(status: int) -> int:
@@ -148,23 +138,6 @@ def _denied(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.filename and error.errno in odd:
         return f"{error.filename}: found {os.strerror(error.errno)}; allowed: what this account may read or write."
     return None
-
-
-def _short(error: Exception) -> bool:
-    from fedflat.engine.device import out_of_memory
-
-    return out_of_memory(error)
-
-
-def _spelled(error: UnicodeError) -> tuple[str, int]:
-    """Return what an encoding lacks, in letters that every encoding has."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(map(_ascii, error.object[error.start : error.end])), error.end
-
-
-def _ascii(letter: str) -> str:
-    return SPELLED.get(letter) or unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?"
 
 
 def _usage(error: Exception) -> None:

@@ -356,6 +356,7 @@ def leaderboard(*, as_json: cli.Json = False) -> None:
     if as_json:
         cli.print_json([board.record(row) for row in measured["rows"]])
         return
-    cli.print_columns([["", *(f"ε = {value}" for value in board.EPSILONS), "ceiling"], *board.summary(measured)])
+    table = [["", *(f"ε = {value}" for value in board.EPSILONS), "ceiling"], *board.summary(measured)]
+    print("\n".join(cli.columns(table, left=None)))
     print("Test accuracy in %, mean±sd over seeds, by Dirichlet α; –: not measured.")
     print("All rows: --json.")

@@ -48,7 +48,7 @@ class FederatedData:
     test_inputs: torch.Tensor | None
     test_targets: torch.Tensor | None
     classes: int
-    name: str
+    name: str = GIVEN
     vocabulary: int = 0
     padding: int = 0
     most: int | None = None
@@ -125,24 +125,21 @@ class FederatedData:
         return total.hexdigest()
 
 
-def from_pairs(
-    clients: Sequence[Any], test: Any = None, name: str = GIVEN, *, fractions: bool = False, names: Sequence[str] = ()
-) -> FederatedData:
+def from_pairs(clients: Sequence[Any], test: Any = None, *, names: Sequence[str] = ()) -> FederatedData:
     """Return a federation from one ``(inputs, targets)`` pair per client.
 
     Tensors or arrays: inputs ``(n_i, ...)``, floating (kept as float32) or whole numbers (token ids, kept as
-    int64), the same shape and kind at every client; targets ``(n_i,)`` or ``(n_i, T)`` whole numbers ≥ 0
-    (of tokens also -100: it does not count); with ``fractions`` also floating ones, kept as float32, whose task says
-    later what is allowed.
+    int64), the same shape and kind at every client; targets ``(n_i,)`` or ``(n_i, T)`` whole numbers, kept as int64,
+    or floating ones, kept as float32: a run's task says which of them it takes.
     A client may have no examples. ``test`` is an optional public pair of the same form. names: whose each pair is.
     Raises InputError, naming the client, for anything else.
     """
     if not isinstance(clients, Sequence):
         raise wrong("clients", type(clients).__name__, "a list of (inputs, targets) pairs, one per client")
     called = [f"client {name}" for name in names] or [f"clients[{i}]" for i in range(len(clients))]
-    pairs = [_pair(where, pair, fractions) for where, pair in zip(called, clients)]
+    pairs = [_pair(where, pair) for where, pair in zip(called, clients)]
     require(bool(pairs), "clients", "no client", "at least one (inputs, targets) pair")
-    public = None if test is None else _pair("test", test, fractions)
+    public = None if test is None else _pair("test", test)
     if public is not None and any(x.numel() and x.data_ptr() == public[0].data_ptr() for x, _ in pairs):
         raise wrong("test", "a client's own tensor", "public rows, which are no client's", hint=PUBLIC)
     _same_form([(where, *pair) for where, pair in zip(called, pairs)])
@@ -151,7 +148,7 @@ def from_pairs(
     ends = np.cumsum([0, *(len(x) for x, _ in pairs)], dtype=np.int64)
     parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
     empty = tuple(part[:0] for part in parts)
-    data = FederatedData(inputs, targets, parts, empty, None, None, classes_of(targets), name, names=tuple(names))
+    data = FederatedData(inputs, targets, parts, empty, None, None, classes_of(targets), names=tuple(names))
     return with_test(data, public)
 
 
@@ -163,7 +160,7 @@ def with_test(data: FederatedData, test: Any) -> FederatedData:
     if test is None:
         return data
     require(not data.left_out, "test", "test data and clients left out for it", "one of test= and test_clients")
-    x, y = _pair("test", test, data.targets.is_floating_point())
+    x, y = _pair("test", test)
     _same_form([("the clients' data", data.inputs, data.targets), ("test", x, y)])
     tested = dataclasses.replace(data, test_inputs=x, test_targets=y, classes=max(data.classes, classes_of(y)))
     refuse_private_test(tested)
@@ -333,38 +330,25 @@ def batch_indices(size: int, steps: int, batch: int, generator: Callable[[], np.
     return order.reshape(epochs * per_epoch, batch)[:steps]
 
 
-def _pair(where: str, pair: Any, fractions: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one checked pair: float32 or int64 inputs, int64 targets (or float32 ones, if fractions are allowed)."""
+def _pair(where: str, pair: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one checked pair, each side as float32 or int64."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         hint = "fedflat.clients(…) takes tables and torch data sets too." if not isinstance(pair, (tuple, list)) else ""
         raise wrong(where, type(pair).__name__, "an (inputs, targets) pair", hint=hint)
     x, y = (_tensor(f"{where} {side}", value) for side, value in zip(("inputs", "targets"), pair))
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
-        raise wrong(where, f"{_row_count(x)} inputs and {_row_count(y)} targets", "as many targets as inputs")
+        shapes = f"inputs of shape {tuple(x.shape)}, targets of shape {tuple(y.shape)}"
+        raise wrong(where, shapes, "as many targets as inputs")
     require(y.ndim <= 2, f"{where} targets", f"shape {tuple(y.shape)}", "(n,) or (n, T)")
-    require(not x.is_complex(), f"{where} inputs", f"dtype {x.dtype}", "floating-point or whole numbers")
     ignored = where == "test" and y.ndim == 2 and y.numel() and y.dtype == torch.int64 and bool((y == IGNORE).all())
     require(not ignored, "test targets", f"{IGNORE} alone, which does not count", "at least one that counts")
-    return _finite(f"{where} inputs", x), _targets(f"{where} targets", y, fractions)
-
-
-def _targets(where: str, y: torch.Tensor, fractions: bool) -> torch.Tensor:
-    if fractions and not y.is_complex():
-        return _finite(where, y)
-    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        # an empty client built as torch.tensor([]) is float32: nothing can be wrong with its labels
-        if y.numel():
-            raise wrong(where, f"dtype {y.dtype}", "whole numbers (class numbers from 0)")
-        return y.to(torch.int64)
-    outside = (y < 0) if y.ndim == 1 else (y < 0) & (y != IGNORE)
-    if bool(outside.any()):
-        allowed = "class numbers ≥ 0" + (f", or {IGNORE} for a token that does not count" if y.ndim == 2 else "")
-        raise wrong(f"{where}[{_first_row(outside)}]", f"label {int(y[outside][0])}", allowed)
-    return y.to(torch.int64)
+    # No targets, as torch.tensor([]), are of the kind float32: nothing can be wrong with them.
+    return _finite(f"{where} inputs", x), _finite(f"{where} targets", y if len(y) else y.long())
 
 
 def _finite(where: str, values: torch.Tensor) -> torch.Tensor:
     """As float32 or int64. Raises InputError, naming the row, for a number that is not finite as such."""
+    require(not values.is_complex(), where, f"dtype {values.dtype}", "floating-point or whole numbers")
     values = values.to(torch.float32 if values.is_floating_point() else torch.int64)
     if not bool(torch.isfinite(values).all()):
         raise wrong(f"{where}[{_first_row(~torch.isfinite(values))}]", "a NaN or infinite value", "finite numbers")
@@ -390,10 +374,6 @@ def _tensor(where: str, value: Any) -> torch.Tensor:
     kinds, allowed = (TypeError, ValueError, RuntimeError), "a tensor or an array of numbers"
     with becoming(lambda _: wrong(where, type(value).__name__, allowed), kinds):
         return value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
-
-
-def _row_count(value: torch.Tensor) -> str:
-    return str(len(value)) if value.ndim else "a single number instead of"
 
 
 def _same_form(named: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:

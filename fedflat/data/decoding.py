@@ -4,7 +4,6 @@ import hashlib
 import io
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,21 +149,6 @@ def decode(cells: Sequence[Any], place: Callable[[int], str]) -> torch.Tensor:
         return torch.empty((0, 1, 1, 1), dtype=torch.uint8)
     stacked = torch.from_numpy(out)
     return (stacked.unsqueeze(1) if stacked.ndim == 3 else stacked.permute(0, 3, 1, 2)).contiguous()
-
-
-def sizes(cells: Iterable[Any]) -> Counter[str]:
-    """Return how many images there are of each size, height × width, and the files that Pillow cannot read."""
-    from PIL import Image
-
-    counts: Counter[str] = Counter()
-    for cell in cells:
-        try:
-            image = cell if isinstance(cell, Image.Image) else Image.open(io.BytesIO(_content(cell)))
-            image.load()  # a file that was cut off opens
-            counts[f"{image.height} × {image.width}"] += 1
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-            counts[f"no image that Pillow reads{_file(cell)}"] += 1
-    return counts
 
 
 def _file(cell: Any) -> str:

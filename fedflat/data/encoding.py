@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import InputError, gather, nearest, one_of, require, turning, whole, wrong
+from fedflat.core.checks import InputError, nearest, one_of, require, turning, whole, wrong
 from fedflat.data import decoding
 
 if TYPE_CHECKING:
@@ -82,14 +82,8 @@ class Encoding:
         return self.names or ((False, True) if len(self.target) == 1 and frame[self.target[0]].dtype == bool else ())
 
     def examples_of(self, frame: pd.DataFrame, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets of a table's rows. Raises InputError with the faults of both."""
-        faults: list[InputError] = []
-        with gather(faults):
-            inputs = self.inputs_of(frame, place)
-        with gather(faults):
-            targets = self.targets_of(frame, place)
-        gather.raised(faults)
-        return inputs, targets
+        """Return inputs and targets of a table's rows."""
+        return self.inputs_of(frame, place), self.targets_of(frame, place)
 
     def inputs_of(self, frame: pd.DataFrame, place: Place) -> torch.Tensor:
         """Return the inputs ``(N, features)`` float32; of a single column of lists ``(N, ...)``, whole numbers as int64
@@ -100,11 +94,7 @@ class Encoding:
         require(not frame.empty, place(0), "a table of 0 rows", "at least one row")
         if self.words is not None:
             return self.words.ids(_sentences(frame, self.inputs, place))[0]
-        arrays, faults = list[Array](), list[InputError]()
-        for name in self.inputs:
-            with gather(faults):
-                arrays.append(self._input(frame[name], name, place))
-        gather.raised(faults)
+        arrays = [self._input(frame[name], name, place) for name in self.inputs]
         if len(arrays) == 1 and arrays[0].ndim > 1 and self.inputs[0] not in self.categories:
             return torch.from_numpy(np.array(arrays[0]))
         return _side_by_side(arrays, np.float32)
@@ -168,40 +158,29 @@ def encoding_of(
     where: the words before a key's name in messages, as ``data.``.
 
     Raises:
-        InputError: with every fault in one line: a column that is not there or twice, a list of categories that is
-            empty or says one twice, constants that are no (mean, std), a value for missing ones that cannot be used.
+        InputError: a column that is not there or twice, a list of categories that is empty or says one twice, constants
+            that are no (mean, std), a value for missing ones that cannot be used.
     """
-    there, faults = list(columns), list[InputError]()
-    with gather(faults):
-        read = _columns(f"{where}inputs", inputs, there)
-    with gather(faults):
-        wanted = _columns(f"{where}target", target, there)
-    gather.raised(faults)
-    twice = (f"{column}, which is the target" for column in wanted if column in read)
-    faults += [wrong(f"{where}inputs", shared, "columns other than the target") for shared in twice]
+    there = list(columns)
+    wanted, read = _columns(f"{where}target", target, there), _columns(f"{where}inputs", inputs, there)
+    for column in wanted:
+        require(column not in read, f"{where}inputs", f"{column}, which is the target", "columns other than the target")
 
     def checked(key: str, mapping: Any, allowed: Sequence[str], check: Callable[[str, Any], Any]) -> dict[str, Any]:
-        settings = {}
-        for name, value in dict(mapping or {}).items():
-            with gather(faults):
-                column = one_of(f"{where}{key}", clean(name), allowed)
-                settings[column] = check(f"{where}{key}.{column}", value)
-        return settings
+        named = {one_of(f"{where}{key}", clean(name), allowed): value for name, value in dict(mapping or {}).items()}
+        return {column: check(f"{where}{key}.{column}", value) for column, value in named.items()}
 
     both = tuple(dict.fromkeys((*read, *wanted)))
     listed = checked("categories", categories, both, _category_values)
     scaled = checked("scale", scale, both, _constants)
+    for column in scaled:
+        require(column not in listed, f"{where}scale.{column}", "a column with categories", "columns of numbers")
+
     filled = checked("fill", fill, read, lambda _, value: value)
-    both_ways = scaled.keys() & listed.keys()
-    faults += [wrong(f"{where}scale.{name}", "a column with categories", "columns of numbers") for name in both_ways]
     for column, value in filled.items():
-        with gather(faults):
-            if column in listed:
-                one_of(f"{where}fill.{column}", value, listed[column])
-            elif not _is_number(value, boolean=True) or not math.isfinite(value):
-                allowed = "a public number (or, of a column with categories, one of them)"
-                raise wrong(f"{where}fill.{column}", value, allowed)
-    gather.raised(faults)
+        fits = value in listed[column] if column in listed else _is_number(value, boolean=True) and math.isfinite(value)
+        allowed = "a public number (or, of a column with categories, one of them)"
+        require(fits, f"{where}fill.{column}", value, allowed)
     return Encoding(read, wanted, listed, scaled, filled)
 
 

@@ -251,13 +251,16 @@ def _commas(file: Path, written: Written, key: str) -> Any:
     mark = {"tab": "\t", "\\t": "\t"}.get(mark, mark)
     require(len(mark) == 1, "data.separator", mark, "one sign, or tab")
     form = pc.ParseOptions(delimiter=mark, newlines_in_values=True)
-    source = file if written.encoding is None else _in_utf8(file, written.encoding)
-    # Only one thread knows which line is at fault.
-    table = pc.read_csv(source, pc.ReadOptions(use_threads=False), form)
+
+    def parsed(**options: Any) -> Any:
+        source = file if written.encoding is None else _in_utf8(file, written.encoding)
+        # Only one thread knows which line is at fault.
+        return pc.read_csv(source, pc.ReadOptions(use_threads=False), form, pc.ConvertOptions(**options))
+
+    table = parsed()
     if len(table.column_names) == 1:  # an empty line is a row whose value is missing
         form.ignore_empty_lines = False
-        again = file if written.encoding is None else _in_utf8(file, written.encoding)
-        table = pc.read_csv(again, pc.ReadOptions(use_threads=False), form)
+        table = parsed()
     if any(map(pa.types.is_binary, table.schema.types)) or "\ufffd" in "".join(table.column_names):
         raise wrong(key, f"{file} (text in another encoding)", f"a readable file: {TABLES}", hint=ENCODINGS)
     # One column whose name has a separator in it was cut at the wrong sign.
@@ -269,13 +272,12 @@ def _commas(file: Path, written: Written, key: str) -> Any:
         raise wrong("data.separator", header, allowed, hint=hint)
     for name in table.column_names:
         if clean(name) == clean(written.by or "") and not pa.types.is_string(table[name].type):
-            again = file if written.encoding is None else _in_utf8(file, written.encoding)
-            alone = {"include_columns": [name], "column_types": {name: pa.string()}, "strings_can_be_null": True}
-            texts = pc.read_csv(again, None, form, pc.ConvertOptions(**alone))[name].unique().to_pylist()
+            alone = parsed(include_columns=[name], column_types={name: pa.string()}, strings_can_be_null=True)
             known = {None, *map(str, table[name].unique().to_pylist())}
-            if len({None, *texts}) > len(known):
-                odd = next(text for text in texts if text not in known)
+            texts = {None, *alone[name].unique().to_pylist()}
+            if len(texts) > len(known):
                 one = "is read as a number, and so are other spellings of it: they are one client"
+                odd = min(texts - known)
                 warnings.warn(f"column {name}: {odd} {one}. A letter before each keeps them apart", stacklevel=2)
     return table
 

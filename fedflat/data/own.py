@@ -11,23 +11,14 @@ import numpy as np
 import torch
 
 from fedflat.core.checks import counted, one_of, require, turning, whole, wrong
-from fedflat.data.clients import (
-    GIVEN,
-    PUBLIC,
-    FederatedData,
-    Indices,
-    bounded,
-    classes_of,
-    from_pairs,
-    leave_out,
-    refuse_users,
-    with_test,
-)
+from fedflat.data.clients import FederatedData, bounded, classes_of, from_pairs, leave_out, refuse_users, with_test
 from fedflat.data.encoding import Encoding, check_columns, clean, encoding_of, name_of, owners_of, words_of
 from fedflat.data.preparation import Preparation
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from fedflat.data.clients import Indices
 
 ALLOWED = (
     "a table with a column of users (pandas, Hugging Face, pyarrow) and by=, a dict user -> data, a list with one "
@@ -69,8 +60,6 @@ def clients(
     """
     if type(source).__name__.endswith("DatasetDict"):
         raise wrong("clients", f"all splits ({', '.join(source)})", "one split, for example data['train']")
-    if test is not None and test is source:
-        raise wrong("test", "the clients' own data", "public rows, which are no client's", hint=PUBLIC)
     words = words_of("clients: ", max_length, vocabulary, tokenizer)
 
     def encoding(frame: pd.DataFrame) -> Encoding:
@@ -116,7 +105,7 @@ def _federation(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedDat
         return _tables(source, names, encoding, test)
     called = [f"client {name}" for name in names] or [f"clients[{i}]" for i in range(len(source))]
     pairs = [_examples(where, entry) for where, entry in zip(called, source)]
-    return from_pairs(pairs, None if test is None else _examples("test", test), fractions=True, names=names)
+    return from_pairs(pairs, None if test is None else _examples("test", test), names=names)
 
 
 def _is_table(source: Any) -> bool:
@@ -134,13 +123,11 @@ def _frame(source: Any) -> pd.DataFrame:
 
 
 def _table(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedData:
-    """Return the federation of one table, whose users ``by`` names or lists."""
+    """Return the federation of one table, whose users the column ``by`` names."""
     frame = _frame(source)
-    require(by is not None, "clients: by", "nothing", f"the column that names the client: {', '.join(frame.columns)}")
-    if isinstance(by, str):
-        owners = owners_of(frame[one_of("clients: by", by, frame.columns)].tolist(), f"column {by}")
-    else:
-        owners = _owners(by, len(frame))
+    allowed = f"the column that names the client: {', '.join(frame.columns)}"
+    require(isinstance(by, str), "clients: by", "nothing" if by is None else type(by).__name__, allowed)
+    owners = owners_of(frame[one_of("clients: by", by, frame.columns)].tolist(), f"column {by}")
     names, codes = np.unique(np.array(owners), return_inverse=True)
     return _encoded(frame, names.tolist(), codes.reshape(-1), encoding(frame), test, by)
 
@@ -159,7 +146,7 @@ def _tables(entries: Sequence[Any], names: list[str], encoding: Rule, test: Any)
 
 
 def _encoded(
-    frame: pd.DataFrame, names: list[str], codes: Indices, encoding: Encoding, test: Any, by: Any = None
+    frame: pd.DataFrame, names: list[str], codes: Indices, encoding: Encoding, test: Any, by: str | None = None
 ) -> FederatedData:
     """Return one table whose row ``i`` belongs to client ``codes[i]``. by: the column of users, if there is one."""
     require(bool(names), "clients", "a table of 0 rows", "at least one client's row")
@@ -177,21 +164,21 @@ def _encoded(
     _, vocabulary, padding = ((), 0, 0) if encoding.words is None else encoding.words.ids([])
     preparation = Preparation("table", encoding, names=encoding.class_names(frame))
     federation = FederatedData(
-        x, y, parts, tuple(part[:0] for part in parts), None, None, len(encoding.names) or classes_of(y), GIVEN,
-        vocabulary, padding, names=tuple(names), preparation=preparation, stated=bool(preparation.names),
-        compared=compared,
+        x, y, parts, tuple(part[:0] for part in parts), None, None, len(encoding.names) or classes_of(y),
+        vocabulary=vocabulary, padding=padding, names=tuple(names), preparation=preparation,
+        stated=bool(preparation.names), compared=compared,
     )  # fmt: skip
     return with_test(federation, public)
 
 
-def _public(test: Any, names: list[str], encoding: Encoding, by: Any) -> tuple[Any, bool]:
+def _public(test: Any, names: list[str], encoding: Encoding, by: str | None) -> tuple[Any, bool]:
     """Return the examples of a public test table, and whether it names its users, none of whom is a client."""
     if test is None:
         return None, False
     require(_is_table(test), "clients: test", type(test).__name__, "a table with the same columns")
     rows = _frame(test)
     check_columns("clients: test", (*encoding.inputs, *encoding.target), rows.columns)
-    compared = isinstance(by, str) and by in rows.columns and refuse_users(names, rows[by].tolist(), "clients: test")
+    compared = by in rows.columns and refuse_users(names, rows[by].tolist(), "clients: test")
     return encoding.examples_of(rows, lambda row: f"test row {row}"), compared
 
 
@@ -224,21 +211,14 @@ def _stacked(where: str, values: Sequence[Any]) -> torch.Tensor:
     return torch.stack(tensors)
 
 
-def _owners(by: Any, rows: int) -> list[str]:
-    """Return the name of every example's owner."""
-    owners = owners_of(by.tolist() if hasattr(by, "tolist") else by, "clients: by")
-    require(len(owners) == rows, "clients: by", counted(len(owners), "owner"), f"one for each of the {rows} examples")
-    return owners
-
-
 def _by_owner(source: Any, by: Any) -> tuple[list[str], list[Any]]:
     """Return the owners of a pair's or torch Dataset's examples, and the pair of each."""
     pair = _examples("data", source)
     require(isinstance(pair, (tuple, list)) and len(pair) == 2, "clients", type(source).__name__, ALLOWED)
     x, y = (side if isinstance(side, torch.Tensor) else np.asarray(side) for side in pair)
-    owners = np.array(_owners(by, len(x)))
-    require(len(y) == len(x), "clients", f"{len(x)} inputs and {len(y)} targets", "as many targets as inputs")
-    require(bool(len(owners)), "clients", "no examples", "at least one client's example")
+    owners = np.array(owners_of(by.tolist() if hasattr(by, "tolist") else by, "clients: by"))
+    there = f"{counted(len(x), 'input')}, {counted(len(y), 'target')} and {counted(len(owners), 'owner')}"
+    require(0 < len(x) == len(y) == len(owners), "clients", there, "as many of each, and at least one example")
     names, counts = np.unique(owners, return_counts=True)
     rows = np.split(np.argsort(owners, kind="stable"), np.cumsum(counts)[:-1])
     return names.tolist(), [(x[mine], y[mine]) for mine in rows]

@@ -230,9 +230,8 @@ TWO = [(inputs(2, 1), torch.tensor([[0.0, 1], [0, 2]]))]
     [
         ({"task": "regresion"}, "Did you mean regression?"),
         ({"task": "multilabel"}, "clients[0], row 0, target: found shape () per example"),
-        ({"task": "classification"}, "clients[0] targets: found dtype torch.float32"),
+        ({"task": "classification"}, "For numbers to be predicted: task: regression"),
         ({"task": "classification", "clients": FLOATS, "test": None}, ", target: found -"),
-        ({"task": "classification", "clients": with_target(-1), "test": None}, "targets[2]: found label -1"),
         ({"task": "classification", "clients": NEGATIVE, "test": None}, "clients[3], row 2, target: found -1"),
         ({"task": "multilabel", "clients": TWO, "test": None}, "clients[0], row 1, target: found 2"),
         ({"task": "next-token", "clients": clients("classification"), "test": None}, "(T,), a token id for each place"),
