@@ -36,10 +36,6 @@ TOO_LARGE, DAMAGED, REFUSES = 413, 400, 409
 Flower's own are below 100."""
 
 
-ANSWER = 1 << 24
-"""Bytes beyond a message that a SuperLink's answer may have: the app's bundle, with the whole roster."""
-
-
 class Limit(NamedTuple):
     """The most that a message may hold. arrays: bytes of all arrays, unpacked. facts: bytes of everything else."""
 
@@ -142,25 +138,6 @@ def unpacked(number: str, contents: dict[str, bytes]) -> Any:
     return message
 
 
-def limit_answers(limit: Limit) -> None:
-    """Refuse an answer of a SuperLink that is longer than a message or the app's bundle, before it is read."""
-    import httpx
-    from flwr.supercore.protobuf.client import ProtobufClient
-
-    initialise = ProtobufClient.__init__
-
-    def refuse_long(response: Any) -> None:
-        length = response.headers.get("content-length", "")
-        if "content-encoding" in response.headers or not length.isdigit() or int(length) > limit.total + ANSWER:
-            raise httpx.DecodingError("an answer longer than a message can be", request=response.request)
-
-    def limited(self: Any, *args: Any, **kwargs: Any) -> None:
-        initialise(self, *args, **kwargs)
-        self._client.event_hooks = {"response": [refuse_long]}
-
-    ProtobufClient.__init__ = limited  # type: ignore[method-assign]
-
-
 @dataclass
 class _Reply:
     """What a SuperLink has of one reply. tree: its objects, as they were declared first."""
@@ -227,28 +204,13 @@ class ReplyKeeper:
                     return False
         return bool(session and self._put(run_id, session, object_id, content))
 
-    def _incomplete(self) -> dict[str, _Reply]:
-        """Return the replies that have not all arrived, by push session."""
-        pushes = self.state._object_push_sessions
-        return {name: one for name, one in self._sessions.items() if name in pushes and pushes[name].pending_object_ids}
-
     def complete(self, message_ids: set[str], run_id: int) -> Any:
         """Return the replies to some questions whose objects have all arrived: a slow upload holds nobody up."""
         with self._lock:
-            pending = {reply.message.metadata.reply_to_message_id for reply in self._incomplete().values()}
+            pushes = self.state._object_push_sessions
+            late = [one for name, one in self._sessions.items() if name in pushes and pushes[name].pending_object_ids]
+            pending = {reply.message.metadata.reply_to_message_id for reply in late}
         return self._give(set(message_ids) - pending, run_id)
-
-    def blame(self, key: bytes) -> None:
-        """Refuse whatever the node of a key has declared or was asked: the door did not read what it sent."""
-        node = self.state.get_node_id_by_public_key(key)
-        with self._lock:
-            for name, reply in self._incomplete().items():
-                if reply.message.metadata.src_node_id == node:
-                    self.state._cleanup_push_session(name, cleanup_messages=True)
-                    self._refuse(reply.message)
-            for number, question in list(self.state.message_ins_store.items()):
-                if question.metadata.dst_node_id == node and number not in self.state.message_ins_id_to_message_res_id:
-                    self._refuse(answer_to(question))
 
     def _refuse(self, message: Any) -> tuple[bool, list[str]]:
         log.warning(
@@ -262,13 +224,6 @@ class ReplyKeeper:
             if self.state.store_message_res(error) is not None:
                 self.state._store_generated_message(error)
         return False, []
-
-
-def answer_to(question: Any) -> Any:
-    """Return an empty reply to a message, as from the node that it was for."""
-    from flwr.app import Message, RecordDict
-
-    return Message(RecordDict(), reply_to=question)
 
 
 def refusal(metadata: Any, reason: str) -> Any:

@@ -39,9 +39,11 @@ Door = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class Guest(socket.socket):
-    """An accepted connection. gone: called when it is closed."""
+    """An accepted connection. gone: called when it is closed. key: whose it is, once that was shown."""
 
-    gone: Callable[[], None] | None = None
+    gone: Callable[[], object] | None = None
+    key: Any = None
+    since = 0.0
 
     def close(self) -> None:
         """Close the connection; tell the gate once."""
@@ -61,8 +63,7 @@ class Gate(socket.socket):
     def __init__(self, name: str, host: str, port: int, strangers: int = STRANGERS, seconds: float = SECONDS) -> None:
         super().__init__(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.name, self.most, self.seconds = name, strangers, seconds
-        self._strangers: dict[Any, tuple[Guest, float]] = {}
-        self._guests: dict[Any, dict[Any, Guest]] = {}
+        self._open: dict[Any, Guest] = {}
         self._logged: dict[str, float] = {}
         self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.bind((host, port))
@@ -76,31 +77,31 @@ class Gate(socket.socket):
             level = socket.SOL_SOCKET if option.startswith("SO_") else socket.IPPROTO_TCP
             guest.setsockopt(level, getattr(socket, option), ALIVE[option])
         place = address[:2]
-        guest.gone = lambda: self._forget(place)
-        if len(self._strangers) >= self.most:
+        guest.gone, guest.since = partial(self._open.pop, place, None), time.monotonic()
+        strangers = [place for place, one in self._open.items() if one.key is None]
+        if len(strangers) >= self.most:
             self.say("connections", f"{self.most} connections have shown no credential; the oldest are closed")
             # Of the host that has most: one flooding machine closes its own connections, not a new client's.
-            hosts = Counter(host for host, _ in self._strangers)
-            busiest = max(hosts.values())
-            self._close(next(place for place in self._strangers if hosts[place[0]] == busiest))
-        self._strangers[place] = guest, time.monotonic()
+            hosts = Counter(host for host, _ in strangers)
+            self._close(max(strangers, key=lambda place: hosts[place[0]]))
+        self._open[place] = guest
         return guest, address
 
     def welcome(self, place: Any, key: Any) -> None:
         """Take the connection from ``place`` (host, port) for one of ``key``, which it has shown."""
-        guest, _ = self._strangers.pop(tuple(place), (None, 0.0))
-        if guest is None:
+        guest = self._open.get(tuple(place))
+        if guest is None or guest.key is not None:
             return
-        guests = self._guests.setdefault(key, {})
-        if len(guests) >= EACH:
+        shown = [place for place, one in self._open.items() if one.key == key]
+        if len(shown) >= EACH:
             self.say("key", f"one key has {EACH} connections; its oldest are closed")
-            _shut(guests.pop(next(iter(guests))))
-        guests[tuple(place)] = guest
+            self._close(shown[0])
+        guest.key = key
 
     async def sweep(self) -> None:
         """Close strangers who have said nothing for too long; to be called every second."""
         late = time.monotonic() - self.seconds
-        for place in [place for place, (_, since) in self._strangers.items() if since < late]:
+        for place in [place for place, one in self._open.items() if one.key is None and one.since < late]:
             self.say("time", f"connections without a credential are closed after {self.seconds:g} seconds")
             self._close(place)
 
@@ -112,30 +113,17 @@ class Gate(socket.socket):
             log.warning("%s: %s", self.name, message)
 
     def _close(self, place: Any) -> None:
-        _shut(self._strangers.pop(place)[0])
-
-    def _forget(self, place: Any) -> None:
-        self._strangers.pop(place, None)
-        for key, guests in list(self._guests.items()):
-            if guests.pop(place, None) is not None and not guests:
-                del self._guests[key]
+        with suppress(OSError):
+            self._open.pop(place).shutdown(socket.SHUT_RDWR)  # its owner, asyncio, sees an end and closes it
 
 
-def _shut(guest: Guest) -> None:
-    with suppress(OSError):
-        guest.shutdown(socket.SHUT_RDWR)  # its owner, asyncio, sees an end and closes it
-
-
-def fleet_only(
-    app: Any, roster: Container[bytes], limit: Limit, gate: Gate, blame: Callable[[bytes], object] = bool
-) -> Door:
+def fleet_only(app: Any, roster: Container[bytes], limit: Limit, gate: Gate) -> Door:
     """Return the SuperLink's ASGI application as the network sees it: the SuperNodes' own interface and nothing else.
 
     Nothing is read of a request without the signature of a key of the ``roster`` (PEM), of one that is longer than a
-    reply's ``limit`` allows, or of one key's beyond what a reply comes to. blame: is called with the key of a request
-    that was too long by itself. Requests that are too long together may be one that was cut off and its repetition,
-    which an honest client sends: they are put off, and nobody is blamed. An object that is asked for counts as the
-    longest until it was read.
+    reply's ``limit`` allows, or of one key's beyond what a reply comes to. Requests that are too long together may be
+    one that was cut off and its repetition, which an honest client sends: they are put off. An object that is asked for
+    counts as the longest until it was read.
     """
     held: Counter[bytes] = Counter()
 
@@ -153,7 +141,6 @@ def fleet_only(
             return await _refuse(411, scope, receive, send)
         if length > most:
             gate.say("length", "a client's request was longer than a reply can be, and was not read")
-            blame(key)
             return await _refuse(413, scope, receive, send)
         length += limit.object if path.endswith(("/pull-object", "/get-fab")) else 0
         if held[key] + length > limit.total + ROOM:

@@ -24,7 +24,7 @@ from typing import IO
 if __name__ == "__main__":  # until the programs' own way to end is set: no traceback of the imports
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from fedflat.core.checks import RunError, counted, making, reading, require, turning, wrong
+from fedflat.core.checks import RunError, making, reading, require, turning, wrong
 from fedflat.core.durable import lock_file
 from fedflat.core.process import how_it_ended, waiting
 from fedflat.federation import processes, project
@@ -38,8 +38,6 @@ from fedflat.report.progress import Progress
 PATIENCE, GRACE = 120.0, 8.0
 """Seconds that programs may take to start (they import torch and flwr, on a loaded machine all at once), and to end
 before they are killed: longer than a worker's own."""
-NODE = 350
-"""MB that one SuperNode takes at most with a small model (338 in the quick start)."""
 LOOK = 0.2
 """Seconds between looks whether the SuperLink listens: it takes several to start."""
 BESIDE = re.compile("ERROR ends with the process beside it: (.*)")
@@ -78,13 +76,10 @@ class Federation:
     def start(self, clients: Sequence[int] | None = None) -> None:
         """Start SuperLink and the SuperNodes of ``clients`` (default: all); nothing is started if one port is taken."""
         chosen = range(self.task.form.clients) if clients is None else clients
-        for host, port in (self.addresses.listen, self.addresses.control):
-            processes.must_be_free(str(self.project / ADDRESSES_FILE), host, port)
-        processes.check_trusted(self.project / "certificates", self.host)
+        for address in (self.addresses.listen, self.addresses.control):
+            processes.must_be_free(str(self.project / ADDRESSES_FILE), *address)
         for client in chosen:  # said now, and not by one that has ended
             signing_key(project.client_folder(self.project, client) / "auth.key")
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        print(announced(len(chosen), memory >> 20), file=sys.stderr)
         self.start_superlink()
         for client in chosen:
             self.start_node(client)
@@ -218,8 +213,6 @@ def _whole_run(project: Path) -> None:
     with Federation(project) as federation, _only_one(federation):
         records = _folder_of_run(project) / METRICS
         seen = len(read_lines(records))
-        if seen >= federation.task.recipe.rounds:
-            print(f"{records.parent}: {counted(seen, 'round')} done before, and no more to do", file=sys.stderr)
         federation.start()
         run = federation.run()
         print(f"run {run} started; logs in {federation.logs}", file=sys.stderr)
@@ -236,14 +229,6 @@ def _whole_run(project: Path) -> None:
         print(status)
         if status != "finished:completed":
             raise RunError(f"the run has no result: {federation.status(run, REASON)} (see {federation.log})")
-
-
-def announced(clients: int, memory: int) -> str:
-    """Return what is said before so many clients are started on a machine with ``memory`` MB."""
-    line = f"starting {counted(clients, 'client')}, each a process of about {NODE} MB"
-    if (need := clients * NODE) > memory:
-        line += f"\nWarning: that is {need >> 10} GB, and this machine has {memory >> 10}: processes may be killed"
-    return line
 
 
 def _folder_of_run(project: Path) -> Path:

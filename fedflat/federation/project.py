@@ -16,7 +16,7 @@ from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.records import settled
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, require, turning, wrong
+from fedflat.core.checks import InputError, require
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job
@@ -61,8 +61,6 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
     """
     taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
     require(not taken, "--out", f"{out}, which {'is not empty' if out.is_dir() else 'is no folder'}", "a new folder")
-    with turning(UnicodeError, wrong("--host", host, "a host name or an IP address")):
-        host = host.encode("idna").decode()  # as an international name stands in a certificate
     lock.address_of("--host", f"{host}:{port}")
     require(not set(host) & set("[]") and host.count(":") != 1, "--host", host, "no port, no brackets")
     require(not set(str(out)) & set('"\\\n'), "--out", str(out), "a path without quotes, backslashes and line ends")

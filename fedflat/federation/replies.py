@@ -27,6 +27,7 @@ from fedflat.core.checks import RunError, insist, writing
 from fedflat.core.cohorts import NEVER, Ids, MinSeparation
 from fedflat.core.types import RoundState
 from fedflat.federation.bounds import DAMAGED, REFUSES, TOO_LARGE
+from fedflat.federation.store import read_journal
 from fedflat.federation.wire import NONCE_BYTES, Malformed
 
 log = logging.getLogger("fedflat.server")
@@ -123,33 +124,6 @@ class ReplyTracker:
 def loggable(counts: Mapping[str, int]) -> dict[str, int]:
     """Return the counts that cannot depend on anyone's data."""
     return {name: counts[name] for name in PROTOCOL_FAULTS if counts.get(name)}
-
-
-def read_journal(path: Path, parse: Callable[[Any], Any], hint: str) -> list[Any]:
-    """Return the lines of a file of JSON lines that is only appended to, each as ``parse`` gives it.
-
-    A last line that a kill tore goes, on the disk too, and is said; a whole one without its end gets it.
-
-    Raises:
-        RunError: the file cannot be read, or the line that is not as it was written; ``hint`` is what to know of that.
-    """
-    entries: list[Any] = []
-    try:
-        *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
-        if last:
-            try:
-                json.loads(last)
-                lines.append(last)
-            except ValueError:
-                log.warning("%s, line %d: unfinished, as a kill leaves it; taken out", path, len(lines) + 1)
-            durable.replace(path, b"".join(line + b"\n" for line in lines))
-        for line in lines:
-            entries.append(parse(json.loads(line)))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read ({error.strerror}); {hint}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise RunError(f"{path}, line {len(entries) + 1}: not as it was written; {hint}") from error
-    return entries
 
 
 @dataclass

@@ -19,10 +19,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fedflat.core.checks import InputError, RunError, turning, wrong
+from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.core.checks import RunError, turning, wrong
 from fedflat.core.process import how_it_ended, using_threads
 from fedflat.federation import processes
-from fedflat.federation.bounds import Limit, limit_answers, pulled, unpacked
+from fedflat.federation.bounds import Limit, pulled, unpacked
 from fedflat.federation.client import client_of, reply_to
 from fedflat.federation.events import log_to_stderr
 from fedflat.federation.secagg.client import signing_key
@@ -70,13 +71,14 @@ def serve(args: argparse.Namespace) -> None:
     client = client_of(task, config)  # said now, and not when a round asks first
     with using_threads(1):  # threads that had worked here would be missing in the processes forked below
         client.examples()
+        # Takes seconds with correlated noise: now it is there for every message.
+        plan_of(task.recipe, algorithm_of(task.recipe), task.form.clients)
     ours, workers = Pipe()
     processes.start_companion(partial(_answer_messages, workers, app, config))
     workers.close()
     processes.end_with_an_exit(0)
     from flwr.supernode.fleet_http_connection import http_request_response
 
-    limit_answers(task.limits.ask)
     say_why(args.superlink)
     ask_again()
     pause, answers = ask_seldom(task.form.clients), len(client.store.answered())
@@ -182,7 +184,7 @@ def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection,
         contents = pulled(limit, tree, partial(when_there, pull, run))
         confirm(run, number)
         worker.send((number, contents))
-        answer = worker.recv()
+        _, answer = worker.recv()
         if isinstance(answer, int):  # said at once: the server would wait for it as long as a round may take
             log.error("a message has no answer, for its process has ended: %s", how_it_ended(answer))
             return parts_of(Message(Error(ErrorCode.CLIENT_APP_CRASHED, "No answer."), reply_to=message))
@@ -237,44 +239,25 @@ def parts_of(reply: Any) -> tuple[Any, Any, dict[str, bytes]]:
 
 
 def _answer_messages(connection: Connection, app: Path, config: Any) -> None:
-    """Answer messages, each in a forked process of its own; send how it ended, with or without an answer before."""
+    """Answer messages, each in a forked process of its own, whose end is said after its answer or without one."""
     import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
 
-    keep_plan(app)
-
     def answer(number: str, contents: dict[str, bytes]) -> None:
-        connection.send(parts_of(reply_to(unpacked(number, contents), config, app)))
+        connection.send((number, parts_of(reply_to(unpacked(number, contents), config, app))))
 
-    with suppress(EOFError):
-        while True:
-            child = processes.task("flwr-clientapp", partial(answer, *connection.recv()))
-            while (status := processes.ended(child)) is None:
-                time.sleep(processes.LOOK)
-            connection.send(status)
-
-
-def keep_plan(app: Path) -> None:
-    """Make the app's plan, which takes seconds with correlated noise, so that it is there for every message."""
-    from fedflat.assembly.plans import algorithm_of, plan_of
-
-    task = Task.read(app)
-    with suppress(InputError):  # said where a message is answered
-        plan_of(task.recipe, algorithm_of(task.recipe), task.form.clients)
+    processes.do_tasks("flwr-clientapp", answer, connection)
 
 
 def difference(bundle: bytes, app: Path) -> str:
     """Return where the package in a Flower app bundle (FAB) differs from the folder ``app``; nothing of it is run."""
-    here = {f"{app.name}/{path.name}": path for path in app.iterdir() if path.is_file()}
+    here = {f"{app.name}/{path.name}": path.read_bytes() for path in app.iterdir() if path.is_file()}
     try:
         with zipfile.ZipFile(io.BytesIO(bundle)) as files:
-            there = {entry.filename: entry for entry in files.infolist() if "/" in entry.filename}
+            sizes = {entry.filename: entry.file_size for entry in files.infolist() if "/" in entry.filename}
             # .info/ is Flower's list of files; what counts is the files, compared byte by byte and never unpacked.
-            there = {name: entry for name, entry in there.items() if not name.startswith(".info/")}
+            there = {name: size for name, size in sizes.items() if not name.startswith(".info/")}
             for name in sorted(here.keys() | there.keys()):
-                if name not in here or name not in there:
-                    return f"{name} is only {'here' if name in here else 'there'}"
-                text = here[name].read_bytes()
-                if there[name].file_size != len(text) or files.read(name) != text:
+                if there.get(name) != len(here.get(name, b"")) or files.read(name) != here.get(name):
                     return f"{name} differs"
     except (zipfile.BadZipFile, OSError, ValueError, RuntimeError, NotImplementedError) as error:
         return f"not readable ({type(error).__name__})"
@@ -289,7 +272,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--auth-supernode-private-key", required=True, type=Path, help="the client's auth.key")
     parser.add_argument("--app", required=True, type=Path, help="the owner's copy of the app's package (fedflat_app)")
     parser.add_argument("--node-config", required=True, help="client=, data=, state= and so on (docs/deploy.md)")
-    parser.add_argument("--port", type=int, help="ignored: since 1.0 a SuperNode listens nowhere")
     return processes.status_of(partial(serve, parser.parse_args(arguments)))
 
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -111,11 +110,10 @@ class Roster:
     def connected(self, nodes: Iterable[Any]) -> dict[int, int]:
         """Return client number -> Flower node id, for the nodes whose authenticated key is in the roster.
 
-        Of two nodes with one key (which Flower refuses to register) none counts.
+        Flower registers no two nodes with one key.
         """
-        pairs = [(self.numbers[bytes(n.public_key)], n.node_id) for n in nodes if bytes(n.public_key) in self.numbers]
-        count = Counter(client for client, _ in pairs)
-        return {client: node for client, node in pairs if count[client] == 1}
+        keys = {node.node_id: bytes(node.public_key) for node in nodes}
+        return {self.numbers[key]: node for node, key in keys.items() if key in self.numbers}
 
     @classmethod
     def read(cls, path: Path) -> Roster:

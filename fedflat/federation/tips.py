@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
 from fedflat.core import durable
 from fedflat.core.checks import InputError, counted, insist, reading, turning, writing, wrong
-from fedflat.federation.replies import read_journal
+from fedflat.federation.store import read_journal
 from fedflat.federation.wire import Refused
 from fedflat.privacy.ledger import LedgerError, scan
 from fedflat.records import keys, signing

@@ -6,7 +6,6 @@ to find on a disk. Everything that fails against what ``fedflat deploy`` makes w
 
 import base64
 import json
-import shutil
 import socket
 import ssl
 import subprocess
@@ -258,7 +257,7 @@ def test_a_wrong_address_or_lock_is_refused_before_a_start(tmp_path: Path, capsy
 
 
 def test_a_port_that_is_taken_is_one_line_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fed, port = tmp_path / "fed", free_port()
     write_project(small(), fed, port=port)
@@ -272,12 +271,6 @@ def test_a_port_that_is_taken_is_one_line_before_anything_starts(
         found = capsys.readouterr().err
         assert f"found 127.0.0.1:{taken}, which another program uses; allowed: a free port." in found
         assert found.count("\n") == 1
-    for host, days in (("127.0.0.1", -1e-3), ("fed.example.org", 90)):  # one has expired, the other is another host's
-        shutil.rmtree(fed / "certificates")
-        monkeypatch.setattr(lock, "DAYS", days)
-        lock.write_authority_and_server(fed / "certificates", [host])
-        assert local.main([str(fed)]) == 2
-        assert "server.crt: found" in capsys.readouterr().err
     assert not list(fed.rglob("*.log"))
     with pytest.raises(InputError, match="up to 65535"):
         must_be_free("--port", "127.0.0.1", 65536)
@@ -314,7 +307,6 @@ def test_a_launcher_reads_how_a_run_stands(tmp_path: Path) -> None:
     """It asks no door, which may be full; before the SuperLink has noted anything, nothing is known."""
     with pytest.raises(InputError, match=r"found .*nothing; allowed: a folder that fedflat deploy wrote"):
         local._whole_run(tmp_path / "nothing")
-    assert "Warning: that is 92 GB" in local.announced(270, 24_000) and "Warning" not in local.announced(60, 24_000)
     write_project(small(), tmp_path / "fed", port=free_port())
     federation = Federation(tmp_path / "fed")
     federation.logs.touch()
@@ -422,7 +414,7 @@ def test_a_message_whose_objects_are_on_their_way_is_waited_for(
     pull = mock.Mock(side_effect=[late, late, *(contents[name] for name in limit.names(tree))])
     for name, value in {"UPLOAD": 60.0 if patient else -1.0, "AGAIN": 0.0, "difference": lambda *_: ""}.items():
         monkeypatch.setattr(supernode, name, value)
-    worker: Any = SimpleNamespace(send=got.append, recv=lambda: -9)
+    worker: Any = SimpleNamespace(send=got.append, recv=lambda: ("", -9))
     other, send = mock.Mock(), mock.Mock(return_value=((), "session"))
     with pytest.raises(SystemExit):
         supernode._take_messages((None, receive, send, other, other, pull, other, other), limit, Path(), worker, 0.0)
@@ -489,8 +481,8 @@ def test_the_network_s_door_passes_the_nodes_interface_alone() -> None:
     app = mock.AsyncMock(side_effect=lambda scope, *_: reached.append(scope["path"]))
     ours, stranger = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     known = public_key_to_bytes(ours.public_key())
-    gate, blamed = doors.Gate("listen", "127.0.0.1", 0), list[bytes]()
-    door, signed = doors.fleet_only(app, {known}, Limit(1000, 1000), gate, blamed.append), headers_of(ours)
+    gate = doors.Gate("listen", "127.0.0.1", 0)
+    door, signed = doors.fleet_only(app, {known}, Limit(1000, 1000), gate), headers_of(ours)
     for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/V1/fleet/x", "/v1/fleet", "//v1/fleet/x", "/"):
         assert ask(door, path, headers=signed)[0]["status"] == 404
     assert ask(door, "/v1/fleet/x", "websocket") == [] and ask(door, "/v1/fleet/x", "lifespan") == []
@@ -506,11 +498,11 @@ def test_the_network_s_door_passes_the_nodes_interface_alone() -> None:
     for headers in [*lengths, {"content-length": "10", "transfer-encoding": "chunked"}]:  # a length that is not said
         assert ask(door, pull, headers={**signed, **headers})[0]["status"] == 411
     long = {"content-length": str(1 << 20)}
-    with mock.patch("fedflat.federation.doors.datetime", wraps=datetime) as clock:  # recorded a while ago: no blame
+    with mock.patch("fedflat.federation.doors.datetime", wraps=datetime) as clock:  # recorded a while ago
         clock.now.return_value = datetime.now(UTC) + timedelta(minutes=10)
-        assert ask(door, pull, headers={**signed, **long})[0]["status"] == 401 and blamed == []
+        assert ask(door, pull, headers={**signed, **long})[0]["status"] == 401
     assert reached == [pull]
-    assert ask(door, pull, headers={**signed, **long})[0]["status"] == 413 and blamed == [known]
+    assert ask(door, pull, headers={**signed, **long})[0]["status"] == 413
     gate.close()
     assert ask(app, "/v1/control/start-run") == [] and reached[-1] == "/v1/control/start-run"  # the twin: no door
 
@@ -524,7 +516,7 @@ def test_a_connection_that_was_cut_makes_no_culprit(what: str, most: int) -> Non
     from cryptography.hazmat.primitives.asymmetric import ec
     from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-    key, blamed, sent, parted = ec.generate_private_key(ec.SECP384R1()), list[bytes](), list[Any](), asyncio.Event()
+    key, sent, parted = ec.generate_private_key(ec.SECP384R1()), list[Any](), asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await parted.wait()  # the rest of a body that never comes
@@ -534,7 +526,7 @@ def test_a_connection_that_was_cut_makes_no_culprit(what: str, most: int) -> Non
         sent.append(event)
 
     gate = doors.Gate("listen", "127.0.0.1", 0)
-    door = doors.fleet_only(app, {public_key_to_bytes(key.public_key())}, Limit(1000, 1000), gate, blamed.append)
+    door = doors.fleet_only(app, {public_key_to_bytes(key.public_key())}, Limit(1000, 1000), gate)
     said = {**headers_of(key), "content-length": "60000"}
     raw = [(name.lower().encode(), value.encode()) for name, value in said.items()]
     scope = {"type": "http", "path": f"/v1/fleet/{what}-object", "headers": raw, "client": ("127.0.0.1", 1)}
@@ -543,7 +535,7 @@ def test_a_connection_that_was_cut_makes_no_culprit(what: str, most: int) -> Non
         dead = [asyncio.create_task(door(scope, None, send)) for _ in range(most)]
         await asyncio.sleep(0)
         await door(scope, None, send)
-        assert [event.get("status", 0) for event in sent] == [503, 0] and blamed == []
+        assert [event.get("status", 0) for event in sent] == [503, 0]
         parted.set()  # the kernel closes what answers no keepalive (ALIVE), and there is room again
         await asyncio.gather(*dead)
         await door(scope, None, send)
@@ -644,7 +636,7 @@ def test_a_gate_keeps_few_strangers_and_each_for_a_short_time(caplog: pytest.Log
     for one in (known, first, *others, *many):
         one[0].close()
         one[1].close()
-    assert not gate._strangers and not gate._guests
+    assert not gate._open
     assert caplog.text.count("connections have shown") == caplog.text.count("are closed after") == 1
     gate.close()
 
@@ -669,8 +661,6 @@ def test_one_token_and_no_other(tmp_path: Path) -> None:
     assert lets_in(ours, [(name, token)]) and lets_in(ours, [(name, token.encode())])
     wrong: list[Any] = [[], [(name, "")], [(name, token[:-1])], [(name, path.read_text().strip())], [("x", token)]]
     assert not any(lets_in(ours, given) for given in wrong)
-    assert ours.refresh_tokens([]) == (None, None)
-    assert ours.get_login_details() is None and ours.get_auth_tokens("x") is None
     assert all(lets_in(NoOpControlAuthnPlugin(), given) for given in wrong)  # the twin: what Flower does by itself
     lock.write_lock(path, credentials, "127.0.0.1:1")  # another one: the old is worth nothing
     assert not lets_in(lock.OperatorOnly(lock.read_lock(path)), [(name, token)])
