@@ -138,92 +138,60 @@ def unpacked(number: str, contents: dict[str, bytes]) -> Any:
     return message
 
 
-@dataclass
-class _Reply:
-    """What a SuperLink has of one reply. tree: its objects, as they were declared first."""
+def keep_one_reply(state: Any, limit: Limit) -> None:
+    """Let a SuperLink's state keep one reply to a question, of no more objects than the ``limit`` says, and give it out
+    when it is whole; an error of the same node takes the place of any other.
 
-    message: Any
-    tree: bytes
-    length: int = 0
-
-
-class ReplyKeeper:
-    """Lets a SuperLink's state keep one reply to a question, of at most the ``limit``, and give it out when it is
-    whole; an error of the same node takes the place of any other, and its objects go.
-
-    state: Flower's, in memory; three of its methods are replaced.
+    state: Flower's, in memory; two of its methods are replaced.
     """
+    keep, give, lock = state.store_message_and_object_tree, state.get_message_res, threading.Lock()
+    declared: dict[str, bytes] = {}
 
-    def __init__(self, state: Any, limit: Limit) -> None:
-        self.state, self.limit = state, limit
-        self._keep, self._put = state.store_message_and_object_tree, state.store_object
-        self._give = state.get_message_res
-        self._replies: dict[str, _Reply] = {}
-        self._sessions: dict[str, _Reply] = {}
-        self._lock = threading.RLock()
-        state.store_message_and_object_tree, state.store_object = self.declare, self.store
-        state.get_message_res = self.complete
-
-    def declare(self, message: Any, tree: Any, session: str) -> tuple[bool, list[str]]:
-        """Take a message and the tree of its objects; return whether it is kept, and which objects are wanted."""
-        asked = message.metadata.reply_to_message_id
-        # Flower's store is used from several threads; a reply must not grow between the look at it and its storage.
-        with self._lock:
-            if asked and not self._is_honest(message, tree, asked):
-                return self._refuse(message)
-            stored: tuple[bool, list[str]] = self._keep(message, tree, session)
-            if asked and stored[0]:
-                self._sessions[session] = self._replies[asked]
-            elif asked:
-                self._replies.pop(asked)
-            return stored
-
-    def _is_honest(self, message: Any, tree: Any, asked: str) -> bool:
+    def is_honest(message: Any, tree: Any, asked: str) -> bool:
         """Return whether a reply's tree is within the limit, its own, and the one that was declared before."""
-        asks, pushes = self.state.message_ins_store, self.state._object_push_sessions
-        self._replies = {number: reply for number, reply in self._replies.items() if number in asks}
-        self._sessions = {session: reply for session, reply in self._sessions.items() if session in pushes}
+        for number in declared.keys() - state.message_ins_store.keys():
+            del declared[number]
         try:
-            self.limit.names(tree)
+            limit.names(tree)
         except Malformed:
             return False
-        declared = tree.SerializeToString(deterministic=True)
-        reply = self._replies.setdefault(asked, _Reply(message, declared))
-        return bool(tree.object_id == message.metadata.message_id) and reply.tree == declared
+        content = tree.SerializeToString(deterministic=True)
+        return bool(tree.object_id == message.metadata.message_id) and declared.setdefault(asked, content) == content
 
-    def store(self, run_id: int, session: str, object_id: str, content: bytes) -> bool:
-        """Take one object's content; return whether it is kept."""
-        with self._lock:
-            reply = self._sessions.get(session)
-            if reply is not None:
-                reply.length += len(content)
-                if reply.length > self.limit.total:
-                    self.state._cleanup_push_session(session, cleanup_messages=True)
-                    del self._sessions[session]
-                    self._refuse(reply.message)
-                    return False
-        return bool(session and self._put(run_id, session, object_id, content))
+    def declare(message: Any, tree: Any, session: str) -> tuple[bool, list[str]]:
+        """Take a message and the tree of its objects; return whether it is kept, and which objects are wanted."""
+        asked = message.metadata.reply_to_message_id
+        # Flower's store is used from several threads; no reply must come between the look at one and its storage.
+        with lock:
+            if asked and not is_honest(message, tree, asked):
+                _store_refusal(state, limit, message)
+                return False, []
+            stored: tuple[bool, list[str]] = keep(message, tree, session)
+            if not stored[0]:
+                declared.pop(asked, None)
+            return stored
 
-    def complete(self, message_ids: set[str], run_id: int) -> Any:
+    def complete(message_ids: set[str], run_id: int) -> Any:
         """Return the replies to some questions whose objects have all arrived: a slow upload holds nobody up."""
-        with self._lock:
-            pushes = self.state._object_push_sessions
-            late = [one for name, one in self._sessions.items() if name in pushes and pushes[name].pending_object_ids]
-            pending = {reply.message.metadata.reply_to_message_id for reply in late}
-        return self._give(set(message_ids) - pending, run_id)
+        with state._lock_object_push_sessions:
+            sessions, roots = state._object_push_sessions, state._object_push_session_by_root
+            replies = {asked: state.message_ins_id_to_message_res_id.get(asked) for asked in message_ids}
+            late = {a for a, reply in replies.items() if reply in roots and sessions[roots[reply]].pending_object_ids}
+        return give(set(message_ids) - late, run_id)
 
-    def _refuse(self, message: Any) -> tuple[bool, list[str]]:
-        log.warning(
-            "a reply was refused before it was kept: more than %d objects or %d bytes, or another than was declared",
-            self.limit.objects, self.limit.total,
-        )  # fmt: skip
-        error = refusal(message.metadata, "size")
-        # Flower sets an id when a message is sent; this one is made where it would have arrived.
-        error.metadata.__dict__["_message_id"] = error.object_id
-        with self.state.lock:
-            if self.state.store_message_res(error) is not None:
-                self.state._store_generated_message(error)
-        return False, []
+    state.store_message_and_object_tree, state.get_message_res = declare, complete
+
+
+def _store_refusal(state: Any, limit: Limit, message: Any) -> None:
+    log.warning(
+        "a reply was refused before it was kept: more than %d objects, or another than was declared", limit.objects
+    )
+    error = refusal(message.metadata, "size")
+    # Flower sets an id when a message is sent; this one is made where it would have arrived.
+    error.metadata.__dict__["_message_id"] = error.object_id
+    with state.lock:
+        if state.store_message_res(error) is not None:
+            state._store_generated_message(error)
 
 
 def refusal(metadata: Any, reason: str) -> Any:

@@ -144,12 +144,12 @@ class Client:
         return plain.result().total.to(torch.float32)
 
 
-CONFIG_KEYS = ("client", "data", "state", "pin", "key", "operator", "log")
+CONFIG_KEYS = ("client", "data", "state", "pin", "key", "operator")
 """What a ``--node-config`` may say."""
 
 
 def client_of(task: Task, config: Any) -> Client:
-    """Return the client that a ``--node-config`` describes: client, data, state; perhaps pin, key, operator, log."""
+    """Return the client that a ``--node-config`` describes: client, data, state; perhaps pin, key, operator."""
     example = '--node-config \'client=0 data="…" state="…"\''
     for name in ("client", "data", "state"):
         require(name in config, "node config", "nothing", f"{name}=…, for example {example}")
@@ -177,7 +177,7 @@ def client_app(folder: str | Path) -> Any:
     app = ClientApp()
 
     def answer(message: Any, context: Any) -> Any:
-        log_to_stderr(str(context.node_config.get("log", "text")))
+        log_to_stderr()
         return reply_to(message, context.node_config, Path(folder))
 
     app.train()(answer)

@@ -58,7 +58,8 @@ class PendingReply:
 class ReplyTracker:
     """The replies of one round. read: a message's content -> a checked answer with its round and nonce.
 
-    blamed: client -> why its own answer to its question was first refused, for what no honest client does.
+    blamed: client -> why its own answer to its question was first refused, for what no honest client does; not who
+    answered twice, whose first answer counts.
     """
 
     round: int
@@ -86,7 +87,8 @@ class ReplyTracker:
                 return None
             self.refused[fault.reason] += 1
             pending = self._closed.get(reply.metadata.reply_to_message_id)
-            if pending is not None and reply.metadata.src_node_id == pending.node and fault.reason in PROTOCOL_FAULTS:
+            at_fault = fault.reason in PROTOCOL_FAULTS and fault.reason != "duplicate"
+            if pending is not None and reply.metadata.src_node_id == pending.node and at_fault:
                 self.blamed.setdefault(pending.client, fault.reason)
             return None
 

@@ -34,7 +34,7 @@ from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.process import how_it_ended
 from fedflat.federation import doors, lock, processes
-from fedflat.federation.bounds import ReplyKeeper
+from fedflat.federation.bounds import keep_one_reply
 from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, REASON, STATUS, environment, words_of
 from fedflat.federation.task import Roster, Task
 
@@ -79,7 +79,7 @@ def serve(project: Path) -> None:
     plugin = lock.OperatorOnly(token_hash)
     app = _application(addresses, certs, plugin)
     state = app.state.linkstate_factory.state()
-    ReplyKeeper(state, task.limits.reply)
+    keep_one_reply(state, task.limits.reply)
     threading.Thread(target=_hand_out, args=(state, (project / "app").absolute(), ours), daemon=True).start()
 
     def allowed(path: str, headers: Mapping[str, str]) -> bool:

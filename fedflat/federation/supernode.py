@@ -67,7 +67,7 @@ def serve(args: argparse.Namespace) -> None:
     # What Flower raises here is click's.
     with turning(Exception, wrong("--node-config", args.node_config, 'keys as in client=0 data="FILE"')):
         config = parse_config_args([args.node_config])
-    log_to_stderr(str(config.get("log", "text")))
+    log_to_stderr()
     client = client_of(task, config)  # said now, and not when a round asks first
     with using_threads(1):  # threads that had worked here would be missing in the processes forked below
         client.examples()
@@ -79,9 +79,7 @@ def serve(args: argparse.Namespace) -> None:
     processes.end_with_an_exit(0)
     from flwr.supernode.fleet_http_connection import http_request_response
 
-    say_why(args.superlink)
-    ask_again()
-    pause, answers = ask_seldom(task.form.clients), len(client.store.answered())
+    pause, answers = mend_connection(args.superlink, task.form.clients), len(client.store.answered())
     keys, at = (private, private.public_key()), (args.superlink, False, str(authority))
     with taking_over(client.store, at, keys), http_request_response(*at, keys) as connection:
         log.info("connected to %s, %d answers so far", args.superlink, answers)
@@ -112,11 +110,14 @@ def taking_over(store: Store, at: tuple[str, bool, str], keys: tuple[Any, Any]) 
         yield
 
 
-def ask_again() -> None:
-    """Let a SuperNode ask again after a TLS handshake that was cut or took too long, as under a flood.
+def mend_connection(superlink: str, clients: int) -> float:
+    """Change how Flower connects a SuperNode that is one of so many; return the seconds between its looks.
 
-    Flower asks again after any other fault of the network, but gives up on each whose words have "ssl" in them.
+    It asks again after a TLS handshake that was cut or took too long, as under a flood: Flower gives up on each fault
+    whose words have "ssl" in them. One that is refused, or gets no connection, ends with a sentence; Flower says
+    nothing, or a page. And one of many gives signs of life seldom.
     """
+    from flwr.supercore import heartbeat
     from flwr.supernode import fleet_http_connection as connection
     from httpx import TransportError
 
@@ -124,21 +125,14 @@ def ask_again() -> None:
 
     def patient() -> Any:
         invoker = make_invoker()
-        gives_up = invoker.should_giveup
+        gives_up: Any = invoker.should_giveup
 
         def is_final(error: Exception) -> bool:
             cut = isinstance(error, TransportError) and any(words in str(error) for words in CUT)
-            return not cut and (gives_up is None or gives_up(error))
+            return not cut and bool(gives_up(error))
 
         invoker.should_giveup = is_final
         return invoker
-
-    connection.make_simple_http_retry_invoker = patient
-
-
-def say_why(superlink: str) -> None:
-    """Let a SuperNode that is refused, or gets no connection, end with a sentence: Flower says nothing, or a page."""
-    from flwr.supernode import fleet_http_connection as connection
 
     class Signer(connection.NodeAuthHttpInterceptor):  # type: ignore[misc]
         def intercept(self, context: Any, call_next: Any) -> Any:
@@ -150,14 +144,8 @@ def say_why(superlink: str) -> None:
     def give_up(_: object, message: str) -> None:
         raise RunError(f"{superlink}: {' '.join(message.replace('.', ':', 1).split())}") from None
 
+    connection.make_simple_http_retry_invoker = patient
     connection.NodeAuthHttpInterceptor, connection.flwr_exit = Signer, give_up
-
-
-def ask_seldom(clients: int) -> float:
-    """Let a SuperNode that is one of so many give signs of life seldom; return the seconds between its looks."""
-    from flwr.supercore import heartbeat
-    from flwr.supernode import fleet_http_connection as connection
-
     interval = max(connection.HEARTBEAT_DEFAULT_INTERVAL, int(clients / EACH_SECOND))
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = connection.HEARTBEAT_DEFAULT_INTERVAL = interval
     return max(PAUSE, clients / EACH_SECOND)

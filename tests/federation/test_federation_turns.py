@@ -88,15 +88,14 @@ def test_restarts_bring_nobody_back_early(tmp_path: Path, monkeypatch: pytest.Mo
     assert second_account(Records(folder / "run")).ok
 
 
-def test_the_first_log_line_counts_every_key(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_epsilon_of_the_metrics_counts_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers: dict[str, Any] = {"clients": 40, "cohort": 8, "rounds": 12, "noise_multiplier": 0.9}
     plan = build_plan(**numbers, sampling="min-separation", noise="toeplitz", bands=2)
     entries = [{**plan.record(t, 0.5), "key_id": key} for t, key in enumerate(["a"] * 4 + ["b"] * 4 + ["c"] * 2)]
-    job = SimpleNamespace(parts=SimpleNamespace(plan=plan))
-    with caplog.at_level("INFO", "fedflat.server"):
-        server._tell_start(job, SimpleNamespace(state=state(10), entries=entries))  # type: ignore[arg-type]
-    told = caplog.records[-1].facts["epsilon"]  # type: ignore[attr-defined]
-    assert told == plan.standing(entries).epsilon(10) > plan.epsilon(10)
+    job, facts = SimpleNamespace(parts=SimpleNamespace(plan=plan)), dict[str, Any]()
+    monkeypatch.setattr(server, "note", lambda event, **more: facts.update(more))
+    server._tell_start(job, SimpleNamespace(state=state(10), entries=entries))  # type: ignore[arg-type]
+    assert facts["epsilon"] == plan.standing(entries).epsilon(10) > plan.epsilon(10)
 
 
 def test_a_backup_put_back_brings_nobody_back_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +131,7 @@ def test_one_server_on_copies_of_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "fed"
     task, clients = deployed(folder, small(**TURNS))
     with pytest.raises(RunError, match="connected"):  # opened, and nobody there
-        server.serve(grid_of(task, []), task, settings(folder, nodes=1))
+        server.serve(grid_of(task, []), task, settings(folder, wait_for_nodes=1))
     (lock,) = (tmp_path / "state-home" / "fedflat" / "locks").iterdir()
     copy = tmp_path / "copy"
     shutil.copytree(folder / "run", copy)
