@@ -138,12 +138,15 @@ def unpacked(number: str, contents: dict[str, bytes]) -> Any:
     return message
 
 
-def keep_one_reply(state: Any, limit: Limit) -> None:
+def keep_one_reply(state: Any, limit: Limit) -> Callable[[bytes], None]:
     """Let a SuperLink's state keep one reply to a question, of no more objects than the ``limit`` says, and give it out
     when it is whole; an error of the same node takes the place of any other.
 
-    state: Flower's, in memory; two of its methods are replaced.
+    state: Flower's, in memory; two of its methods are replaced. Return what refuses all that the node of a key was
+    asked and has not answered in full: what it sent was not read.
     """
+    from flwr.app import Message, RecordDict
+
     keep, give, lock = state.store_message_and_object_tree, state.get_message_res, threading.Lock()
     declared: dict[str, bytes] = {}
 
@@ -157,6 +160,11 @@ def keep_one_reply(state: Any, limit: Limit) -> None:
             return False
         content = tree.SerializeToString(deterministic=True)
         return bool(tree.object_id == message.metadata.message_id) and declared.setdefault(asked, content) == content
+
+    def session_of(asked: str) -> str:
+        """Return the push session of a reply whose objects have not all arrived; empty where there is none."""
+        session = state._object_push_session_by_root.get(state.message_ins_id_to_message_res_id.get(asked), "")
+        return session if session and state._object_push_sessions[session].pending_object_ids else ""
 
     def declare(message: Any, tree: Any, session: str) -> tuple[bool, list[str]]:
         """Take a message and the tree of its objects; return whether it is kept, and which objects are wanted."""
@@ -174,12 +182,21 @@ def keep_one_reply(state: Any, limit: Limit) -> None:
     def complete(message_ids: set[str], run_id: int) -> Any:
         """Return the replies to some questions whose objects have all arrived: a slow upload holds nobody up."""
         with state._lock_object_push_sessions:
-            sessions, roots = state._object_push_sessions, state._object_push_session_by_root
-            replies = {asked: state.message_ins_id_to_message_res_id.get(asked) for asked in message_ids}
-            late = {a for a, reply in replies.items() if reply in roots and sessions[roots[reply]].pending_object_ids}
+            late = {asked for asked in message_ids if session_of(asked)}
         return give(set(message_ids) - late, run_id)
 
+    def blame(key: bytes) -> None:
+        node = state.get_node_id_by_public_key(key)
+        with state.lock, state._lock_object_push_sessions:
+            for asked, question in list(state.message_ins_store.items()):
+                session = session_of(asked)
+                answered = asked in state.message_ins_id_to_message_res_id and not session
+                if question.metadata.dst_node_id == node and not answered:
+                    state._cleanup_push_session(session, cleanup_messages=True)
+                    _store_refusal(state, limit, Message(RecordDict(), reply_to=question))
+
     state.store_message_and_object_tree, state.get_message_res = declare, complete
+    return blame
 
 
 def _store_refusal(state: Any, limit: Limit, message: Any) -> None:

@@ -117,13 +117,14 @@ class Gate(socket.socket):
             self._open.pop(place).shutdown(socket.SHUT_RDWR)  # its owner, asyncio, sees an end and closes it
 
 
-def fleet_only(app: Any, roster: Container[bytes], limit: Limit, gate: Gate) -> Door:
+def fleet_only(app: Any, roster: Container[bytes], limit: Limit, gate: Gate, blame: Callable[[bytes], object]) -> Door:
     """Return the SuperLink's ASGI application as the network sees it: the SuperNodes' own interface and nothing else.
 
     Nothing is read of a request without the signature of a key of the ``roster`` (PEM), of one that is longer than a
-    reply's ``limit`` allows, or of one key's beyond what a reply comes to. Requests that are too long together may be
-    one that was cut off and its repetition, which an honest client sends: they are put off. An object that is asked for
-    counts as the longest until it was read.
+    reply's ``limit`` allows, or of one key's beyond what a reply comes to. blame: is called with the key of a request
+    that was too long by itself. Requests that are too long together may be one that was cut off and its repetition,
+    which an honest client sends: they are put off, and nobody is blamed. An object that is asked for counts as the
+    longest until it was read.
     """
     held: Counter[bytes] = Counter()
 
@@ -141,6 +142,7 @@ def fleet_only(app: Any, roster: Container[bytes], limit: Limit, gate: Gate) -> 
             return await _refuse(411, scope, receive, send)
         if length > most:
             gate.say("length", "a client's request was longer than a reply can be, and was not read")
+            blame(key)
             return await _refuse(413, scope, receive, send)
         length += limit.object if path.endswith(("/pull-object", "/get-fab")) else 0
         if held[key] + length > limit.total + ROOM:

@@ -38,8 +38,8 @@ PROTOCOL_FAULTS = (
 """Refusals that no honest client causes, whatever its data: their counts may be logged."""
 DATA_FAULTS = ("not finite", "failed", "missing", "too late", "refuses")
 """What may depend on a client's data, or tell how many were asked: never logged, never in the run's folder."""
-CODES = {TOO_LARGE: "size", DAMAGED: "form", REFUSES: "refuses", 7: "refuses"}
-"""What an error's code says; 7 is Flower's (INVALID_FAB) of a SuperNode whose own app is another one."""
+CODES = {TOO_LARGE: "size", DAMAGED: "form", REFUSES: "refuses"}
+"""What an error's code says."""
 UNREACHABLE = "unreachable"
 """What the transport says, at every poll, of a client that is not connected; no reply, so it is not counted. A client
 that does not come back in time is counted once, as missing, which is not for the log."""

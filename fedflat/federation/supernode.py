@@ -6,14 +6,12 @@ answers with the installed fedflat, on the owner's copy of the app.
 """
 
 import argparse
-import io
 import logging
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -83,7 +81,7 @@ def serve(args: argparse.Namespace) -> None:
     keys, at = (private, private.public_key()), (args.superlink, False, str(authority))
     with taking_over(client.store, at, keys), http_request_response(*at, keys) as connection:
         log.info("connected to %s, %d answers so far", args.superlink, answers)
-        lost = _take_messages(connection, task.limits.ask, app, ours, pause)
+        lost = _take_messages(connection, task.limits.ask, ours, pause)
     # Not in the block above: Flower would log what is raised there, and go on after it.
     raise RunError(f"{args.superlink}: {' '.join(str(lost).split())}")
 
@@ -151,24 +149,16 @@ def mend_connection(superlink: str, clients: int) -> float:
     return max(PAUSE, clients / EACH_SECOND)
 
 
-def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection, pause: float) -> Exception:
+def _take_messages(connection: Any, limit: Limit, worker: Connection, pause: float) -> Exception:
     """Have every message answered that comes for this client; return what ended that. pause: seconds between looks."""
     from flwr.app import Error, Message
     from flwr.common.constant import ErrorCode
     from flwr.supercore.run import RunNotRunningException
 
-    _, receive, send, get_run, get_fab, pull, push, confirm = connection
-
-    @lru_cache(maxsize=16)
-    def difference_of(run: int) -> str:
-        return difference(get_fab(get_run(run).fab_hash, run).content, app)
+    _, receive, send, _, _, pull, push, confirm = connection
 
     def answer_to(message: Any, tree: Any) -> Any:
         run, number = message.metadata.run_id, message.metadata.message_id
-        if fault := difference_of(run):
-            log.error("refused: run %d is of another app than %s: %s", run, app, fault)
-            error = Error(ErrorCode.INVALID_FAB, "This node answers for its own app alone.")
-            return parts_of(Message(error, reply_to=message))
         contents = pulled(limit, tree, partial(when_there, pull, run))
         confirm(run, number)
         worker.send((number, contents))
@@ -234,22 +224,6 @@ def _answer_messages(connection: Connection, app: Path, config: Any) -> None:
         connection.send((number, parts_of(reply_to(unpacked(number, contents), config, app))))
 
     processes.do_tasks("flwr-clientapp", answer, connection)
-
-
-def difference(bundle: bytes, app: Path) -> str:
-    """Return where the package in a Flower app bundle (FAB) differs from the folder ``app``; nothing of it is run."""
-    here = {f"{app.name}/{path.name}": path.read_bytes() for path in app.iterdir() if path.is_file()}
-    try:
-        with zipfile.ZipFile(io.BytesIO(bundle)) as files:
-            sizes = {entry.filename: entry.file_size for entry in files.infolist() if "/" in entry.filename}
-            # .info/ is Flower's list of files; what counts is the files, compared byte by byte and never unpacked.
-            there = {name: size for name, size in sizes.items() if not name.startswith(".info/")}
-            for name in sorted(here.keys() | there.keys()):
-                if there.get(name) != len(here.get(name, b"")) or files.read(name) != here.get(name):
-                    return f"{name} differs"
-    except (zipfile.BadZipFile, OSError, ValueError, RuntimeError, NotImplementedError) as error:
-        return f"not readable ({type(error).__name__})"
-    return ""
 
 
 def main(arguments: Sequence[str]) -> int:

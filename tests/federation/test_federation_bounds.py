@@ -220,7 +220,7 @@ def test_a_superlink_keeps_one_reply_of_an_honest_size_to_a_question(bounded: bo
     run = state.create_run("a", "1", "0" * 64, {}, "@none/default", None, "", "flwr-serverapp")
     state.finish_task = lambda *_, **__: True
     if bounded:
-        keep_one_reply(state, LIMIT)
+        blame = keep_one_reply(state, LIMIT)
 
     def put(message: Any, tree: Any, contents: dict[str, bytes]) -> list[bool]:
         session = state.start_session(run)
@@ -235,7 +235,7 @@ def test_a_superlink_keeps_one_reply_of_an_honest_size_to_a_question(bounded: bo
         assert all(put(made, tree, contents))
         return made
 
-    honest, wide, slow = (asked() for _ in range(3))
+    honest, wide, slow, rude, cut = (asked() for _ in range(5))
     good = answer_to(honest)
     assert all(put(*sent(good)[:2], objects_of(good)[1]))
     kept = len(state.object_store)
@@ -255,6 +255,11 @@ def test_a_superlink_keeps_one_reply_of_an_honest_size_to_a_question(bounded: bo
     assert (early == []) is bounded  # the twin gives out half a reply, and the ServerApp waits for the rest of it
     assert state.store_object(run, session, last, contents[last])
     if bounded:
+        state.store_message_and_object_tree(*sent(answer_to(cut))[:2], state.start_session(run))
+        blame(b"key")  # the door read nothing of a request that was too long
+        for unanswered in (rude, cut):
+            (said,) = state.get_message_res({unanswered.metadata.message_id}, run)
+            assert said.error.code == TOO_LARGE
         assert [m.has_error() for m in state.get_message_res({slow.metadata.message_id}, run)] == [False]
     replies = state.get_message_res({m.metadata.message_id for m in (honest, wide)}, run)
     codes = {m.metadata.reply_to_message_id: m.has_error() and m.error.code for m in replies}

@@ -68,7 +68,7 @@ class SecureFlower(Flower):
             self._keys(asked)
             for step in (self._shares, self._checks, self._vectors, self._consents, self._reveals):
                 step()
-            yield Unmasked(collector.result(), len(collector.survivors))
+            yield ClientsSum(self.mechanism.dimension, collector.result(), len(collector.survivors))
         except Aborted as error:
             fault = f"{error} (step {self._stage})"
             log.warning("round %d: secure aggregation aborted: %s", broadcast.round, fault)
@@ -226,12 +226,21 @@ class SecureFlower(Flower):
 
 @dataclass
 class ClientsSum:
-    """The round's whole-number sum, with the clients' noise in it; no vector of a client is ever here."""
+    """The round's whole-number sum of ``count`` clients, with their noise in it; no vector of a client is ever here.
+
+    What secure aggregation yields is all of it, and takes the place of the empty one that the round began with.
+    """
 
     dimension: int
     total: np.ndarray
     count: int = 0
     divisor: None = None
+    clients: tuple[int, ...] = ()
+    personal: None = None
+
+    def add_to(self, total: ClientsSum) -> None:
+        """Put it in the place of the round's sum."""
+        total.total, total.count = self.total, self.count
 
     def of(self, draw: int) -> ClientsSum:
         """Return the sum of a cohort draw: there is one."""
@@ -242,20 +251,6 @@ class ClientsSum:
         nothing = torch.zeros(0, dtype=torch.float64)
         unknown = torch.zeros(self.dimension, dtype=torch.float64)
         return Aggregate(unknown, self.count, 0.0, nothing, nothing, {}, self.total)
-
-
-@dataclass(frozen=True)
-class Unmasked:
-    """The part of a round that secure aggregation gives: the sum of ``count`` clients."""
-
-    total: np.ndarray
-    count: int
-    clients: tuple[int, ...] = ()
-    personal: None = None
-
-    def add_to(self, total: ClientsSum) -> None:
-        """Put it in the place of the round's sum."""
-        total.total, total.count = self.total, self.count
 
 
 @dataclass(frozen=True)
