@@ -24,13 +24,9 @@ from fedflat.federation.bounds import FACTS, Limit
 log = logging.getLogger("fedflat.doors")
 
 FLEET, CONTROL, RUNTIME = "/v1/fleet/", "/v1/control/", "/v1/runtime/"
-STRANGERS, EACH, SECONDS = 128, 32, 15.0
-"""Connections without a credential so far (each takes 256 KiB for TLS), connections of one key, and seconds until a
-credential must be shown."""
-ROOM = 1 << 20
-"""Bytes beyond one reply that a key's requests may hold at a time: their frames, and what else it asks meanwhile."""
-PIECE = 1 << 16
-"""Bytes of an answer that are handed to a connection at a time."""
+STRANGERS, EACH, SECONDS = 128, 8, 15.0
+"""Connections without a credential so far (each takes 256 KiB for TLS), connections of one key, each of which holds one
+object at a time (a SuperNode needs two), and seconds until a credential must be shown."""
 SILENCE = 60.0
 """Seconds between two log lines on one limit: whoever floods a door does not fill the disk."""
 ALIVE = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
@@ -120,13 +116,9 @@ class Gate(socket.socket):
 def fleet_only(app: Any, roster: Container[bytes], limit: Limit, gate: Gate, blame: Callable[[bytes], object]) -> Door:
     """Return the SuperLink's ASGI application as the network sees it: the SuperNodes' own interface and nothing else.
 
-    Nothing is read of a request without the signature of a key of the ``roster`` (PEM), of one that is longer than a
-    reply's ``limit`` allows, or of one key's beyond what a reply comes to. blame: is called with the key of a request
-    that was too long by itself. Requests that are too long together may be one that was cut off and its repetition,
-    which an honest client sends: they are put off, and nobody is blamed. An object that is asked for counts as the
-    longest until it was read.
+    Nothing is read of a request without the signature of a key of the ``roster`` (PEM), or of one that is longer than a
+    reply's ``limit`` allows. blame: is called with the key of such a request.
     """
-    held: Counter[bytes] = Counter()
 
     async def door(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -144,16 +136,7 @@ def fleet_only(app: Any, roster: Container[bytes], limit: Limit, gate: Gate, bla
             gate.say("length", "a client's request was longer than a reply can be, and was not read")
             blame(key)
             return await _refuse(413, scope, receive, send)
-        length += limit.object if path.endswith(("/pull-object", "/get-fab")) else 0
-        if held[key] + length > limit.total + ROOM:
-            gate.say("sum", "a client's requests at one time were longer than a reply can be; one has to wait")
-            # Flower's client sends it again; after a 429 it would give up.
-            return await _refuse(503, scope, receive, send)
-        held[key] += length
-        try:
-            await app(scope, receive, partial(_piecewise, send))
-        finally:
-            held[key] -= length
+        await app(scope, receive, send)
 
     return door
 
@@ -173,14 +156,6 @@ def this_machine_only(app: Any, allowed: Callable[[str, Mapping[str, str]], bool
             await app(scope, receive, send)
 
     return door
-
-
-async def _piecewise(send: Any, message: Any) -> None:
-    """Send a part of an answer as its reader takes it: uvicorn waits between two pieces, and keeps one."""
-    body = message.get("body", b"")
-    for start in range(0, len(body) - PIECE, PIECE):
-        await send({**message, "body": body[start : start + PIECE], "more_body": True})
-    await send({**message, "body": body[-(len(body) % PIECE or PIECE) :]} if body else message)
 
 
 async def _refuse(status: int, *connection: Any) -> None:

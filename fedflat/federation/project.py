@@ -16,7 +16,7 @@ from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.records import settled
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, require
+from fedflat.core.checks import making, require
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job
@@ -70,19 +70,15 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
         unused = "a deployment measures no personal accuracy, and what is held back of a client's examples stays unused"
         warnings.warn(f"data.client_test_fraction: {unused}; 0 trains on all", stacklevel=2)
     job = prepare(recipe, features=False)  # each client computes its own
-    allowed, begun = "a folder you may write to", False
-    try:
-        (out / "app" / PACKAGE).mkdir(parents=True)  # refused where another project has come here meanwhile
-        begun = True
-        _write(recipe, job, out, port, host)
-    except BaseException as error:
-        if begun:  # half a project would look like one
-            shutil.rmtree(out, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise InputError(f"--out: found {out} ({error.strerror}); allowed: {allowed}.") from error
-        raise
     plan = job.parts.plan
     epsilon = plan.epsilon() if plan.private else float("inf")
+    with making("--out", out):
+        (out / "app" / PACKAGE).mkdir(parents=True)  # refused where another project has come here meanwhile
+        try:
+            _write(recipe, job, out, port, host, epsilon)
+        except BaseException:
+            shutil.rmtree(out, ignore_errors=True)  # half a project would look like one
+            raise
     return Project(out, job.data.clients, plan.rounds, epsilon if epsilon < float("inf") else None, plan.delta, note)
 
 
@@ -136,7 +132,7 @@ def _unfit(recipe: Recipe, method: Algorithm, trust: str, clients: int) -> str:
     return ""
 
 
-def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
+def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str, epsilon: float) -> None:
     data, app = job.data, out / "app" / PACKAGE
     out.chmod(0o700)
     lock.write_authority_and_server(out / "certificates", list(dict.fromkeys([host, HERE, "localhost"])))
@@ -163,8 +159,15 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
         _fill(app / f"{side}_app.py", "app.txt", {"side": side, "title": side.capitalize()})
     _fill(out / lock.ADDRESSES_FILE, "superlink.toml", facts)
     _fill(out / "flower" / "config.toml", "flower.toml", facts)
-    pin = Task.read(app).pin
-    _fill(out / "README.md", "README.md", _readme(recipe, out, job, _places(out, 0, host, port, pin, at="")))
+    plan = job.parts.plan
+    exports = (f"export {k}={v.replace(str(out.absolute()), '$PWD')}" for k, v in environment(out).items())
+    facts |= {
+        "name": recipe.name, "clients": data.clients, "exports": "\n    ".join(exports), "trust": plan.trust,
+        "epsilon": f"{epsilon:.4g}" if epsilon < float("inf") else "infinite", "delta": f"{plan.delta:g}",
+        "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds, "method": job.parts.algorithm.name,
+        "pin": Task.read(app).pin,
+    }  # fmt: skip
+    _fill(out / "README.md", "README.md", facts)
 
 
 def client_folder(out: Path, client: int) -> Path:
@@ -190,15 +193,9 @@ def superlink_command(out: Path) -> list[str]:
 
 def supernode_command(out: Path, client: int, host: str, port: int, pin: str) -> list[str]:
     """Return the command of one client's SuperNode: TLS to the SuperLink, its own key, data, state and app."""
-    return words_of("supernode.txt", _places(out, client, host, port, pin))
-
-
-def _places(out: Path, client: int, host: str, port: int, pin: str = "", at: str | None = None) -> dict[str, Any]:
-    """Return what the commands of one client name. at: the project's folder, where it is not the absolute path."""
-    at = f"{out.absolute()}/" if at is None else at
-    folder = f"{at}{client_folder(Path(), client)}"
-    where = {"host": lock.bracketed(host), "port": port}
-    return {"at": at, "folder": folder, "client": client, "pin": pin, "package": PACKAGE, **where}
+    at = out.absolute()
+    places = {"at": at, "folder": client_folder(at, client), "client": client, "pin": pin, "package": PACKAGE}
+    return words_of("supernode.txt", {**places, "superlink": lock.address_text((host, port))})
 
 
 def words_of(template: str, places: Mapping[str, Any]) -> list[str]:
@@ -206,26 +203,8 @@ def words_of(template: str, places: Mapping[str, Any]) -> list[str]:
     return [" ".join(word.split()).format_map(places) for word in shlex.split(_template(template))]
 
 
-def _as_typed(template: str, places: Mapping[str, Any]) -> str:
-    """Return a command as one types it: an option to a line, but for the lines inside quotes."""
-    return _template(template).strip().replace("\n    --", " \\\n    --").replace("\n", "\n    ").format_map(places)
-
-
 def _template(name: str) -> str:
     return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
-
-
-def _readme(recipe: Recipe, out: Path, job: Job, places: dict[str, Any]) -> dict[str, Any]:
-    """Return what the project's README.md says of it."""
-    clients, plan = job.data.clients, job.parts.plan
-    exports = (f"export {k}={v.replace(str(out.absolute()), '$PWD')}" for k, v in environment(out).items())
-    epsilon = plan.epsilon() if plan.private else float("inf")
-    return {
-        **places, "name": recipe.name, "clients": clients, "exports": "\n    ".join(exports), "trust": plan.trust,
-        "epsilon": f"{epsilon:.4g}" if epsilon < float("inf") else "infinite", "delta": f"{plan.delta:g}",
-        "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds, "method": job.parts.algorithm.name,
-        "node": _as_typed("supernode.txt", places),
-    }  # fmt: skip
 
 
 def _fill(path: Path, template: str, facts: dict[str, Any]) -> None:

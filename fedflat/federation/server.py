@@ -179,7 +179,7 @@ def job_of(task: Task, settings: Settings) -> Job:
     from fedflat.assembly.jobs import prepare
 
     check_deployable(task.recipe)
-    test = None
+    test: Any = (None, None)
     if settings.test is not None:
         test = read_examples(settings.test)
         task.form.check(str(settings.test), *test)
