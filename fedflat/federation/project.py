@@ -17,7 +17,6 @@ from fedflat.assembly.records import settled
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import making, require
-from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job
 from fedflat.federation import lock
@@ -36,7 +35,11 @@ STATUS, REASON = "status.json", ": why"
 a run's name there for the reason of its end."""
 CONTROL_CERTIFICATE = "flower/control/ca.crt"
 
-KEPT = "No cohort.sampling is named: secret coins (poisson) are kept, since {why}."
+KEPT = (
+    "No cohort.sampling is named: secret coins (poisson) are kept. Turns by a schedule need privacy.epsilon (a "
+    "noise_multiplier is that of a round), trust: central, a method with plain Gaussian noise, one constant clip, a "
+    "cohort of a whole number of at most half of the clients, and no key that belongs to secret coins."
+)
 
 
 @dataclass(frozen=True)
@@ -106,30 +109,18 @@ def _taking_turns(recipe: Recipe, unnamed: bool) -> tuple[Recipe, str]:
     if not unnamed or not method.private:
         return recipe, ""
     clients = recipe.data.clients or data_of(recipe, None, None).clients  # a table's are its own
-    if why := _unfit(recipe, method, trust_of(recipe, method), clients):
-        return recipe, KEPT.format(why=why)
+    privacy, cohort = recipe.privacy, recipe.cohort
+    plain = privacy.noise.kind == "independent" and privacy.noise_cohort is None and not (cohort.min or cohort.max)
+    proven = trust_of(recipe, method) == "central" and method.kind == "update" and privacy.clipping.kind != "adaptive"
+    whole = cohort.size == int(cohort.size) and 2 * cohort.size <= clients
+    if privacy.epsilon is None or not (plain and proven and whole):
+        return recipe, KEPT
     kind = "banded" if recipe.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
-    apart = int(clients / recipe.cohort.size)
+    apart = int(clients / cohort.size)
     dump = recipe.dump()
     dump["cohort"] |= {"sampling": "min-separation", "separation": apart}
     dump["privacy"]["noise"] = {"kind": kind}
     return Recipe.of(dump), " ".join(_template("turns.txt").format(apart=apart, kind=kind).split())
-
-
-def _unfit(recipe: Recipe, method: Algorithm, trust: str, clients: int) -> str:
-    """Return why a schedule with correlated noise cannot stand in; empty where it can."""
-    privacy, cohort = recipe.privacy, recipe.cohort
-    if privacy.epsilon is None:
-        return "privacy.noise_multiplier is that of a round, and no privacy.epsilon is given"
-    if trust != "central" or method.kind != "update":
-        return f"a schedule is proven for trust: central and plain Gaussian noise, not for {method.name}, {trust}"
-    if privacy.clipping.kind == "adaptive":
-        return "correlated noise needs one constant clip"
-    if privacy.noise.kind != "independent" or privacy.noise_cohort is not None or cohort.min or cohort.max:
-        return "other keys of the recipe belong to secret coins"
-    if cohort.size != int(cohort.size) or 2 * cohort.size > clients:
-        return "the cohort is no whole number of at most half of the clients"
-    return ""
 
 
 def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str, epsilon: float) -> None:

@@ -155,8 +155,6 @@ class Culprits:
 
     def note(self, round: int, excluded: Mapping[int, str]) -> set[int]:
         """Add one round's exclusions, durably; return the clients that are put off from now on."""
-        if not excluded:
-            return set()
         before = self.off
         line = json.dumps({"round": round, "excluded": {str(client): excluded[client] for client in sorted(excluded)}})
         durable.append(self.path, line.encode() + b"\n")
