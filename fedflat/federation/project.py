@@ -112,8 +112,8 @@ def _taking_turns(recipe: Recipe, unnamed: bool) -> tuple[Recipe, str]:
     privacy, cohort = recipe.privacy, recipe.cohort
     plain = privacy.noise.kind == "independent" and privacy.noise_cohort is None and not (cohort.min or cohort.max)
     proven = trust_of(recipe, method) == "central" and method.kind == "update" and privacy.clipping.kind != "adaptive"
-    whole = cohort.size == int(cohort.size) and 2 * cohort.size <= clients
-    if privacy.epsilon is None or not (plain and proven and whole):
+    divides = cohort.size == int(cohort.size) and 2 * cohort.size <= clients
+    if privacy.epsilon is None or not (plain and proven and divides):
         return recipe, KEPT
     kind = "banded" if recipe.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
     apart = int(clients / cohort.size)
