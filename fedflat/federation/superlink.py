@@ -34,7 +34,7 @@ from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.process import how_it_ended
 from fedflat.federation import doors, lock, processes
-from fedflat.federation.bounds import ReplyKeeper
+from fedflat.federation.bounds import keep_one_reply
 from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, REASON, STATUS, environment, words_of
 from fedflat.federation.task import Roster, Task
 
@@ -79,7 +79,7 @@ def serve(project: Path) -> None:
     plugin = lock.OperatorOnly(token_hash)
     app = _application(addresses, certs, plugin)
     state = app.state.linkstate_factory.state()
-    keeper = ReplyKeeper(state, task.limits.reply)
+    blame = keep_one_reply(state, task.limits.reply)
     threading.Thread(target=_hand_out, args=(state, (project / "app").absolute(), ours), daemon=True).start()
 
     def allowed(path: str, headers: Mapping[str, str]) -> bool:
@@ -92,7 +92,7 @@ def serve(project: Path) -> None:
     strangers = min(max(doors.STRANGERS, 2 * task.form.clients), descriptors // 4)
     network, control = doors.Gate("listen", *addresses.listen, strangers), doors.Gate("control", *addresses.control)
     _register(state, task.roster)
-    outside = doors.fleet_only(app, task.roster.numbers, task.limits.reply, network, keeper.blame)
+    outside = doors.fleet_only(app, task.roster.numbers, task.limits.reply, network, blame)
     _run((doors.this_machine_only(app, allowed, control), control, certs), (outside, network, project / "certificates"))
 
 

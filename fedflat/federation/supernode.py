@@ -6,14 +6,12 @@ answers with the installed fedflat, on the owner's copy of the app.
 """
 
 import argparse
-import io
 import logging
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,7 +21,7 @@ from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.core.checks import RunError, turning, wrong
 from fedflat.core.process import how_it_ended, using_threads
 from fedflat.federation import processes
-from fedflat.federation.bounds import Limit, limit_answers, pulled, unpacked
+from fedflat.federation.bounds import Limit, pulled, unpacked
 from fedflat.federation.client import client_of, reply_to
 from fedflat.federation.events import log_to_stderr
 from fedflat.federation.secagg.client import signing_key
@@ -67,7 +65,7 @@ def serve(args: argparse.Namespace) -> None:
     # What Flower raises here is click's.
     with turning(Exception, wrong("--node-config", args.node_config, 'keys as in client=0 data="FILE"')):
         config = parse_config_args([args.node_config])
-    log_to_stderr(str(config.get("log", "text")))
+    log_to_stderr()
     client = client_of(task, config)  # said now, and not when a round asks first
     with using_threads(1):  # threads that had worked here would be missing in the processes forked below
         client.examples()
@@ -79,14 +77,11 @@ def serve(args: argparse.Namespace) -> None:
     processes.end_with_an_exit(0)
     from flwr.supernode.fleet_http_connection import http_request_response
 
-    limit_answers(task.limits.ask)
-    say_why(args.superlink)
-    ask_again()
-    pause, answers = ask_seldom(task.form.clients), len(client.store.answered())
+    pause, answers = mend_connection(args.superlink, task.form.clients), len(client.store.answered())
     keys, at = (private, private.public_key()), (args.superlink, False, str(authority))
     with taking_over(client.store, at, keys), http_request_response(*at, keys) as connection:
         log.info("connected to %s, %d answers so far", args.superlink, answers)
-        lost = _take_messages(connection, task.limits.ask, app, ours, pause)
+        lost = _take_messages(connection, task.limits.ask, ours, pause)
     # Not in the block above: Flower would log what is raised there, and go on after it.
     raise RunError(f"{args.superlink}: {' '.join(str(lost).split())}")
 
@@ -113,11 +108,14 @@ def taking_over(store: Store, at: tuple[str, bool, str], keys: tuple[Any, Any]) 
         yield
 
 
-def ask_again() -> None:
-    """Let a SuperNode ask again after a TLS handshake that was cut or took too long, as under a flood.
+def mend_connection(superlink: str, clients: int) -> float:
+    """Change how Flower connects a SuperNode that is one of so many; return the seconds between its looks.
 
-    Flower asks again after any other fault of the network, but gives up on each whose words have "ssl" in them.
+    It asks again after a TLS handshake that was cut or took too long, as under a flood: Flower gives up on each fault
+    whose words have "ssl" in them. One that is refused, or gets no connection, ends with a sentence; Flower says
+    nothing, or a page. And one of many gives signs of life seldom.
     """
+    from flwr.supercore import heartbeat
     from flwr.supernode import fleet_http_connection as connection
     from httpx import TransportError
 
@@ -125,21 +123,14 @@ def ask_again() -> None:
 
     def patient() -> Any:
         invoker = make_invoker()
-        gives_up = invoker.should_giveup
+        gives_up: Any = invoker.should_giveup
 
         def is_final(error: Exception) -> bool:
             cut = isinstance(error, TransportError) and any(words in str(error) for words in CUT)
-            return not cut and (gives_up is None or gives_up(error))
+            return not cut and bool(gives_up(error))
 
         invoker.should_giveup = is_final
         return invoker
-
-    connection.make_simple_http_retry_invoker = patient
-
-
-def say_why(superlink: str) -> None:
-    """Let a SuperNode that is refused, or gets no connection, end with a sentence: Flower says nothing, or a page."""
-    from flwr.supernode import fleet_http_connection as connection
 
     class Signer(connection.NodeAuthHttpInterceptor):  # type: ignore[misc]
         def intercept(self, context: Any, call_next: Any) -> Any:
@@ -151,37 +142,23 @@ def say_why(superlink: str) -> None:
     def give_up(_: object, message: str) -> None:
         raise RunError(f"{superlink}: {' '.join(message.replace('.', ':', 1).split())}") from None
 
+    connection.make_simple_http_retry_invoker = patient
     connection.NodeAuthHttpInterceptor, connection.flwr_exit = Signer, give_up
-
-
-def ask_seldom(clients: int) -> float:
-    """Let a SuperNode that is one of so many give signs of life seldom; return the seconds between its looks."""
-    from flwr.supercore import heartbeat
-    from flwr.supernode import fleet_http_connection as connection
-
     interval = max(connection.HEARTBEAT_DEFAULT_INTERVAL, int(clients / EACH_SECOND))
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = connection.HEARTBEAT_DEFAULT_INTERVAL = interval
     return max(PAUSE, clients / EACH_SECOND)
 
 
-def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection, pause: float) -> Exception:
+def _take_messages(connection: Any, limit: Limit, worker: Connection, pause: float) -> Exception:
     """Have every message answered that comes for this client; return what ended that. pause: seconds between looks."""
     from flwr.app import Error, Message
     from flwr.common.constant import ErrorCode
     from flwr.supercore.run import RunNotRunningException
 
-    _, receive, send, get_run, get_fab, pull, push, confirm = connection
-
-    @lru_cache(maxsize=16)
-    def difference_of(run: int) -> str:
-        return difference(get_fab(get_run(run).fab_hash, run).content, app)
+    _, receive, send, _, _, pull, push, confirm = connection
 
     def answer_to(message: Any, tree: Any) -> Any:
         run, number = message.metadata.run_id, message.metadata.message_id
-        if fault := difference_of(run):
-            log.error("refused: run %d is of another app than %s: %s", run, app, fault)
-            error = Error(ErrorCode.INVALID_FAB, "This node answers for its own app alone.")
-            return parts_of(Message(error, reply_to=message))
         contents = pulled(limit, tree, partial(when_there, pull, run))
         confirm(run, number)
         worker.send((number, contents))
@@ -247,22 +224,6 @@ def _answer_messages(connection: Connection, app: Path, config: Any) -> None:
         connection.send((number, parts_of(reply_to(unpacked(number, contents), config, app))))
 
     processes.do_tasks("flwr-clientapp", answer, connection)
-
-
-def difference(bundle: bytes, app: Path) -> str:
-    """Return where the package in a Flower app bundle (FAB) differs from the folder ``app``; nothing of it is run."""
-    here = {f"{app.name}/{path.name}": path.read_bytes() for path in app.iterdir() if path.is_file()}
-    try:
-        with zipfile.ZipFile(io.BytesIO(bundle)) as files:
-            sizes = {entry.filename: entry.file_size for entry in files.infolist() if "/" in entry.filename}
-            # .info/ is Flower's list of files; what counts is the files, compared byte by byte and never unpacked.
-            there = {name: size for name, size in sizes.items() if not name.startswith(".info/")}
-            for name in sorted(here.keys() | there.keys()):
-                if there.get(name) != len(here.get(name, "")) or files.read(name) != here.get(name):
-                    return f"{name} differs"
-    except (zipfile.BadZipFile, OSError, ValueError, RuntimeError, NotImplementedError) as error:
-        return f"not readable ({type(error).__name__})"
-    return ""
 
 
 def main(arguments: Sequence[str]) -> int:
