@@ -105,7 +105,7 @@ def default_granularity(
     room = 4.0**bits / (4 * DEVIATIONS**2) - messages / 4
     if room <= 0:
         need = math.ceil(math.log2(DEVIATIONS * math.sqrt(messages))) + 1
-        raise wrong("bits", bits, f"at least {need} for sums of {messages} messages")
+        raise wrong("algorithm.bits", bits, f"at least {need} for sums of {messages} messages")
     signal = (messages * clip) ** 2 / padded
     return math.sqrt((signal + (messages * (noise_multiplier * clip) ** 2 / min_cohort)) / room)
 

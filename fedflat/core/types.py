@@ -326,9 +326,10 @@ class Algorithm:
         for name in ("phases", "transforms", "server", "client_state"):
             if not isinstance(pieces := getattr(self, name), (tuple, list)):
                 raise wrong(f"algorithm.{name}", type(pieces).__name__, "a tuple: (piece,), with the comma, for one")
-        for phase in self.phases:
-            require(isinstance(phase, Phase), "algorithm.phases", type(phase).__name__, "Phase(…)")
-        parts = {one_of("algorithm.phases: part", phase.part, get_args(Part)) for phase in self.phases}
+        for name, phase in [*(("phases", phase) for phase in self.phases), ("finetune", self.finetune or Phase())]:
+            require(isinstance(phase, Phase), f"algorithm.{name}", type(phase).__name__, "Phase(…)")
+            one_of(f"algorithm.{name}: part", phase.part, get_args(Part))
+        parts = {phase.part for phase in self.phases}
         require(bool(parts - {"personal"}), "algorithm.phases", "none of a shared part", "a Phase of all or shared")
         for state in self.client_state:
             if not isinstance(state, ClientState) or not callable(state.next):

@@ -242,6 +242,7 @@ KINDS = {b"PK\x03\x04": "a ZIP archive, as Excel files are", b"\x89PNG": "a pict
 
 def _commas(file: Path, written: Written, key: str) -> Any:
     import pyarrow as pa
+    import pyarrow.compute as compute
     import pyarrow.csv as pc
 
     with file.open("rb") as opened:
@@ -270,15 +271,13 @@ def _commas(file: Path, written: Written, key: str) -> Any:
         hint = f"Set data.separator='{sign}', or --separator '{sign}'."
         header, allowed = f"one column, {table.column_names[0]!r}", f"columns with {mark!r} between them"
         raise wrong("data.separator", header, allowed, hint=hint)
-    for name in table.column_names:
-        if clean(name) == clean(written.by or "") and not pa.types.is_string(table[name].type):
-            alone = parsed(include_columns=[name], column_types={name: pa.string()}, strings_can_be_null=True)
-            known = {None, *map(str, table[name].unique().to_pylist())}
-            texts = {None, *alone[name].unique().to_pylist()}
-            if len(texts) > len(known):
-                one = "is read as a number, and so are other spellings of it: they are one client"
-                odd = min(texts - known)
-                warnings.warn(f"column {name}: {odd} {one}. A letter before each keeps them apart", stacklevel=2)
+    users = [name for name in table.column_names if written.by and clean(name) == clean(written.by)]
+    if len(users) == 1 and not pa.types.is_string(table[users[0]].type):
+        texts = parsed(include_columns=users, column_types={users[0]: pa.string()}, strings_can_be_null=True)
+        written_as, read_as = (compute.count_distinct(rows[users[0]]).as_py() for rows in (texts, table))
+        if written_as > read_as:
+            one = "has users who are written in two ways, as 007 and 7 are, and are one client"
+            warnings.warn(f"column {users[0]} {one}. A letter before each keeps them apart", stacklevel=2)
     return table
 
 

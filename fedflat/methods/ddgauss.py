@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedflat.core import discrete
 from fedflat.core.checks import in_range, require, whole, wrong
-from fedflat.core.discrete import MIN_SHARE_STD, SecureBits, ShareNumbers, Source
+from fedflat.core.discrete import MAX_SIGMA, MIN_SHARE_STD, SecureBits, ShareNumbers, Source
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Broadcast, Encode, Mechanism
 
@@ -52,6 +52,8 @@ class DistributedDiscreteGaussian(ShareNumbers):
         super().__post_init__()
         in_range("clip/granularity", self.clip / self.granularity, 2.0**-20, 2.0**48)
         share = math.sqrt(self.share_variance)
+        allowed = f"fewer: a share's noise has std {share:.3g} grid steps, of {MAX_SIGMA:.3g} at most"
+        require(share <= MAX_SIGMA, "algorithm.bits", self.bits, allowed)
         if self.noise_multiplier > 0 and share < MIN_SHARE_STD:
             need = f"{MIN_SHARE_STD} are needed: use more bits or a finer one."
             hint = f"One share has std {share:.2g} grid steps, {need}"

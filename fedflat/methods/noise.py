@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import wrong
+from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.discrete import SecureBits, ShareNumbers, rounded_gaussian
 from fedflat.core.factors import PLACES, Factor, identity
 from fedflat.core.rng import stream
@@ -174,6 +174,9 @@ def account_of(recipe: Recipe, method: Algorithm, dimension: int | None) -> DDGa
         raise wrong("privacy.clip", clip.kind, "one number for ddgauss", hint="Its grid is made for one clip.")
     size = 1 if dimension is None else method.vectors * dimension
     options = {name: method.options[name] for name in ("bits", "granularity", "beta") if name in method.options}
+    whole("algorithm.bits", options.get("bits", 16), 2, 48)
+    if options.get("granularity") is not None:
+        in_range("algorithm.granularity", options["granularity"], 0, 1e9, open_low=True)
     return DDGaussPlan(size, clip.value, **options)
 
 
@@ -186,6 +189,7 @@ def mechanism_of(recipe: Recipe, plan: Plan) -> Mechanism:
     """Return the noise of a run's rounds, with the law that its plan accounts."""
     secure = recipe.privacy.secure_rng
     if isinstance(plan.mechanism, DDGaussPlan) and plan.private:
+        plan.mechanism.refuse_wrapping(plan)
         numbers = plan.mechanism.account(plan)
         shared = {item.name: getattr(numbers, item.name) for item in fields(ShareNumbers)}
         return SharedDiscreteNoise(DistributedDiscreteGaussian(**shared), recipe.seed, numbers.n_max, secure)

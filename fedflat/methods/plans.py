@@ -110,15 +110,16 @@ class DDGaussPlan(Accounted):
     facts = {"mechanism": TEXTS["noise"]["discrete"]}  # noqa: RUF012  (what the privacy statement says of it)
 
     def settled(self, plan: Plan) -> Self:
-        """Return the same with n_max and γ as numbers: what runs must not follow the δ that ε is asked for.
+        """Return the same with n_max and γ as numbers: what runs must not follow the δ that ε is asked for."""
+        return replace(self, granularity=self.pitch(plan), most=self.n_max(plan))
 
-        Raises InputError where γ is so fine that sums wrap around, which leaves no estimate.
-        """
-        finest = replace(self, granularity=None).pitch(plan)
-        if self.granularity is not None and self.dimension > 1:  # 1: the model is not known yet
-            allowed = f"a number ≥ {1.01 * finest:.3g}, or none: finer sums wrap around modulo 2^{self.bits}"
-            require(self.granularity >= finest, "algorithm.granularity", self.granularity, allowed)
-        return replace(self, granularity=self.granularity or finest, most=self.n_max(plan))
+    def refuse_wrapping(self, plan: Plan) -> None:
+        """Raise InputError where γ is so fine that sums wrap around, which leaves no estimate."""
+        finest, allowed = (
+            replace(self, granularity=None).pitch(plan),
+            f"none, or coarser: sums are modulo 2^{self.bits}",
+        )
+        require(self.pitch(plan) >= finest * (1 - 1e-9), "algorithm.granularity", self.granularity, allowed)
 
     def n_max(self, plan: Plan) -> int:
         """Return the shares in every topped-up sum; also the number of messages that the default γ makes room for."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from fedflat.core import durable
 from fedflat.core.checks import reading, require
@@ -131,7 +132,7 @@ class Opening:
             body = json.loads(path.read_bytes())
             if body.pop("checksum") != durable.digest_of_json(body) or type(body["attempt"]) is not int:
                 raise ValueError("its checksum does not match, or its attempt is no whole number")
-            return cls(**body)
+            return TypeAdapter(cls).validate_python(vars(cls(**body)))
 
 
 def refuse_older(where: str, path: Path, terms: object) -> None:

@@ -110,7 +110,7 @@ def _paces(run: Run) -> list[metrics.Record]:
 
 
 def _row(run: Run) -> list[str]:
-    planned, done = metrics.number(run.recipe.get("rounds")), len(run.metrics)
+    planned, done = metrics.number(run.recipe.get("rounds")), metrics.finished_rounds(run)
     loss, spent = (metrics.last(run.metrics, key) for key in ("test_loss", "epsilon"))
     privacy = metrics.section(run.recipe, "privacy")
     budget = None if privacy.get("noise_cohort") else metrics.number(privacy.get("budget"))

@@ -6,9 +6,11 @@ a run may have been killed before its first round, and a deployment never writes
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,10 +92,9 @@ def preparation(run: Path) -> Record:
 
 
 def number(value: Any) -> float | None:
-    """Return ``value`` as a finite float, or ``None`` for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if math.isfinite(value) else None
+    """Return ``value`` as a finite float, or ``None`` for anything else, whole numbers beyond all floats too."""
+    real = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return float(value) if real else None
 
 
 def _parsed(line: bytes | str) -> Record | None:
@@ -365,6 +366,12 @@ def best_accuracy(run: Run) -> float | None:
 def finished_rounds(run: Run) -> int:
     """Return how many rounds were finished: by the statement where a line of the metrics was lost."""
     return max(int(number(run.privacy.get("rounds")) or 0), len(run.metrics))
+
+
+def lost_rounds(stated: object, released: Sequence[Record]) -> list[int]:
+    """Return the first rounds, of those that a statement counts, without a line: five at most."""
+    there = {record.get("round") for record in released}
+    return list(itertools.islice((round for round in range(int(number(stated) or 0)) if round not in there), 5))
 
 
 def summary(run: Run) -> Record:

@@ -26,8 +26,8 @@ def cautions(privacy: Mapping[str, Any], released: Sequence[Record], private: Se
     private: the rounds' records.
     """
     stated = map(str, metrics.listed(privacy, "warnings"))
-    gone = sorted({*range(int(number(privacy.get("rounds")) or 0))} - {record.get("round") for record in released})
-    lost = f"metrics.jsonl is damaged: it has no line for round {', '.join(map(str, gone[:5]))}, counted from 0."
+    gone = metrics.lost_rounds(privacy.get("rounds"), released)
+    lost = f"metrics.jsonl is damaged: it has no line for round {', '.join(map(str, gone))}, counted from 0."
     seen = [*not_finite(released, private), *_chance(released), *_clipped(private), *_drowned(released, private)]
     return [*([lost] if gone else []), *stated, *seen]
 

@@ -30,7 +30,7 @@ from fedflat.records import folder as files
 from fedflat.records.folder import CARDS, LEDGER, METRICS, OPENING, PRIVATE, RECIPE, REPORT, SEALED, STATEMENT
 from fedflat.records.opening import Opening
 from fedflat.records.signing import MADE_FOR, SIGNATURE, TIPS
-from fedflat.report.metrics import uncounted
+from fedflat.report.metrics import lost_rounds, read_records, uncounted
 from fedflat.simulation import recomputed
 from fedflat.simulation.recomputed import MODEL, PREPARATION, UNREADABLE, Check, Records, Verdict
 from fedflat.simulation.settings import CHARGE, WINNER, faults
@@ -224,7 +224,7 @@ def check_fields(run: Records) -> Iterator[Check]:
     yield from _outcome(FIELDS, different, "as recipe, ledger, metrics and this code give it")
     if comparable:
         yield from _outcome(SHOWN, faults_shown, "as recipe, ledger and this code give them")
-    weights = recomputed.released_digest(run.folder, int(body["rounds"]))
+    weights = recomputed.released_digest(run.folder, run.stated_rounds)
     if weights is not None:
         yield _same("the weights", body.get("weights") == weights, "those of the statement")
 
@@ -239,7 +239,9 @@ def check_rounds(run: Records) -> Iterator[Check]:
             if (run.folder / files.seals_of(name)).exists() or (name == METRICS and run.stated_rounds):
                 yield Check(name, "wrong", "missing, although rounds were finished")
         elif run.opening is None:
+            gone = lost_rounds(run.stated_rounds, read_records(run.folder / name)) if name == METRICS else []
             yield Check(name, "unchecked", "its seals need private/run.json")
+            yield from (Check(name, "wrong", f"no line for round {round}") for round in gone)
         else:
             one = _check_seals(run, files.RunFolder(run.folder, run=run.opening.run), name)
             yield one._replace(verdict="unchecked", about=WRITING) if run.going and one.verdict == "wrong" else one
@@ -464,8 +466,8 @@ def check_strangers(run: Records) -> Iterator[Check]:
     In an exported folder that SHA256SUMS names them makes no difference: whoever adds a file can redo it.
     """
     covered = (*COVERED, *((MODEL, PREPARATION, SEALED) if run.exported else ()))
-    others = [file for file in run.files if not any(fnmatchcase(file, one) for one in covered)]
-    known = {file: why for file in others for one, why in BESIDE.items() if fnmatchcase(file, one)}
+    others = [file for file in run.files if not any(_fits(file, one) for one in covered)]
+    known = {file: why for file in others for one, why in BESIDE.items() if _fits(file, one)}
     yield from (Check(name, "unchecked", f"known, not covered: {why}") for name, why in known.items())
     links = [name for name in run.files if (run.folder / name).is_symlink()]
     yield from (Check(name, "unchecked", "a link: what it leads to may change") for name in links)
@@ -474,6 +476,10 @@ def check_strangers(run: Records) -> Iterator[Check]:
     yield from (Check(name, "unchecked", unknown) for name in strange)
     counts = f"{len(run.files) - len(others)} known and covered, {len(known)} known and not covered"
     yield Check("files", "ok", f"{counts}, {len(strange)} unknown")
+
+
+def _fits(file: str, pattern: str) -> bool:
+    return fnmatchcase(file, pattern) and file.count("/") == pattern.count("/")
 
 
 COVERED = (

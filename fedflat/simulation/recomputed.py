@@ -304,11 +304,12 @@ def second_account(run: Records) -> Verification:
     """
     body, rows = run.statement, files.whole_lines(run.folder / METRICS)
     if body is None or rows is None:
-        raise wrong(str(run.folder), f"a damaged {METRICS if body else STATEMENT}", "the record as it was written")
+        damaged = run.folder / (METRICS if body else STATEMENT)
+        raise wrong(str(damaged), "a damaged record", "the file as it was written")
     stated, epsilons = body.get("proven_epsilon"), [row.get("epsilon") for row in rows]
-    for value in (stated, body.get("delta"), *epsilons):
+    for name, value in [(STATEMENT, stated), (STATEMENT, body.get("delta")), *((METRICS, one) for one in epsilons)]:
         number = isinstance(value, float | int) and type(value) is not bool and abs(value) < 1e300
-        require(value is None or number, str(run.folder), value, "an ε or a δ that is a number, or null")
+        require(value is None or number, str(run.folder / name), value, "an ε or a δ that is a number, or null")
     if run.ledger.fault and (stated is not None or (run.folder / LEDGER).exists()):
         return Verification(math.inf if stated is None else stated, math.inf, "none", 0, False, (run.ledger.fault,))
     account = verify(run.entries, stated, delta=body.get("delta"), released=[row["round"] for row in rows])

@@ -166,7 +166,7 @@ def read_noted(path: Path) -> dict[str, Any]:
         InputError: it cannot be read.
     """
     fault = wrong(str(path), "a file that cannot be read", "the file as it was written")
-    with turning((OSError, UnicodeDecodeError, yaml.YAMLError), fault):
+    with turning((OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError), fault):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     return dict(values) if isinstance(values, dict) else {}
 

@@ -280,13 +280,13 @@ def test_a_run_that_promises_nothing_needs_no_ledger(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("privacy.json", "{", "privacy.json: found an unreadable record; allowed: a run's privacy statement"),
-        ("privacy.json", "[]", "privacy.json: found an unreadable record"),
-        ("privacy.json", f'{{"proven_epsilon": {10**400}}}', "privacy.json: proven_epsilon: found 1000"),
-        ("privacy.json", '{"proven_epsilon": NaN}', "privacy.json: proven_epsilon: found nan"),
-        ("metrics.jsonl", '{"round": Infinity}\n', "metrics.jsonl: found a damaged line; allowed: one JSON record"),
-        ("metrics.jsonl", '{"round": 0, "epsilon": "1"}\n', "metrics.jsonl: epsilon: found 1"),
-        ("metrics.jsonl", '{"round": 0}\n[1]\n', "metrics.jsonl: found a damaged line"),
+        ("privacy.json", "{", "privacy.json: found a damaged record; allowed: the file as it was written"),
+        ("privacy.json", "[]", "privacy.json: found a damaged record"),
+        ("privacy.json", f'{{"proven_epsilon": {10**400}}}', "privacy.json: found 1000"),
+        ("privacy.json", '{"proven_epsilon": NaN}', "privacy.json: found nan"),
+        ("metrics.jsonl", '{"round": Infinity}\n', "metrics.jsonl: found a damaged record"),
+        ("metrics.jsonl", '{"round": 0, "epsilon": "1"}\n', "metrics.jsonl: found 1"),
+        ("metrics.jsonl", '{"round": 0}\n[1]\n', "metrics.jsonl: found a damaged record"),
     ],
 )
 def test_unreadable_files_are_named(run: Path, name: str, text: str, sentence: str) -> None:
