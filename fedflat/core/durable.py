@@ -91,6 +91,10 @@ def lock_file(path: Path, *, wait: bool, mode: int = 0o600) -> IO[bytes]:
     return file
 
 
+KEPT = 4 << 30
+"""Bytes of one kind that are kept, of the files used last."""
+
+
 def cache_folder() -> Path:
     """``$FEDFLAT_CACHE`` or ``~/.cache/fedflat``."""
     chosen = os.environ.get("FEDFLAT_CACHE")
@@ -110,11 +114,17 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor] | None:
-    """Return the tensors in a file, as they were written; None where there is none, or where it is damaged."""
+    """Return the tensors in a file, as they were written; None where there is none, or where it is damaged.
+
+    A file of the cache that is read counts as used now.
+    """
     try:
         tensors, metadata = contents_of(path)
     except ValueError:
         return None
+    if path.parent == cache_folder():
+        with contextlib.suppress(OSError):
+            os.utime(path)
     return tensors if metadata.get("sha256") == digest_of(tensors) else None
 
 
@@ -138,9 +148,18 @@ def read_about(path: Path) -> dict[str, str]:
 
 
 def keep(kind: str, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write ``KIND-NAME.safetensors`` into the cache; one that cannot be written keeps nothing."""
+    """Write ``KIND-NAME.safetensors`` into the cache, and delete what was used longest ago, beyond ``KEPT`` bytes of
+    its kind (a body that somebody put there has a longer name); a cache that cannot be written keeps nothing."""
+    folder = cache_folder()
     with contextlib.suppress(OSError):
-        write_tensors(cache_folder() / f"{kind}-{name}.safetensors", tensors, metadata)
+        write_tensors(folder / f"{kind}-{name}.safetensors", tensors, metadata)
+        files = [file for file in folder.glob(f"{kind}-*.safetensors") if len(file.stem) == len(f"{kind}-{name}")]
+        used = 0
+        for place, file in enumerate(sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)):
+            used += file.stat().st_size
+            # The newest stays, however large it is.
+            if place and used > KEPT:
+                file.unlink()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

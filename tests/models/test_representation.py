@@ -104,7 +104,7 @@ def test_principal_directions_are_the_synthetic_images_own() -> None:
     torch.testing.assert_close(projection.weight, (variance[:8] + 0.5 * variance[7]).rsqrt(), rtol=1e-3, atol=0)
 
 
-def test_a_body_is_made_once_and_known_by_its_digest(own_cache: Path) -> None:
+def test_a_body_is_made_once_and_known_by_its_digest(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = made()
     (file,) = own_cache.glob("body-*.safetensors")
     with pytest.MonkeyPatch.context() as patch:
@@ -113,6 +113,12 @@ def test_a_body_is_made_once_and_known_by_its_digest(own_cache: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])  # damaged: made anew
     assert made().sha256 == first.sha256
     assert made(body={**SMALL, "seed": 1}).sha256 != first.sha256
+    put_there = own_cache / f"body-{first.sha256}.safetensors"
+    shutil.copy(file, put_there)
+    monkeypatch.setattr(durable, "KEPT", 7 * file.stat().st_size // 2)
+    for seed in range(2, 6):  # as a choice of settings makes them
+        made(body={**SMALL, "seed": seed})
+    assert len(list(own_cache.glob("body-*"))) == 3 + 1 and put_there.exists() and not file.exists()
     with pytest.raises(InputError, match=r"model\.sha256: found 00.*copy the run's own"):
         made(sha256="0" * 64)
 
@@ -246,8 +252,8 @@ def test_features_do_not_follow_the_other_clients() -> None:
 
 
 def test_features_that_took_long_are_kept_on_disk(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def federation(name: str) -> FederatedData:
-        found = from_pairs([(images(9, 0), torch.arange(9) % 3)], (images(4, 9), torch.zeros(4, dtype=torch.int64)))
+    def federation(name: str, seed: int = 0) -> FederatedData:
+        found = from_pairs([(images(9, seed), torch.arange(9) % 3)], (images(4, 9), torch.zeros(4, dtype=torch.int64)))
         object.__setattr__(found, "name", name)
         return found
 
@@ -274,6 +280,10 @@ def test_features_that_took_long_are_kept_on_disk(own_cache: Path, monkeypatch: 
         patch.setattr(features, "machine", lambda device: "another")
         with_features(federation("a set"), module)
     assert len(kept()) == 2
+    monkeypatch.setattr(durable, "KEPT", 7 * file.stat().st_size // 2)
+    for seed in range(1, 6):
+        with_features(federation("a set", seed), module)
+    assert len(kept()) == 3
 
 
 def test_who_waits_is_told() -> None:
