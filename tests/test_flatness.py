@@ -23,7 +23,7 @@ TINY: dict[str, Any] = {
     "local": {"steps": 3, "batch_size": 16}, "cohort": {"size": 8},
     "privacy": {"noise_multiplier": 1.0, "accountant": "rdp"},
 }  # fmt: skip
-FAST = ("--points", "5", "--draws", "2", "--curvature-examples", "60")
+FAST = ("--points", "5", "--draws", "2", "--curvature-examples", "60", "--threads", "1")
 Call = Callable[..., tuple[int, str, str]]
 
 
@@ -106,10 +106,19 @@ def test_a_local_model_is_the_clients_after_training(runs: Path, where: str) -> 
 
 
 def test_training_data_is_marked_private(runs: Path) -> None:
-    settings = flatness.Settings(points=3, directions=1, draws=1, trace_draws=2, on="train", examples=50)
+    settings = flatness.Settings(points=3, directions=1, draws=1, trace_draws=2, on="train", examples=50, threads=1)
     found = flatness.measure([runs / "heads"], settings)
     assert found["models"][0]["private"] and found["models"][0]["examples"] == 50
     assert "personal head" in found["notes"][0]
+
+
+def test_any_number_of_threads_gives_the_same_numbers(runs: Path) -> None:
+    found = []
+    for threads in (1, 2):
+        settings = flatness.Settings(points=5, draws=2, trace_draws=3, threads=threads)
+        measured = flatness.measure([runs / "both" / "dp-fedavg-0"], settings)["models"][0]
+        found.append({key: value for key, value in measured.items() if key != "seconds"})
+    assert found[0] == found[1]
 
 
 def test_a_wrong_record_is_reported(runs: Path, tmp_path: Path) -> None:
@@ -122,7 +131,7 @@ def test_a_wrong_record_is_reported(runs: Path, tmp_path: Path) -> None:
     later = {**last, "round": last["round"] + 1, "test_accuracy": 0.111}  # killed before its checkpoint was written
     (other / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last), json.dumps(later)]) + "\n")
     (other / "recipe.yaml").write_text((other / "recipe.yaml").read_text().replace("lr: 0.1", "lr: 0.2"))
-    settings = flatness.Settings(points=3, directions=1, draws=1, trace_draws=1)
+    settings = flatness.Settings(points=3, directions=1, draws=1, trace_draws=1, threads=1)
     assert any("recorded a test accuracy of 99.90 %" in note for note in flatness.measure([other], settings)["notes"])
     assert len(read_runs([other])) == 1
 

@@ -98,6 +98,7 @@ def landscape(
     noise: Annotated[str, Option(metavar="SIZES")] = "0.05,0.1,0.2,0.3,0.5",
     draws: int = 10,
     seed: int = 0,
+    threads: int | None = None,
     out: Path | None = None,
     plates: cli.Plates = None,
     as_json: cli.Json = False,
@@ -121,6 +122,7 @@ def landscape(
         noise: Weight noise, relative to the weights.
         draws: Draws of weight noise.
         seed: Seed of directions, noise and examples.
+        threads: Threads. Default: one for each core.
         out: Folder for landscape.html and landscape.json. Default: the (first) run's.
     """
     from fedflat.landscape import flatness
@@ -129,7 +131,7 @@ def landscape(
     settings = flatness.Settings(
         points=points, span=span, directions=directions, examples=examples, curvature_examples=curvature_examples,
         on=on, clients=tuple(_numbers("--clients", clients or "", int)), rho=rho,
-        noise=tuple(_numbers("--noise", noise, float)), draws=draws, seed=seed,
+        noise=tuple(_numbers("--noise", noise, float)), draws=draws, seed=seed, threads=threads,
     )  # fmt: skip
     if out is not None:
         cli.write_files(out, {})  # before minutes of work

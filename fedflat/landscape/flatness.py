@@ -1,6 +1,7 @@
 """Measure how flat finished runs' models are, global and local ones, with statistics over seeds."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 from fedflat.backends.in_process import Sequential
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, in_range, one_of, require, whole, wrong
-from fedflat.core.params import PersonalState
+from fedflat.core.params import Layout, PersonalState
 from fedflat.core.rng import stream
 from fedflat.core.types import RoundState
 from fedflat.engine.job import Job
@@ -57,15 +58,17 @@ class Settings:
     rho: float = 0.05
     noise: tuple[float, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
     draws: int = 10
+    eigenvalues: int = 5
     trace_draws: int = 30
     seed: int = 0
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         surfaces.steps_of(self.points, self.span)
         whole("--directions", self.directions, 1, 2)
         one_of("--on", self.on, ("test", "train"))
         in_range("--rho", self.rho, 0, open_low=True)
-        for name in ("examples", "curvature_examples", "draws", "trace_draws"):
+        for name in ("examples", "curvature_examples", "draws", "eigenvalues", "trace_draws"):
             if (count := getattr(self, name)) is not None:
                 whole(f"--{name.replace('_', '-')}", count, 1)
         require(bool(self.noise), "--noise", "nothing", "one or more sizes, for example 0.1,0.2")
@@ -183,47 +186,58 @@ def _data(job: Job, client: int | None, settings: Settings) -> tuple[Tensor, Ten
 
 
 def _subset(inputs: Tensor, targets: Tensor, count: int | None, seed: int) -> tuple[Tensor, Tensor]:
-    """Return ``count`` examples at random, in stored order."""
+    """Return ``count`` examples at random, in stored order and memory layout."""
     if count is None or count >= len(inputs):
         return inputs, targets
     rows = torch.from_numpy(np.sort(stream(seed, "landscape examples").choice(len(inputs), count, replace=False)))
-    return inputs[rows], targets[rows]
+    # Indexing returns another memory layout, which would change the last bits.
+    last = inputs.dim() == 4 and inputs.is_contiguous(memory_format=torch.channels_last)
+    chosen = inputs[rows]
+    return chosen.contiguous(memory_format=torch.channels_last) if last else chosen, targets[rows]
 
 
 def of_model(
     model: Model, job: Job, settings: Settings, with_surface: bool, on_points: Callable[[int], None] | None
 ) -> Numbers:
     """Return everything that is measured of one model, ready for JSON."""
-    weights, module, layout, seed = model.weights, job.problem.module, job.parts.layout, settings.seed
-    objective = Objective(module, layout, model.inputs, model.targets)
-    # Curvature takes many gradients: it is measured on fewer examples.
-    fewer = _subset(model.inputs, model.targets, settings.curvature_examples, seed)
-    part = Objective(module, layout, *fewer)
+    began, weights, module, layout = time.perf_counter(), model.weights, job.problem.module, job.parts.layout
+    objective = Objective(module, layout, model.inputs, model.targets, threads=settings.threads)
+    fewer = _subset(model.inputs, model.targets, settings.curvature_examples, settings.seed)
+    part = Objective(module, layout, *fewer, threads=settings.threads)
     loss, accuracy = objective.value(weights)
     if not math.isfinite(loss):
         raise InputError(f"landscape: found a model whose loss is {loss}; allowed: a run that has not diverged.")
-    pair = surfaces.directions(weights, layout, seed, settings.directions)
+    private = model.client is not None or settings.on == "train"
+    measurement: Numbers = {"model": model.name, "client": model.client, "private": private}
+    measurement["examples"], measurement["curvature_examples"] = len(model.inputs), len(fewer[0])
+    pair = surfaces.directions(weights, layout, settings.seed, settings.directions)
     steps = surfaces.steps_of(settings.points, settings.span)
-    noisy = surfaces.robustness(objective, weights, layout, seed, settings.noise, settings.draws)
-    noise_loss, noise_accuracy = (float(np.mean(noisy[key][len(settings.noise) // 2])) for key in ("loss", "accuracy"))
-    product = part.product(weights)
-    spectrum = surfaces.lanczos(product, layout.size, seed)
-    trace = surfaces.trace(product, layout.size, seed, settings.trace_draws)
-    sharp = surfaces.sharpness(part, weights, settings.rho)
+    measurement["line"] = surfaces.surface(objective, weights, pair[:1], steps)
+    noisy = surfaces.robustness(objective, weights, layout, settings.seed, settings.noise, settings.draws)
+    measurement["noise"] = noisy
+    middle = len(settings.noise) // 2
+    noise_loss, noise_accuracy = (float(np.mean(noisy[key][middle])) for key in ("loss", "accuracy"))
+    curved, details = _curved(part, weights, layout, settings)
     scalars = {
-        "loss": loss, "accuracy": accuracy, "eigenvalue": spectrum["top"][0], "trace": trace["mean"],
-        "one_step": sharp["one_step"], "ascent": sharp["ascent"], "noise_loss": noise_loss - loss,
-        "noise_accuracy": noise_accuracy, "norm": float(torch.linalg.vector_norm(weights)),
+        "loss": loss, "accuracy": accuracy, "norm": float(torch.linalg.vector_norm(weights)),
+        "noise_loss": noise_loss - loss, "noise_accuracy": noise_accuracy,
     }  # fmt: skip
-    measurement = {
-        "model": model.name, "client": model.client, "private": model.client is not None or settings.on == "train",
-        "examples": len(model.inputs), "curvature_examples": len(fewer[0]),
-        "line": surfaces.surface(objective, weights, pair[:1], steps), "noise": noisy, "numbers": scalars,
-        "spectrum": spectrum, "trace": trace, "sharpness": sharp,
-    }  # fmt: skip
+    measurement["numbers"] = {key: (scalars | curved)[key] for key in NUMBERS}
+    measurement |= details
     if with_surface:
         measurement["surface"] = surfaces.surface(objective, weights, pair, steps, on_points)
-    return measurement
+    return measurement | {"seconds": time.perf_counter() - began}
+
+
+def _curved(part: Objective, weights: Tensor, layout: Layout, settings: Settings) -> tuple[Numbers, Numbers]:
+    """Return scalars and details of what is measured on the smaller set of examples."""
+    product = part.product(weights)
+    spectrum = surfaces.lanczos(product, layout.size, settings.seed, count=settings.eigenvalues)
+    trace = surfaces.trace(product, layout.size, settings.seed, settings.trace_draws)
+    sharp = surfaces.sharpness(part, weights, settings.rho)
+    scalars = {"eigenvalue": spectrum["top"][0], "trace": trace["mean"]}
+    scalars |= {key: sharp[key] for key in ("one_step", "ascent")}
+    return scalars, {"spectrum": spectrum, "trace": trace, "sharpness": sharp}
 
 
 def _compare_with_record(measurement: Numbers, run: Run, model: Model, settings: Settings, notes: list[str]) -> None:

@@ -112,7 +112,9 @@ def test_weight_noise_is_relative_and_the_same_for_every_run() -> None:
     assert robustness(objective, weights, layout, 0, (0.1,), draws=2)["loss"][0] == loss[1][:2]
 
 
-@pytest.mark.parametrize("given", [{"rho": 0.0}, {"trace_draws": 0}, {"noise": (-0.1,)}, {"draws": 0}])
+@pytest.mark.parametrize(
+    "given", [{"rho": 0.0}, {"eigenvalues": 0}, {"trace_draws": 0}, {"noise": (-0.1,)}, {"draws": 0}]
+)
 def test_impossible_settings_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="allowed"):
         Settings(**given)
