@@ -163,7 +163,7 @@ def test_made_up_examples_have_the_form_and_nothing_else() -> None:
 def test_every_alternative_has_its_own_noise() -> None:
     plan = plan_of()
     found = {other["what"]: other for other in alternatives(plan, 1000, noise)}
-    assert len(found) == len(ALTERNATIVES) == 3
+    assert len(found) == len(ALTERNATIVES) == 4
     full = found["full participation"]["noise_multiplier"]
     assert full is not None and gaussian_epsilon(math.sqrt(30) / full, 5e-4) == pytest.approx(4, rel=1e-3)
     assert found["half the rounds"]["noise_multiplier"] == pytest.approx(plan_of(rounds=15).noise_multiplier, rel=2e-3)

@@ -24,8 +24,10 @@ from fedflat.core.process import leave_to_parent, listening_to_progress, warn_in
 from fedflat.data.clients import FederatedData
 from fedflat.records.folder import METRICS, RECIPE, STATEMENT, read_lines
 from fedflat.report import metrics, tables
+from fedflat.report.figures import figures_of_groups
 from fedflat.report.groups import Group
 from fedflat.report.html import public, write_report
+from fedflat.report.plates import write_figure
 from fedflat.report.progress import ASKED, RunEvent, State, waiting_text
 from fedflat.simulation.settings import Setting, Task, check_folders, claim, expand, tasks, unused_folder
 
@@ -336,7 +338,7 @@ def _collect(crew: _WorkerCrew) -> Comparison:
 
 
 def _write_tables(folder: Path, groups: list[Group]) -> None:
-    """Write the table in every form, and every run in one file.
+    """Write the table in every form, every run in one file, and the first figure that there is.
 
     With what is private to the simulation (times, personal accuracies, gaps) they lie in ``private``.
     """
@@ -345,7 +347,10 @@ def _write_tables(folder: Path, groups: list[Group]) -> None:
     if any(run.private for group in groups for run in group.runs):
         (folder / "private").mkdir(mode=0o700, exist_ok=True)
         places.append((folder / "private", groups, 0o600))
-    for place, covered, mode in places:
-        texts = tables.files(tables.comparison_table(covered)) | {"runs.csv": tables.runs_csv(covered)}
+    for place, shown, mode in places:
+        texts = tables.files(tables.comparison_table(shown)) | {"runs.csv": tables.runs_csv(shown)}
         for name, text in texts.items():
             durable.replace(place / name, text, mode=mode)
+    figures = {figure.key: figure for figure in figures_of_groups(released)}
+    for key in [key for key in ("by-epsilon", "accuracy", "loss") if key in figures][:1]:
+        write_figure(figures[key], folder, ("pdf",))

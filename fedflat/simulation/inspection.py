@@ -258,8 +258,8 @@ def _check_seals(run: Records, folder: files.RunFolder, name: str) -> Check:
     torn = any(content and not content.endswith(b"\n") for content in (text, seals))
     odd = seals.count(b"\n") != lines or any(len(line.split()) != 2 for line in seals.splitlines())
     if len(sealed) != lines or gaps or torn or odd:
-        counts = f"{counted(lines, 'line')} and {len(seals.splitlines())} seals, of which {len(sealed)} fit"
-        return Check(name, "wrong", f"{counts}{f'; none for round {min(gaps)}' if gaps else ''}")
+        found = f"{counted(lines, 'line')} and {len(seals.splitlines())} seals, of which {len(sealed)} fit"
+        return Check(name, "wrong", f"{found}{f'; none for round {min(gaps)}' if gaps else ''}")
     return Check(name, "ok", f"{counted(lines, 'line')}, as written")
 
 
@@ -472,8 +472,8 @@ def check_strangers(run: Records) -> Iterator[Check]:
     links = [name for name in run.files if (run.folder / name).is_symlink()]
     yield from (Check(name, "unchecked", "a link: what it leads to may change") for name in links)
     strange = [file for file in others if file not in known]
-    unknown = "unknown: no record of a run, and nothing here covers it"
-    yield from (Check(name, "unchecked", unknown) for name in strange)
+    about = "unknown: no record of a run, and nothing here covers it"
+    yield from (Check(name, "unchecked", about) for name in strange)
     counts = f"{len(run.files) - len(others)} known and covered, {len(known)} known and not covered"
     yield Check("files", "ok", f"{counts}, {len(strange)} unknown")
 

@@ -24,7 +24,7 @@ from fedflat.assembly.tasks import objective_of, suited
 from fedflat.backends.choose import sum_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
-from fedflat.core.cohorts import Fixed, Poisson
+from fedflat.core.cohorts import Fixed, MinSeparation, Poisson
 from fedflat.core.params import layout_of
 from fedflat.core.process import using_threads
 from fedflat.core.rng import stream
@@ -32,8 +32,8 @@ from fedflat.data.clients import FederatedData, made_rows
 from fedflat.engine.job import Job
 from fedflat.engine.round import RoundParts, broadcast_of, mean_view
 from fedflat.methods import noise as noising
-from fedflat.privacy.accounting.factorisation import noise_in_model
-from fedflat.privacy.correlated import ScheduledPlan
+from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS, noise_in_model
+from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import FALSE_POSITIVES, true_positives
 from fedflat.privacy.trust import default_min_cohort
@@ -112,9 +112,22 @@ def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
     return Changed(replace(plan, rounds=half), coordinates, "half the steps") if half else None
 
 
+def _bands(plan: Plan, coordinates: int) -> Changed | None:
+    """Return a public round-robin with banded noise, in place of secret coins."""
+    sampler = plan.sampler
+    apart, size = int(sampler.clients / sampler.size), int(sampler.size)
+    if plan.trust != "central" or plan.count_std is not None or apart < 2 or size != sampler.size:
+        return None
+    law = MinSeparation(sampler.clients, size, apart)
+    kind = "banded" if plan.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
+    banded = replace(plan, sampler=law, mechanism=scheduled_plan(law, plan.rounds, kind))
+    return Changed(banded, coordinates, f"no secret sampling; a client comes every {apart} rounds at most")
+
+
 Maker = Callable[[Plan, int], Changed | None]
 ALTERNATIVES: tuple[tuple[str, Maker], ...] = (
     ("full participation", _full), ("twice the cohort", _larger_cohort), ("half the rounds", _fewer_rounds),
+    ("correlated noise, clients in turns", _bands),
 )  # fmt: skip
 """What is tried, and how the setting changes; None where it does not apply."""
 
