@@ -101,7 +101,7 @@ def _larger_cohort(plan: Plan, coordinates: int) -> Changed | None:
     # From half of the clients on, full participation is as much.
     if plan.sampler.q >= 0.5:
         return None
-    larger: dict[str, Any] = {"size": plan.sampler.size * 2}
+    larger = {"size": plan.sampler.size * 2}
     if plan.sampler.maximum is not None:
         larger["maximum"] = min(plan.sampler.maximum * 2, plan.sampler.clients)
     return Changed(_with(plan, replace(plan.sampler, **larger)), coordinates, "twice the training of a round")
