@@ -28,6 +28,7 @@ from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.clients import FederatedData, bounded, from_pairs, hold_back, with_test
 from fedflat.data.own import clients as own_clients
 from fedflat.data.partition import partition
+from fedflat.engine.device import refuse_crashing
 from fedflat.models.patches import dead_leaves
 
 Clients = FederatedData | Mapping[Any, Any] | Sequence[Any]
@@ -104,6 +105,7 @@ def module_of(
     if model is not None or ":" in recipe.model.name:
         # The user's own module stays as it was: its weights are w^0 of further runs too.
         module = _copied(module)
+        refuse_crashing(module, example)
     classes, draws = data.classes, refuse_unclipped_state(module, example)
     # A module built for the data fits them; one that was given may have other outputs.
     if model is not None or ":" in recipe.model.name or data.name == PAIRS:  # the others are made for the data

@@ -146,6 +146,8 @@ def _job(recipe: Recipe, ingredients: _Ingredients, device: torch.device, featur
     module, layout, precision = ingredients.module.to(device), ingredients.layout, ingredients.precision
     untouched = StateWatch(module)
     data = _resident(ingredients.data, module, device, precision, features)
+    if any(part is ingredients.module for part in ingredients.user_code):
+        data = place.in_bearable_layout(module, data)
     parts, threshold = _parts(recipe, ingredients.method, data, layout)
     # Tried on made-up vectors, so that a fault shows before anybody's data are trained on.
     random = try_pieces(parts.algorithm, layout) or ingredients.random

@@ -5,7 +5,11 @@ Server state, noise and ledger stay on the processor.
 
 import copy
 import ctypes
+import faulthandler
 import os
+import resource
+import signal
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,11 +20,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.conv import _ConvNd
 
 from fedflat.core.checks import RunError, becoming, first_line, require, wrong
 from fedflat.core.loss import Objective
 from fedflat.core.params import Layout, flatten
-from fedflat.core.process import set_meanwhile
+from fedflat.core.process import CRASHES, set_meanwhile
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Broadcast
 from fedflat.data.clients import FederatedData, made_rows
@@ -45,6 +50,10 @@ FEW = 16
 CLOSE = 1e-4
 """Largest distance of two gradients, relative to their length, in the middle one of the tries: in one of them a pooling
 or a ReLU may decide otherwise between two nearly equal numbers, as it also may against exact arithmetic."""
+PASSES, ROWS = 4, 16
+"""Gradients that a module's first child process takes, since damaged memory shows late, and examples in each."""
+SECONDS, PATIENCE = 30, 120
+"""Processor time that they may take (damaged memory may also mean an endless loop), and seconds on the clock."""
 
 
 def device_for(
@@ -164,6 +173,58 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY)
 
 
+def refuse_crashing(module: nn.Module, inputs: Tensor) -> None:
+    """Raise InputError for a user's module with convolutions whose first gradients crash in compiled code.
+
+    They are taken in a child process, since no ``except`` sees such a crash.
+    """
+    if (number := _ended_by(module, inputs, last=False)) in CRASHES:
+        found = f"a module whose first gradient crashes in compiled code ({signal.Signals(number).name})"
+        raise wrong("model", found, "layers that torch can train on this machine")
+
+
+def in_bearable_layout(module: nn.Module, data: FederatedData) -> FederatedData:
+    """Return the federation with images in the plain layout where channels-last ones end a user's module's process."""
+    last = data.inputs.dim() == 4 and not data.inputs.is_contiguous()
+    return _laid_out(data, torch.contiguous_format) if last and _ended_by(module, data.inputs, last=True) else data
+
+
+def _ended_by(module: nn.Module, like: Tensor, last: bool) -> int:
+    """Return the signal that ended a child process which took gradients of a module on made-up inputs; 0 if none did.
+
+    It is forked, which takes milliseconds, and computes on one thread, since a fork has no other threads. last: images
+    channels-last.
+    """
+    if not any(isinstance(layer, _ConvNd) for layer in module.modules()) or like.device.type != "cpu":
+        return 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the child needs none of the threads
+        # A fork has the module already; a new process would have to be sent it, and import torch.
+        child = os.fork()
+    if child == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the C library's last words
+            faulthandler.disable()
+            torch.set_num_threads(1)
+            trained = [p for p in module.train().parameters() if p.requires_grad]
+            for _ in range(PASSES):
+                inputs = torch.randn(ROWS, *like.shape[1:]).to(like.dtype)
+                inputs = inputs.contiguous(memory_format=torch.channels_last) if last else inputs
+                torch.autograd.grad(module(inputs).float().square().mean(), trained, allow_unused=True)
+        finally:
+            os._exit(0)  # an error of its own shows again where it is told
+    deadline = time.monotonic() + PATIENCE
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return 0
+        time.sleep(0.005)
+    return os.WTERMSIG(ended[1]) if os.WIFSIGNALED(ended[1]) else 0
+
+
 def serves(module: nn.Module, layout: Layout, precision: str, inputs: Tensor) -> bool:
     """Return whether gradients on oneDNN's own tensors are those on plain ones, but for rounding.
 
@@ -233,7 +294,10 @@ def resident(data: FederatedData, module: nn.Module) -> FederatedData:
     """
     if not any(isinstance(layer, nn.Conv2d) for layer in module.modules()) or data.inputs.dim() != 4:
         return data
-    layout = torch.contiguous_format if at_fault(module) else torch.channels_last
+    return _laid_out(data, torch.contiguous_format if at_fault(module) else torch.channels_last)
+
+
+def _laid_out(data: FederatedData, layout: torch.memory_format) -> FederatedData:
     test = None if data.test_inputs is None else data.test_inputs.contiguous(memory_format=layout)
     return replace(data, inputs=data.inputs.contiguous(memory_format=layout), test_inputs=test)
 

@@ -1,5 +1,6 @@
 """Training on oneDNN's own tensors: the gradients of plain ones, and only of modules that were found to run on them."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 import fedflat
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
+from fedflat.core.checks import InputError
 from fedflat.core.params import flatten, layout_of
 from fedflat.engine.device import at_fault, serves
 from fedflat.engine.problem import LEAST, Batch, ModuleProblem
@@ -182,15 +184,18 @@ def test_one_run_in_every_back_end() -> None:
 
 
 class Strided(nn.Module):
-    """The convolution whose kernel is at fault."""
+    """The convolution whose kernel is at fault, in channels-last images if asked for; or one that crashes anyhow."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: bool = False, aborts: bool = False) -> None:
         super().__init__()
-        self.first, self.strided = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 1, 2)
+        self.first, self.strided, self.last, self.aborts = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 1, 2), last, aborts
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.strided(self.first(x)).mean((2, 3))
-        return found
+        x = self.first(x)
+        x = self.strided(x.contiguous(memory_format=torch.channels_last) if self.last else x)
+        if self.aborts and x.requires_grad:
+            x.register_hook(lambda _: os.abort())
+        return x.mean((2, 3))
 
 
 def _images(network: nn.Module, **changes: Any) -> Any:
@@ -210,3 +215,8 @@ def test_the_kernel_at_fault_is_never_met() -> None:
     resnet = build("resnet10", (3, 32, 32), 10, 0, width=4, groups=2)
     assert not at_fault(resnet) and at_fault(Strided())
     assert "blocks.1.shortcut.0.weight" in resnet.state_dict()
+
+
+def test_a_crash_in_compiled_code_is_one_line() -> None:
+    with pytest.raises(InputError, match=r"^model: found a module whose first gradient crashes .*SIGABRT.*[^\n]*$"):
+        _images(Strided(aborts=True))

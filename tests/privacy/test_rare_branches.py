@@ -71,7 +71,7 @@ def test_a_broken_statement_is_not_whole(tmp_path: Path) -> None:
 
 def test_records_that_are_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "privacy.json").write_text(json.dumps({"proven_epsilon": "eight"}))
-    with pytest.raises(InputError, match="privacy.json: found eight"):
+    with pytest.raises(InputError, match=r"privacy\.json: found eight"):
         second_account(Records(tmp_path))
 
 
