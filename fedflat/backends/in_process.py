@@ -6,6 +6,7 @@ A block runs the same local loop on weights ``(n, D)``, written out or as factor
 import contextlib
 import sys
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import InputError, RunError, becoming, require
+from fedflat.core.checks import InputError, RunError, require
 from fedflat.core.held import StateWatch, global_generators
 from fedflat.core.params import NOTHING, ClientContext, PersonalState
 from fedflat.core.process import set_meanwhile, using_threads
@@ -106,7 +107,7 @@ class Sequential:
         rows, device = self.data.parts[client], self.problem.device
         local_data = ClientBatches(self.data, client, Order(self.seed, broadcast.round, self.local.batch_size), rows)
         local, there, received = self.local.of(len(rows)), weights.to(device), sent(broadcast, device).for_one_client()
-        with failing(f"round {broadcast.round}, client {client}, local training"):
+        try:
             with seeded_torch(self.seed, "dropout", broadcast.round, client):
                 before = global_generators()
                 moved = {name: state.to(device, copy=True) for name, state in states.items()}
@@ -117,21 +118,16 @@ class Sequential:
                 require(global_generators()[1:] == before[1:], "model or algorithm", found, "torch's own")
             self.problem.restore_and_check()
             refuse_change(self._pieces, "algorithm", everything=self._own_pieces)
+        except (InputError, RunError):
+            raise
+        except Exception as error:  # a user's piece or module may fail in any way
+            where = f"round {broadcast.round}, client {client}, local training"
+            raise RunError(f"{where}: {error or type(error).__name__}") from error
         if weights.device == device:
             return result
         # The caller's vector is the one that is overwritten, wherever training was.
         weights.copy_(there)
         return LocalResult(*(value.to(weights.device) for value in vars(result).values()))
-
-
-def failing(where: str) -> contextlib.AbstractContextManager[None]:
-    """Inside the block, a failure of a user's piece or module, of any kind, becomes one sentence that says where."""
-
-    def sentence(error: Exception) -> RunError:
-        smaller = "; a smaller engine.block takes less" if out_of_memory(error) and "block" in where else ""
-        return RunError(f"{where}: {error or type(error).__name__}{smaller}")
-
-    return becoming(sentence, left=(InputError, RunError))
 
 
 def as_sent(error: Exception, where: str) -> Exception:
@@ -169,7 +165,7 @@ class Vectorized:
     left out of the sum.
     inner: the same training, one client at a time. problem: works on weights written out. factors: the low-rank form,
     or None; a method that it declines is trained on
-    weights written out.
+    weights written out. A block that does not fit into memory is halved and tried again.
     threads: cores. apart: each core takes a block of its own, and numbers do not depend on how many there are (for
     problems that touch no module); otherwise they work on one block together, and another number may round differently.
     lanes: as of ``placed_in_blocks``; None where no trial showed that places are alike. trial: asked once, before the
@@ -197,35 +193,56 @@ class Vectorized:
         # Where messages are added one by one, in client order, parts of single clients wait for their turn.
         turns, waiting, before = deque(left.tolist()), dict[int, Trained](), global_generators()
         with using_threads(1 if self.apart else self.threads):
-            for part in self._blocks(left, broadcast, kept, clipped):
-                if not isinstance(part, Trained):
-                    yield part
-                    continue
-                # Copies: the block itself need not wait.
-                waiting |= {client: part.row(row) for row, client in enumerate(part.clients) if client != EMPTY}
-                while turns and turns[0] in waiting:
-                    yield waiting.pop(turns.popleft())
+            # Again from the start of what is left where memory was short and blocks became smaller.
+            while len(left):
+                for block, part in self._blocks(left, broadcast, kept, clipped):
+                    left = np.setdiff1d(left, block, assume_unique=True)
+                    if not isinstance(part, Trained):
+                        yield part
+                        continue
+                    # Copies: the block itself need not wait.
+                    waiting |= {client: part.row(row) for row, client in enumerate(part.clients) if client != EMPTY}
+                    while turns and turns[0] in waiting:
+                        yield waiting.pop(turns.popleft())
         self.problem.restore_and_check(everything=True)
         found = f"{self.inner.algorithm.name}, which draws random numbers while blocks of clients train"
         require(before == global_generators(), "algorithm", found, "engine.backend=sequential")
 
     def _blocks(
         self, clients: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped
-    ) -> Iterator[Part]:
-        """Train blocks, and give each one's part."""
+    ) -> Iterator[tuple[np.ndarray, Part]]:
+        """Train blocks, and give each one's clients and part; end early where memory was short."""
         size = self.block if self.inner.local.epochs is None else 1  # a block steps together
+        blocks = placed_in_blocks(clients, size, self.lanes)
 
         def work(block: np.ndarray) -> Part:
             sizes = np.where(block == EMPTY, EMPTY, self.inner.data.sizes[block]).tolist()
             # In the block's own thread: the round then only merges d numbers.
             return clipped(Trained.of(block.tolist(), sizes, self.trained(block, broadcast, kept)))
 
-        blocks = list(placed_in_blocks(clients, size, self.lanes))
-        with contextlib.closing(_in_order(work, blocks, self.threads if self.apart else 1)) as outcomes:
-            for ready in outcomes:
-                with failing(f"round {broadcast.round}, a block of {size} clients, local training"):
+        with contextlib.closing(_in_order(work, list(blocks), self.threads if self.apart else 1)) as outcomes:
+            for block, ready in zip(blocks, outcomes):
+                try:
                     part = ready()
-                yield part
+                except (InputError, RunError):
+                    raise
+                except Exception as error:  # a user's module may fail in any way
+                    self._halve(error, size, broadcast)
+                    return
+                yield block[block != EMPTY], part
+
+    def _halve(self, error: Exception, size: int, broadcast: Broadcast) -> None:
+        """Half the block where memory was short; anything else, or one client that does not fit, ends the run."""
+        if not out_of_memory(error) or (size == 1 and not (self.apart and self.threads > 1)):
+            where = f"round {broadcast.round}, a block of {size} clients, local training"
+            raise RunError(f"{where}: {error or type(error).__name__}") from error
+        if self.apart and self.threads > 1:  # fewer blocks at a time change no number
+            self.threads = 1
+            note = f"engine.processes: blocks of {size} clients do not fit into memory side by side; going on with one"
+        else:
+            self.block, self.lanes = max(1, size // 2), None  # nobody tried the lanes of smaller blocks
+            note = f"engine.block: {size} clients did not fit into memory; going on with {self.block}"
+        warnings.warn(note, stacklevel=2)
 
     def trained(self, clients: np.ndarray, broadcast: Broadcast, kept: PersonalState) -> LocalResult:
         """Return what the clients of one block send ``(n, …)``; places with ``EMPTY`` train on zeros."""
