@@ -75,8 +75,9 @@ def test_the_figures() -> None:
     low, _ = forecast(changed(privacy={"clip": 0.5, "epsilon": 2}), trial=False)
     assert low["true_positives"] == 0.01 * math.exp(low["epsilon"]) + 0.0025
     assert facts["read"]["clients"] == 40 and facts["read"]["input_shape"] == [1, 8, 8]
-    tried = {name for name, _ in ALTERNATIVES} - {"twice the cohort"}
-    assert {other["what"] for other in facts["alternatives"]} == tried
+    assert {other["what"] for other in facts["alternatives"]} == {name for name, _ in ALTERNATIVES} - {
+        "twice the cohort"
+    }
 
 
 def test_a_trial_takes_time_and_nobodys_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,11 +164,18 @@ def test_made_up_examples_have_the_form_and_nothing_else() -> None:
 def test_every_alternative_has_its_own_noise() -> None:
     plan = plan_of()
     found = {other["what"]: other for other in alternatives(plan, 1000, noise)}
-    assert len(found) == len(ALTERNATIVES) == 4
+    assert len(found) == len(ALTERNATIVES) == 6
     full = found["full participation"]["noise_multiplier"]
     assert full is not None and gaussian_epsilon(math.sqrt(30) / full, 5e-4) == pytest.approx(4, rel=1e-3)
     assert found["half the rounds"]["noise_multiplier"] == pytest.approx(plan_of(rounds=15).noise_multiplier, rel=2e-3)
     assert found["twice the cohort"]["noise_multiplier"] == pytest.approx(plan_of(cohort=40).noise_multiplier, rel=2e-3)
+    same = best(plan, 1000, noise)
+    tenth, twice = (
+        found[what]["signal_to_noise_at_best"]
+        for what in ("a tenth of the parameters", "twice the clients, twice the cohort")
+    )
+    assert same is not None and tenth["round"] == pytest.approx(math.sqrt(10) * same.round)
+    assert twice["round"] == pytest.approx(2 * same.round, rel=2e-3)
 
 
 @pytest.mark.parametrize("law", [{"trust": "distributed"}, {"adaptive": True}], ids=["distributed", "adaptive"])
@@ -195,7 +203,11 @@ def test_where_nothing_is_tried() -> None:
         {"noise_multiplier": 0, "epsilon": None},
     ):
         assert alternatives(plan_of(**other), 1000, noise) == []
-    assert alternatives(plan_of(cohort=200, rounds=1), 1000, noise) == []
+    everybody = alternatives(plan_of(cohort=200, rounds=1), 1000, noise)
+    assert [other["what"] for other in everybody] == [
+        "twice the clients, twice the cohort",
+        "a tenth of the parameters",
+    ]
 
 
 def test_a_further_way_is_put_into_the_list() -> None:

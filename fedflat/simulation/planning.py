@@ -38,10 +38,12 @@ from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import FALSE_POSITIVES, true_positives
 from fedflat.privacy.trust import default_min_cohort
 
-TRIED, STEPS, TRIES = 16, 4, 2
-"""Clients and local steps of a trial at most, unless a round is quick, and how often it is timed: the best counts."""
+TRIED = 16
+"""Clients of a trial at most, unless a whole round is quick."""
 QUICK = 2e9
 """Parameters · examples · steps of a round that is timed as it is."""
+STEPS, TRIES = 4, 2
+"""Local steps of a trial whose cost grows in proportion to them, and how often it is timed: the best counts."""
 SHOWN = 8
 """Rounds whose ε is listed, the last one included."""
 DROWNED = 1.0
@@ -101,10 +103,16 @@ def _larger_cohort(plan: Plan, coordinates: int) -> Changed | None:
     # From half of the clients on, full participation is as much.
     if plan.sampler.q >= 0.5:
         return None
-    larger = {"size": plan.sampler.size * 2}
-    if plan.sampler.maximum is not None:
-        larger["maximum"] = min(plan.sampler.maximum * 2, plan.sampler.clients)
-    return Changed(_with(plan, replace(plan.sampler, **larger)), coordinates, "twice the training of a round")
+    return Changed(_with(plan, _times(plan.sampler, cohort=2)), coordinates, "twice the training of a round")
+
+
+def _twice_all(plan: Plan, coordinates: int) -> Changed:
+    return Changed(_with(plan, _times(plan.sampler, 2, 2)), coordinates, "δ stays; 0.1/M would be half of it")
+
+
+def _fewer_parameters(plan: Plan, coordinates: int) -> Changed | None:
+    changed = Changed(plan, coordinates // 10, "fewer features, or a linear head on public ones")
+    return changed if coordinates >= 100 else None
 
 
 def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
@@ -126,8 +134,9 @@ def _bands(plan: Plan, coordinates: int) -> Changed | None:
 
 Maker = Callable[[Plan, int], Changed | None]
 ALTERNATIVES: tuple[tuple[str, Maker], ...] = (
-    ("full participation", _full), ("twice the cohort", _larger_cohort), ("half the rounds", _fewer_rounds),
-    ("correlated noise, clients in turns", _bands),
+    ("full participation", _full), ("twice the cohort", _larger_cohort),
+    ("twice the clients, twice the cohort", _twice_all), ("a tenth of the parameters", _fewer_parameters),
+    ("half the rounds", _fewer_rounds), ("correlated noise, clients in turns", _bands),
 )  # fmt: skip
 """What is tried, and how the setting changes; None where it does not apply."""
 
@@ -175,6 +184,14 @@ def alternatives(
         ratios = ratio._asdict() if ratio else {}
         rows.append({"what": name, "noise_multiplier": sigma, "note": note, "signal_to_noise_at_best": ratios})
     return rows
+
+
+def _times(sampler: Any, clients: int = 1, cohort: int = 1) -> Any:
+    """Return the same law for so many times the clients, and a cohort as many times as large."""
+    changed = {"clients": sampler.clients * clients, "size": sampler.size * cohort}
+    if sampler.maximum is not None:
+        changed["maximum"] = min(sampler.maximum * cohort, sampler.clients * clients)
+    return replace(sampler, **changed)
 
 
 def _with(plan: Plan, sampler: Any) -> Plan:
