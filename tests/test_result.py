@@ -101,18 +101,19 @@ def test_a_module_of_ones_own_is_given_again(tmp_path: Path) -> None:
             _ = fedflat.load(tmp_path / "a", model=other).model
 
 
-def test_onnx_gives_what_the_module_gives_and_names_no_folder(ran: fedflat.Result, tmp_path: Path) -> None:
+def test_programs_give_what_the_module_gives_and_name_no_folder(ran: fedflat.Result, tmp_path: Path) -> None:
     from fedflat.simulation.inspection import check_sums
     from fedflat.simulation.recomputed import Records
 
     onnx = pytest.importorskip("onnx.reference")
     pytest.importorskip("onnxscript")
-    export(ran.folder, tmp_path / "out", onnx=True)
-    file = tmp_path / "out" / "model.onnx"
-    assert str(Path(fedflat.__file__).parent).encode() not in file.read_bytes()
-    graph = onnx.ReferenceEvaluator(str(file))
+    export(ran.folder, tmp_path / "out", program=True, onnx=True)
+    files = [tmp_path / "out" / name for name in ("model.pt2", "model.onnx")]
+    assert not any(str(Path(fedflat.__file__).parent).encode() in file.read_bytes() for file in files)
+    program, graph = torch.export.load(files[0]).module(), onnx.ReferenceEvaluator(str(files[1]))
     for size in (1, 5):
         images = torch.linspace(-1, 1, size * 64).reshape(size, 1, 8, 8)
+        assert torch.allclose(program(images), ran.model(images), atol=1e-6)
         (outputs,) = graph.run(None, {"inputs": images.numpy()})
         assert torch.allclose(torch.from_numpy(outputs), ran.model(images), atol=1e-5)
     assert {check.verdict for check in check_sums(Records(tmp_path / "out"))} == {"ok"}

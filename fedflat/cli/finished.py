@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedflat.simulation.result import Result
 
 
-def export(run: Path, out: Path, *, onnx: bool = False) -> None:
+def export(run: Path, out: Path, *, program: bool = False, onnx: bool = False) -> None:
     """What the guarantee covers and nothing else: weights, statement, ledger, recipe, metrics, report.
 
     Example: fedflat export runs/quick-start handed-over
@@ -27,11 +27,12 @@ def export(run: Path, out: Path, *, onnx: bool = False) -> None:
     Args:
         run: The folder of a run.
         out: A new folder.
+        program: Also model.pt2, a torch.export program that runs without fedflat.
         onnx: Also model.onnx, for any ONNX runtime.
     """
     from fedflat.simulation.result import export as write_export
 
-    done = write_export(run, out, onnx=onnx)
+    done = write_export(run, out, program=program, onnx=onnx)
     say(f"{done.folder}: {', '.join(done.files)}")
     if not done.guaranteed:
         print("No finite ε is proven of this run: no guarantee covers what was exported.")

@@ -1,8 +1,8 @@
-"""Folders to hand over: ``fedflat export`` (what the guarantee covers), and ``fedflat attest``.
+"""Folders to hand over: ``fedflat export`` (what the guarantee covers), its programs, and ``fedflat attest``.
 
-An exported folder has the released weights, the records and a page; ``--onnx`` adds the model as a graph that runs
-without this package. An attested one has the statement, the ledger and the signatures with a checker that needs nothing
-of fedflat.
+An exported folder has the released weights, the records and a page; ``--program`` and ``--onnx`` add the model as a
+program that runs without this package. An attested one has the statement, the ledger and the signatures with a checker
+that needs nothing of fedflat.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from fedflat.config.reading import dumped
-from fedflat.core.checks import InputError, RunError, becoming, first_line, making, require, turning, wrong
+from fedflat.core.checks import InputError, RunError, becoming, first_line, making, require, wrong
 from fedflat.core.imports import missing
 from fedflat.core.types import RoundState
 from fedflat.models.representation import FILE
@@ -47,10 +47,10 @@ class Exported:
     """Whether a finite ε is proven of what was exported."""
 
 
-def write_export(source: Path, target: Path, more: Callable[[], Mapping[str, bytes]] = dict) -> Exported:
+def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str, bytes]] = dict) -> Exported:
     """Write what ``fedflat.export`` promises of the run in ``source`` into the new folder ``target``.
 
-    more: makes further files, after all checks and before anything is written.
+    programs: makes further files, after all checks and before anything is written.
     """
     run = read_run(source)
     _check_ended("export", source, "the folder of a run that released something")
@@ -63,7 +63,7 @@ def write_export(source: Path, target: Path, more: Callable[[], Mapping[str, byt
         raise wrong("export", f"{source} without a sound checkpoint", "a run with released weights")
     public, left = _public(run)
     _check_new("export", target)
-    extra = more()  # before the folder: a model that torch.export cannot follow leaves nothing behind
+    extra = programs()  # before the folder: a model that torch.export cannot follow leaves nothing behind
     with making("export", f"{target}, which cannot be created", "a new folder"):
         target.mkdir(parents=True, exist_ok=True)
     try:
@@ -77,8 +77,7 @@ def write_export(source: Path, target: Path, more: Callable[[], Mapping[str, byt
     except BaseException:  # a disk that is full: half an export would stand in the way of the next try
         shutil.rmtree(target, ignore_errors=True)
         raise
-    others = {path.relative_to(source).parts[0] for path in source.rglob("*") if path.is_file()} - names
-    left |= dict.fromkeys(sorted(others), "not covered by the guarantee, or not needed")
+    left |= _unwritten(source, names)
     return Exported(target, (*sorted(names), SEALED), left, proven_epsilon(run) is not None)
 
 
@@ -123,33 +122,68 @@ def _write(target: Path, source: Path, run: Run, state: RoundState, _: object, f
     (target / REPORT).write_text(render([dataclasses.replace(run, path=target)]), encoding="utf-8")
 
 
-ONNX = "model.onnx"
+def _unwritten(source: Path, exported: set[str]) -> dict[str, str]:
+    """Return every file of the run that has no counterpart in the export."""
+    reasons = {
+        "private": "not covered by the guarantee", "checkpoints": "its weights are in model.safetensors",
+        "ledger.lock": "needed only while the run goes on", "metrics.seals": "of the run's own lines",
+    }  # fmt: skip
+    names = {path.relative_to(source).parts[0] for path in source.rglob("*") if path.is_file()}
+    return {name: reasons.get(name, "not covered by the guarantee, or not needed") for name in sorted(names - exported)}
 
 
-def as_onnx(result: Any) -> dict[str, bytes]:
-    """Return the file ``model.onnx``, with input ``inputs`` and output ``outputs``, batches of any size.
+PROGRAM, ONNX = "model.pt2", "model.onnx"
+
+
+def programs(result: Any, *, program: bool, onnx: bool) -> dict[str, bytes]:
+    """Return the files asked for, by name: ``model.pt2``, and ``model.onnx`` with input ``inputs`` and output
+    ``outputs``; both take batches of any size.
 
     Raises:
-        InputError: the module was given in Python and is not at hand, or onnx is not installed. RunError: the model has
-            no ONNX form.
+        InputError: the module was given in Python and is not at hand, or onnx is not installed. RunError: the model
+            cannot be followed by ``torch.export``, or has no ONNX form.
     """
-    for name in ("onnx", "onnxscript"):  # which torch's exporter needs
+    files: dict[str, bytes] = {}
+    for name in ("onnx", "onnxscript") if onnx else ():  # which torch's exporter needs
         if importlib.util.find_spec(name) is None:
             raise missing("--onnx", name, "onnx")
-    hint = "In Python: fedflat.load(RUN, model=MODULE).export(FOLDER, onnx=True)."
-    given = f"{result.folder}, whose model was given in Python"
-    with turning(InputError, wrong("--onnx", given, "a model that the recipe names", hint=hint)):
-        module = result.model
-    example = torch.zeros(2, *result.made_for["input_shape"], dtype=getattr(torch, result.made_for["dtype"]))
-    # It fails in as many ways as there are models.
+    if program or onnx:
+        traced = _traced(result, "--program" if program else "--onnx")
+    if program:
+        buffer = io.BytesIO()
+        with _quiet():
+            torch.export.save(traced, buffer)
+        files[PROGRAM] = buffer.getvalue()
+    if onnx:
+        files[ONNX] = _onnx(traced)
+    return files
+
+
+def _onnx(program: torch.export.ExportedProgram) -> bytes:
     with becoming(lambda error: RunError(f"--onnx: this model has no ONNX form ({first_line(error)}).")), _quiet():
-        traced = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
-        for part in traced.graph_module.modules():
-            for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-                node.meta.pop("stack_trace", None)  # names files and folders of this machine
         names: dict[str, Any] = {"input_names": ["inputs"], "output_names": ["outputs"]}
-        converted: Any = torch.onnx.export(traced, (), dynamo=True, external_data=False, verbose=False, **names)
-        return {ONNX: bytes(converted.model_proto.SerializeToString())}
+        converted: Any = torch.onnx.export(program, (), dynamo=True, external_data=False, verbose=False, **names)
+        return bytes(converted.model_proto.SerializeToString())
+
+
+def _traced(result: Any, option: str) -> torch.export.ExportedProgram:
+    """Return the run's model on a batch of any size, as ``torch.export`` follows it."""
+    facts = result.made_for
+    require("dtype" in facts, option, "a run that does not say its inputs' shape", "a run of fedflat 0.2 or later")
+    try:
+        module = result.model
+    except InputError:
+        origin = f"{result.folder}, whose model was given in Python"
+        hint = f"In Python: fedflat.load(RUN, model=MODULE).export(FOLDER, {option.strip('-')}=True)."
+        raise wrong(option, origin, "a model that the recipe names", hint=hint) from None
+    example = torch.zeros(2, *facts["input_shape"], dtype=getattr(torch, facts["dtype"]))
+    fault = f"{option}: torch.export cannot follow this model"
+    with becoming(lambda error: RunError(f"{fault} ({first_line(error)}).")):  # it fails in as many ways as models
+        traced = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+    for part in traced.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # names files and folders of this machine
+    return traced
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from fedflat.records import checkpoint
 from fedflat.records.folder import LOCKED, METRICS, PRIVATE, RECIPE, STATEMENT, locked, read_lines
 from fedflat.report.metrics import own_metrics
 from fedflat.report.summary import cautions, summary_rows
-from fedflat.simulation.export import Exported, as_onnx, write_export
+from fedflat.simulation.export import Exported, programs, write_export
 from fedflat.simulation.inspection import refuse_damage
 from fedflat.simulation.recomputed import MODEL
 
@@ -102,12 +102,12 @@ class Result:
         """Names of the classes in the order of the model's outputs; empty where they are numbers."""
         return () if self.preparation is None else self.preparation.names
 
-    def export(self, out: str | Path, *, onnx: bool = False) -> Path:
+    def export(self, out: str | Path, *, program: bool = False, onnx: bool = False) -> Path:
         """Write what the guarantee covers into the new folder ``out``; as ``fedflat.export``.
 
         Raises InputError where the run wrote no files.
         """
-        return export(self, out, onnx=onnx).folder
+        return export(self, out, program=program, onnx=onnx).folder
 
     def _outputs(self, rows: Any, batch_size: int) -> torch.Tensor:
         """Return the model's outputs ``(N, ...)`` for rows."""
@@ -243,24 +243,25 @@ def _built(recipe: Recipe, weights: Mapping[str, Tensor], facts: Mapping[str, An
     return module
 
 
-def export(run: str | Path | Result, out: str | Path, *, onnx: bool = False) -> Exported:
+def export(run: str | Path | Result, out: str | Path, *, program: bool = False, onnx: bool = False) -> Exported:
     """Copy what the guarantee covers of a run's folder into the new folder ``out``; where none is proven, it is said.
 
     Written: the weights under the module's parameter names, statement, ledger, recipe, metrics, a report without what
     is private to the simulation, how rows become inputs (``preparation.json``), and the checksums of all of them.
     Everything that was left is named, with the reason. Nothing is written before all is known to succeed.
 
-    run: the folder of a run, or a result, which has the module that was given in Python. onnx: also the model as
-    ``model.onnx``.
+    run: the folder of a run, or a result, which has the module that was given in Python. program, onnx: also the model
+    as ``model.pt2`` for torch.export, and as ``model.onnx``.
 
     Raises:
-        InputError: ``run`` is no run with a statement and a sound checkpoint; ``out`` is there already; or the module
-            that ``onnx`` needs was given in Python. RunError: the model has no such form.
+        InputError: ``run`` is no run with a statement and a sound checkpoint; ``out`` is there already; or the program
+            needs a module that was given in Python. RunError: the model has no such form.
     """
     folder = run.folder if isinstance(run, Result) else _path("export", run)
     target = _path("export: out", out)
     if folder is None:
         raise wrong("export", "a run without files", "fedflat.run(…, out=FOLDER)")
-    if not onnx:
+    if not (program or onnx):
         return write_export(folder, target)
-    return write_export(folder, target, lambda: as_onnx(run if isinstance(run, Result) else load(folder)))
+    result = run if isinstance(run, Result) else None
+    return write_export(folder, target, lambda: programs(result or load(folder), program=program, onnx=onnx))

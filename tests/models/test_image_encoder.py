@@ -141,9 +141,11 @@ def test_a_run_its_statement_its_export_and_its_body(bodies: dict[str, str], tmp
     rows = torch.randn(4, 1, 8, 8)
     loaded = fedflat.load(tmp_path / "run")
     assert torch.equal(loaded.model(rows), result.model(rows))
-    out = loaded.export(tmp_path / "out", onnx=True)
+    out = loaded.export(tmp_path / "out", program=True, onnx=True)
     (found,) = onnxruntime.InferenceSession(out / "model.onnx").run(None, {"inputs": rows.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), result.model(rows), atol=1e-4, rtol=1e-3)
+    program = torch.export.load(out / "model.pt2").module()
+    torch.testing.assert_close(program(rows), result.model(rows), atol=1e-5, rtol=1e-4)
     assert torch.equal(fedflat.load(out).model(rows), result.model(rows))
     assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["model"]["sha256"] == result.model.sha256
     weights = next(Path(bodies["resnet"]).glob("*.safetensors"))
