@@ -24,7 +24,7 @@ import fedflat
 from fedflat.cli import wrapped
 from fedflat.cli.catalogue import report
 from fedflat.core.checks import InputError, RunError
-from fedflat.federation.tips import signed_tip
+from fedflat.federation.tips import ENVELOPE, tip_record
 from fedflat.privacy.ledger import HEADER, Ledger, event, seal
 from fedflat.privacy.statement import checksum, refuse_seeded
 from fedflat.records import checkpoint, keys, signing
@@ -541,7 +541,7 @@ def test_signed_records_notice_that_all_was_rewritten(tmp_path: Path) -> None:
     public = signing.public_place(tmp_path / "operator.pem")
     assert not [check for check in check_signed(Records(tmp_path / "run"), operator.public) if check.verdict == "wrong"]
     run_id = json.loads((tmp_path / "run/privacy.json").read_bytes())["run"]
-    (tmp_path / "client.tip").write_text(json.dumps(signed_tip(tmp_path / "run", run_id, 3, operator)))
+    (tmp_path / "client.tip").write_bytes(tip_record(tmp_path / "run", run_id, operator, 3)[ENVELOPE])
     seen = list(check_signed(Records(tmp_path / "run"), operator.public, tmp_path / "client.tip"))
     assert [check.verdict for check in seen] == ["ok", "ok", "ok"]
 
