@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,11 @@ import torch
 from torch import nn
 
 import fedflat
-from fedflat.cli.training import _callbacks
-from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
 from fedflat.report.html import render
 from fedflat.report.metrics import read_run
-from fedflat.report.summary import cautions
+from fedflat.report.summary import cautions, remarks
 from fedflat.simulation.inspection import inspect_run
 from fedflat.simulation.result import export
 
@@ -237,7 +234,7 @@ QUIET = {"round": 0, "cohort": 5, "clipped_fraction": 0.5, "signal_to_noise": 1.
         (GOOD, {**QUIET, "train_loss": None, "cohort": 0}, None),
         (GOOD, {**QUIET, "clipped_fraction": 1.0, "update_norm_mean": 3.0}, "their mean length was 3"),
         (GOOD, {**QUIET, "clipped_fraction": 1.0, "cohort": 0}, None),
-        (GOOD, {**QUIET, "signal_to_noise": 0.05}, None),  # it learnt: no warning
+        (GOOD, {**QUIET, "signal_to_noise": 0.05}, None),  # it learnt: a remark, and no warning
         (POOR, {**QUIET, "signal_to_noise": 0.05}, "The noise is 20 times the signal"),
         (POOR, {**QUIET, "signal_to_noise": 0.0}, "The noise is more than 10,000 times the signal"),
     ],
@@ -249,9 +246,8 @@ def test_each_warning(released: dict[str, Any], private: dict[str, Any], says: s
     assert not found or found[0].endswith("not covered by the guarantee)") == hidden
 
 
-def test_a_run_that_diverges_says_so_while_it_goes_on_once(capsys: pytest.CaptureFixture[str]) -> None:
-    progress: Any = SimpleNamespace(round=lambda *_: None)
-    after_round = _callbacks(Recipe.of(RECIPE), progress)["on_round"]
-    for turn, private in enumerate((QUIET, {**QUIET, "train_loss": None}, {**QUIET, "train_loss": None})):
-        after_round({"round": turn}, SimpleNamespace(private={**private, "round": turn}))
-    assert capsys.readouterr().err.count("A training loss is not finite in round 1") == 1
+def test_noise_above_the_signal_is_a_remark_where_the_model_learnt() -> None:
+    loud = [{**QUIET, "signal_to_noise": 0.05}]
+    (said,) = remarks([GOOD], loud)
+    assert said.startswith("One round's noise is 20 times as long as its signal") and "learnt" in said
+    assert remarks([POOR], loud) == remarks([GOOD], [QUIET]) == remarks([GOOD], [{**QUIET, "signal_to_noise": 0}]) == []

@@ -97,10 +97,10 @@ def _check_folders(resume: Path | None, out: Path | None, recipe_given: bool) ->
 
 def _callbacks(recipe: Recipe, progress: Progress) -> dict[str, Any]:
     """Return what is called before the first round, and after each one."""
-    from fedflat.report.summary import not_finite
+    from fedflat.report.summary import DivergenceWatch
     from fedflat.simulation.planning import drowned
 
-    warned: list[str] = []
+    divergence = DivergenceWatch()
 
     def begin(job: Any) -> None:
         progress.start(job)
@@ -110,9 +110,8 @@ def _callbacks(recipe: Recipe, progress: Progress) -> dict[str, Any]:
 
     def after_round(released: dict[str, Any], state: Any) -> None:
         progress.round(released, state.private)
-        if not warned and (sentences := not_finite([released], [state.private])):
-            warned.extend(sentences)
-            _note(sentences[0])
+        if warning := divergence.round(released, state.private):
+            _note(warning)
 
     return {"on_start": begin, "on_round": after_round}
 

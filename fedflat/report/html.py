@@ -14,7 +14,7 @@ from fedflat.report.groups import Group, differing, group_runs, setting
 from fedflat.report.metrics import Run, epsilon_text, section
 from fedflat.report.pages import PRIVATE, Section, Table, cards
 from fedflat.report.statement import facts, readable, statement_of
-from fedflat.report.summary import cautions
+from fedflat.report.summary import cautions, remarks
 
 MARK = "Noise from the seed: protects nobody"
 """What lies across the page of a seeded run."""
@@ -136,6 +136,7 @@ def _summary(run: Run, words: dict[str, Any], privacy_card: Card | str | None) -
         "beside_epsilon": words.get("beside_epsilon", "").removesuffix(";"),
         "own": {statement.title(key): metrics.last(run.metrics, key) for key in metrics.own_metrics(run.metrics)},
         "notices": [notice for notice in _notices(run) if notice["lines"]],
+        "notes": remarks(run.metrics, run.private),
     }
 
 

@@ -1,5 +1,6 @@
 """Print the tables that end a run or an experiment, with cautions: what a reader of the result should look at twice."""
 
+import math
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ SIGNAL = 0.1
 """Median signal-to-noise ratio under which the noise is ten times the signal."""
 LEARNT = 0.15
 """Share of the way from guessing to no error that a model which learnt has gone."""
+RISEN, TURNS = 3.0, 3
+"""A test loss so many times the least so far, in so many evaluations one after the other, has left for good."""
 
 
 def cautions(privacy: Mapping[str, Any], released: Sequence[Record], private: Sequence[Record]) -> list[str]:
@@ -28,12 +31,41 @@ def cautions(privacy: Mapping[str, Any], released: Sequence[Record], private: Se
     stated = map(str, metrics.listed(privacy, "warnings"))
     gone = metrics.lost_rounds(privacy.get("rounds"), released)
     lost = f"metrics.jsonl is damaged: it has no line for round {', '.join(map(str, gone))}, counted from 0."
-    seen = [*not_finite(released, private), *_chance(released), *_clipped(private), *_drowned(released, private)]
+    seen = [*_loss(released, private), *_chance(released), *_clipped(private), *_drowned(released, private)]
     return [*([lost] if gone else []), *stated, *seen]
 
 
-def not_finite(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
-    """Return the first loss that is no finite number, in a sentence; nothing where there is none."""
+class DivergenceWatch:
+    """Looks at a run while it goes on: ``round`` says once, in a sentence, that training diverges."""
+
+    def __init__(self) -> None:
+        self._least, self._high, self._warned = math.inf, 0, False
+
+    def round(self, released: Record, private: Record) -> str:
+        """Return what a round's two records give reason to say; empty otherwise, and after it was said."""
+        if self._warned:
+            return ""
+        sentences = [text.rstrip() for text in _loss([released], [private])] or self._risen(released)
+        self._warned = bool(sentences)
+        return sentences[0] if sentences else ""
+
+    def _risen(self, released: Record) -> list[str]:
+        loss = number(released.get("test_loss"))
+        if loss is None:
+            return []
+        self._least = min(self._least, loss)
+        # One bad evaluation is noise; several in a row are divergence.
+        self._high = self._high + 1 if loss > RISEN * self._least else 0
+        if self._high < TURNS:
+            return []
+        return [
+            f"The test loss is {loss:.3g} after round {released.get('round')}, {loss / self._least:.3g} times the "
+            "least so far: training diverges. A lower local.lr or server.lr, less noise, or inputs scaled to about 1 "
+            "(data.scale) may help."
+        ]
+
+
+def _loss(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
     lost = first_lost(released)
     if lost is not None:
         return [f"The test loss is not finite from round {lost.get('round')} on: training diverged."]
@@ -68,14 +100,38 @@ def _clipped(private: Sequence[Record]) -> list[str]:
 
 
 def _drowned(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
-    ratios = values(private, "signal_to_noise")
-    if not ratios or median(ratios) >= SIGNAL or learnt(released):
+    times = _times(private)
+    if not times or learnt(released):
         return []
-    times = f"{1 / median(ratios):.0f}" if median(ratios) >= 1e-4 else "more than 10,000"
     return [
         f"The noise is {times} times the signal in the median round, and the model learnt little: more clients in "
         f"a cohort, fewer parameters or a larger ε would help. {PRIVATE}"
     ]
+
+
+def remarks(released: Sequence[Record], private: Sequence[Record]) -> list[str]:
+    """Return what a reader may want to know of a run that went well, a sentence each; nothing is wrong with these."""
+    times = _times(private)
+    # A model without a mistake leaves next to no signal, which says nothing of the noise.
+    if times in ("", VAST) or not learnt(released):
+        return []
+    return [
+        f"One round's noise is {times} times as long as its signal, and still the model learnt: noise of many "
+        f"rounds and coordinates cancels, what clients agree on adds up. {PRIVATE}"
+    ]
+
+
+VAST = "more than 10,000"
+
+
+def _times(private: Sequence[Record]) -> str:
+    """Return how many times the signal the noise is in the median round; empty where it is less than ten times, or
+    unknown.
+    """
+    ratios = values(private, "signal_to_noise")
+    if not ratios or median(ratios) >= SIGNAL:
+        return ""
+    return VAST if median(ratios) < 1e-4 else f"{1 / median(ratios):.0f}"
 
 
 def learnt(released: Sequence[Record]) -> bool:
@@ -99,8 +155,9 @@ def print_summary(result: Any, folder: Path, page: Path) -> None:
     left = max(len(label) for label, _ in rows) + 2
     for label, text in rows:
         print(textwrap.fill(text, width, initial_indent=f"{label:{left}}", subsequent_indent=" " * left))
-    for text in cautions(result.privacy, result.history, result.private_history):
-        print(textwrap.fill(f"Warning: {text}", width, subsequent_indent="  "))
+    warned = [f"Warning: {text}" for text in cautions(result.privacy, result.history, result.private_history)]
+    for text in [*warned, *(f"Note: {text}" for text in remarks(result.history, result.private_history))]:
+        print(textwrap.fill(text, width, subsequent_indent="  "))
     # Not wrapped, so that a path or a command can be copied.
     print(f"Report: {page}")
     if result.stopped:
