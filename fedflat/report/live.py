@@ -5,24 +5,25 @@ that it shows is kept. Whoever has the address with its token sees what a recipi
 adds what only the simulation knows. Without a script the page loads itself again every few seconds.
 """
 
+from __future__ import annotations
+
+import asyncio
 import hmac
 import secrets
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import fmean
-from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from fedflat.core.checks import InputError, gather, reading, require
+from fedflat.core.checks import InputError, RunError, gather, reading, require, turning
 from fedflat.privacy.ledger import is_open
 from fedflat.privacy.statement import is_whole
 from fedflat.report import metrics, pages, wording
@@ -31,8 +32,13 @@ from fedflat.report.metrics import Run, section
 from fedflat.report.summary import cautions
 from fedflat.report.wording import asset, filled
 
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
 RECORDS = ("metrics.jsonl", "privacy.json", "status.json")
 """Files whose change is one of the page; the last is a SuperLink's, for its operator."""
+PAUSE = 1.0
+"""Seconds between two looks at the records."""
 RECENT = 10
 """Rounds whose mean time is the pace."""
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
@@ -134,57 +140,57 @@ def _left(run: Run, planned: float | None) -> str:
     return wording.duration(fmean(seconds) * max(0.0, planned - len(run.metrics)))
 
 
-class Reader(BaseHTTPRequestHandler):
-    """Answer one request: with the page, or with its changing part where that is not what the reader has ``seen``."""
+def app_of(live: Live) -> Starlette:
+    """Return the server: the page, its changing part, and a stream that says when that has changed."""
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.routing import Route
 
-    timeout = 20
+    async def stream(request: Request) -> AsyncIterator[str]:
+        before = ""
+        while not await request.is_disconnected():
+            now = await asyncio.to_thread(live.stamp)
+            yield f"data: {now}\n\n" if now != before else ": nothing new\n\n"
+            before = now
+            await asyncio.sleep(PAUSE)
 
-    def __init__(self, live: Live, *given: Any) -> None:
-        self.live = live
-        super().__init__(*given)
-
-    def handle(self) -> None:
-        """Answer; a reader that goes away is nobody's error."""
-        with suppress(OSError):
-            super().handle()
-
-    def do_GET(self) -> None:
-        """Answer with nothing but a refusal where the token is missing or another one."""
-        url = urlsplit(self.path)
-        asked = dict(parse_qsl(url.query))
+    async def answer(request: Request) -> Response:
+        token = request.query_params.get("token", "")
         # The time that the comparison takes must not tell the token.
-        if not hmac.compare_digest(asked.get("token", "").encode(), self.live.token.encode()):
-            self._answer(403, "403: the address has no token, or another one.\n", "plain")
-        elif url.path != "/body":
-            self._answer(200, self.live.page())
-        elif (stamp := self.live.stamp()) == asked.get("seen"):
-            self._answer(204)
-        else:
-            self._answer(200, self.live.body(), stamp=stamp)
+        if not hmac.compare_digest(token.encode(), live.token.encode()):
+            return PlainTextResponse("403: the address has no token, or another one.\n", 403, HEADERS)
+        if request.url.path == "/events":
+            return StreamingResponse(stream(request), media_type="text/event-stream", headers=HEADERS)
+        make = live.body if request.url.path == "/body" else live.page
+        return HTMLResponse(await asyncio.to_thread(make), headers=HEADERS)
 
-    def _answer(self, status: int, text: str = "", kind: str = "html", stamp: str = "") -> None:
-        content = text.encode()
-        self.send_response(status)
-        kinds = {"Content-Type": f"text/{kind}; charset=utf-8", "Content-Length": str(len(content)), "Stamp": stamp}
-        for name, value in (HEADERS | kinds).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *given: Any) -> None:
-        """Print nothing: the terminal belongs to the run."""
+    return Starlette(routes=[Route(path, answer) for path in ("/", "/body", "/events")])
 
 
 @contextmanager
 def served(live: Live) -> Iterator[str]:
-    """Serve the page of ``live`` on a free port of 127.0.0.1 inside the block; yield its address, with the token."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Reader, live))
-    threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
+    """Serve the page of ``live`` on 127.0.0.1 by a thread inside the block; yield its address, with the token.
+
+    Raises RunError where starlette and uvicorn are not installed.
+    """
+    with turning(ImportError, RunError("watch needs a small server: pip install 'fedflat[watch]'")):
+        import uvicorn
+
+        app = app_of(live)
+    # A reader who connects before the thread serves has to wait.
+    listening = socket.create_server(("127.0.0.1", 0), backlog=64)
+    settings = uvicorn.Config(
+        app, log_level="critical", access_log=False, timeout_graceful_shutdown=1, limit_concurrency=64
+    )
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/?token={live.token}"
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/?token={live.token}"
     finally:
-        server.shutdown()
-        server.server_close()
+        server.should_exit = True
+        thread.join(timeout=5)
 
 
 def read_each(folder: Path) -> tuple[list[Run], list[InputError]]:

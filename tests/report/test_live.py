@@ -15,6 +15,8 @@ from test_report_browser import CHROMIUM, FLAGS
 from fedflat.core.checks import InputError
 from fedflat.report.live import Live, listed, served
 
+pytest.importorskip("starlette")
+
 
 def fetched(address: str) -> str:
     with urllib.request.urlopen(address, timeout=20) as answer:
@@ -36,7 +38,7 @@ def test_only_with_the_token_and_nothing_private(tmp_path: Path) -> None:
     with served(live) as address:
         page = fetched(address)
         for bad in ("", "?token=", "?token=é", f"?token={live.token[:-1]}", f"?token={live.token}x"):
-            for path in ("", "body", "other"):
+            for path in ("", "body", "events"):
                 with pytest.raises(urllib.error.HTTPError, match="403"):
                     fetched(f"{address.partition('?')[0]}{path}{urllib.parse.quote(bad, safe='?=')}")
     assert "127.0.0.1" in address and live.token not in repr(live) and live.token not in page
@@ -82,17 +84,15 @@ def test_before_the_first_round_and_while_a_record_is_written(tmp_path: Path) ->
         (folder / name).unlink()
 
 
-def test_whoever_has_seen_a_record_is_told_of_the_next(tmp_path: Path) -> None:
+def test_the_stream_tells_of_a_new_round(tmp_path: Path) -> None:
     folder = begun(tmp_path / "run", 4)
     more = write_run(tmp_path / "whole", rounds=20) / "metrics.jsonl"
     with served(Live(folder)) as address:
-        body = address.replace("/?", "/body?")
-        with urllib.request.urlopen(body, timeout=20) as answer:
-            seen = f"{body}&seen={urllib.parse.quote(answer.headers['Stamp'])}"
-        with urllib.request.urlopen(seen, timeout=20) as answer:
-            assert answer.status == 204
-        (folder / "metrics.jsonl").write_text("".join(more.read_text().splitlines(keepends=True)[:9]))
-        assert "9 of 20" in fetched(seen)
+        with urllib.request.urlopen(address.replace("/?", "/events?"), timeout=20) as events:
+            first = next(line for line in events if line.startswith(b"data:"))
+            (folder / "metrics.jsonl").write_text("".join(more.read_text().splitlines(keepends=True)[:9]))
+            assert next(line for line in events if line.startswith(b"data:")) != first
+        assert "9 of 20" in fetched(address.replace("/?", "/body?"))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
