@@ -1,6 +1,7 @@
 """Build and check everything live that a run needs, before anything is trained."""
 
 import copy
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +16,13 @@ from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
 from fedflat.assembly.piece_check import try_pieces
 from fedflat.assembly.plans import algorithm_of, average_of, clip_of, local_of, optimizer_of, plan_of, weighted
 from fedflat.assembly.records import identity, settled
-from fedflat.assembly.tasks import metrics_of, objective_of, suited, try_metrics, with_public_classes
+from fedflat.assembly.tasks import SQUARED, metrics_of, objective_of, suited, try_metrics, with_public_classes
 from fedflat.backends.choose import backend_for
 from fedflat.backends.features import with_features
 from fedflat.backends.in_process import Sequential
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import wrong
+from fedflat.core.checks import require, wrong
 from fedflat.core.held import StateWatch
 from fedflat.core.identity import identity_of
 from fedflat.core.loss import CustomLoss, Objective
@@ -40,7 +41,7 @@ from fedflat.methods import noise as noising
 from fedflat.methods import shares, votes
 from fedflat.methods.published import Published
 from fedflat.models import is_sized
-from fedflat.pieces.gradients import check_bias
+from fedflat.pieces.gradients import LabelPrior, check_bias
 
 
 def prepare(
@@ -55,12 +56,12 @@ def prepare(
     """
     # From here on the recipe says `given` wherever Python gave something, so no name can mislead.
     recipe = as_given(recipe, model, clients, data, algorithm, loss)
-    ingredients = _ingredients(recipe, model, clients, test, algorithm, data, loss)
+    ingredients = replace(_ingredients(recipe, model, clients, test, algorithm, data, loss), features=features)
     wanted = metrics_of(metrics, recipe, ingredients.data)
     if recipe.evaluation.keep != "last" and ingredients.data.test_inputs is None:
         raise wrong("evaluation.keep", recipe.evaluation.keep, "last where there are no public test data")
     form = ingredients.module, ingredients.layout, ingredients.data, ingredients.precision, ingredients.objective
-    job = _job(recipe, ingredients, device_for(recipe.engine.device, recipe.engine.backend, *form), features)
+    job = _job(recipe, ingredients, device_for(recipe.engine.device, recipe.engine.backend, *form))
     job.metrics = wanted
     tests, targets = job.data.test_inputs, job.data.test_targets
     if job.metrics and tests is not None and targets is not None:
@@ -85,8 +86,9 @@ class _Ingredients:
     random: bool
     objective: Objective
     user_code: tuple[Any, ...]
+    features: bool = True
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Of every example, the public ones too."""
         more = [] if self.public is None else [self.public.fingerprint()]
@@ -122,6 +124,8 @@ def _ingredients(
     layout = layout_of(module, method.head)
     zeros = data.inputs.new_zeros(2, *data.inputs.shape[1:])  # a server may hold no rows
     check_bias(method, module, layout, zeros, data.targets)
+    adjusted = recipe.loss == SQUARED and any(isinstance(phase.rule, LabelPrior) for phase in method.phases)
+    require(not adjusted, "loss", f"{SQUARED} with {method.name}", "cross-entropy, whose logits it adjusts")
     random = random or objective.own is not None
     return _Ingredients(method, data, queries, public, module, layout, precision, random, objective, user_code)
 
@@ -139,13 +143,13 @@ def _apart(
     return data, None, public
 
 
-def _job(recipe: Recipe, ingredients: _Ingredients, device: torch.device, features: bool) -> Job:
+def _job(recipe: Recipe, ingredients: _Ingredients, device: torch.device) -> Job:
     """Return the job on a device, to which the module is moved."""
     # The identity and a federation's app need the weights as they were before any device touched them.
     pristine = copy.deepcopy(ingredients.module).cpu()
     module, layout, precision = ingredients.module.to(device), ingredients.layout, ingredients.precision
     untouched = StateWatch(module)
-    data = _resident(ingredients.data, module, device, precision, features)
+    data = _resident(ingredients.data, module, device, precision, ingredients.features)
     if any(part is ingredients.module for part in ingredients.user_code):
         data = place.in_bearable_layout(module, data)
     parts, threshold = _parts(recipe, ingredients.method, data, layout)

@@ -22,7 +22,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import one_of, require, users_code, wrong
 from fedflat.core.held import StateWatch
 from fedflat.core.imports import imported
-from fedflat.core.loss import IGNORE, CustomLoss, Objective
+from fedflat.core.loss import IGNORE, CustomLoss, Objective, squared_by_class
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.data.clients import FederatedData, classes_of, first_above, made_rows
 from fedflat.data.preparation import Preparation, in_own_units
@@ -32,12 +32,17 @@ from fedflat.engine.job import Metric
 TRIED = 4
 """Made-up examples that a loss is tried on."""
 RESERVED = ("loss", "accuracy")
+SQUARED = "squared"
+"""The ``loss`` of a recipe that is a squared loss for classes."""
 
 
 def objective_of(recipe: Recipe, loss: CustomLoss | None) -> Objective:
     """Return the loss of a recipe: its task's, one by import path, or a function given in Python."""
     if loss is None and recipe.loss == GIVEN:
         raise wrong("loss", f"{GIVEN}: the run's folder does not hold the function", NOT_HELD)
+    if loss is None and recipe.loss == SQUARED:
+        one_of(f"task with loss: {SQUARED}", recipe.task, ["classification"])
+        return Objective(recipe.task, squared_by_class)
     custom = imported("loss", recipe.loss) if loss is None and recipe.loss is not None else loss
     if custom is not None and not callable(custom):
         raise wrong("loss", type(custom).__name__, "a function (outputs, targets) -> loss of each example (b,)")

@@ -116,6 +116,25 @@ def test_one_step_is_the_gradient_of_the_loss() -> None:
         assert torch.allclose(flat(found.model), wanted, atol=1e-6)
 
 
+def test_squared_loss_for_classes_begins_with_the_class_sums() -> None:
+    """One full step from zero is the sum of features by class over n; the broken twin does not centre its targets."""
+    x, y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 3
+    start = torch.nn.Linear(4, 3)
+    torch.nn.init.zeros_(start.weight)
+    torch.nn.init.zeros_(start.bias)
+    recipe = {
+        "rounds": 1, "algorithm": "fedavg", "cohort": {"size": 1}, "loss": "squared",
+        "local": {"steps": 1, "batch_size": 9, "lr": 1.0, "momentum": 0.0},
+    }  # fmt: skip
+    found = fedflat.run(recipe, model=start, clients=[(x, y)]).model
+    targets = F.one_hot(y, 3).float()
+    torch.testing.assert_close(found.weight, (targets - 1 / 3).T @ x / 9, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.bias, (targets - 1 / 3).mean(0), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(found.weight, targets.T @ x / 9, atol=1e-3)
+    with pytest.raises(InputError, match="task with loss: squared: found regression; allowed: classification"):
+        fedflat.run(recipe | {"task": "regression"}, model=start, clients=[(x, y)])
+
+
 def test_task_and_loss_are_part_of_what_a_run_is(tmp_path: Path) -> None:
     def key(task: str = "regression", loss: Any = None) -> bytes:
         recipe = Recipe.of({**RECIPE, "task": task})

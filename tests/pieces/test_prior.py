@@ -81,6 +81,8 @@ def test_a_model_without_a_last_bias_is_refused(model: nn.Module) -> None:
     values = [(x, y[:, None] * 0.5) for x, y in skewed()]
     with pytest.raises(InputError, match="dp-fedavg-la with targets that are no classes"):  # before a folder is made
         fedflat.run({**RECIPE, "task": "regression"}, model=nn.Linear(4, 1), clients=values)
+    with pytest.raises(InputError, match="loss: found squared with dp-fedavg-la; allowed: cross-entropy"):
+        fedflat.run({**RECIPE, "loss": "squared"}, model=nn.Linear(4, 3), clients=skewed())
 
 
 def test_log_probabilities_have_their_bias_too() -> None:
