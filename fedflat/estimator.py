@@ -52,6 +52,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     epsilon: float = 8.0
     delta: float | None = None
     algorithm: Any = "dp-fedavg"
+    body: str | Mapping[str, Any] | None = None
     hidden: int | None = None
     rounds: int = 30
     steps: int = 10
@@ -92,17 +93,21 @@ class _Private(BaseEstimator):  # type: ignore[misc]
 
     def _recipe(self, clients: int, task: str) -> dict[str, Any]:
         """Return the recipe of a fit: the parameters, and over them what ``recipe`` says section by section."""
+        full = self.cohort >= 1
         model: dict[str, Any] = {"name": "linear"} if self.hidden is None else {"name": "mlp", "hidden": self.hidden}
+        if self.body is not None:
+            for key in ("hidden", "ranges"):
+                require(getattr(self, key) is None, key, getattr(self, key), "nothing beside body")
+            model = {"name": "image-encoder", "body": self.body}
         recipe: dict[str, Any] = {
             # This seed drives public things only; the noise is secret.
             "seed": int(check_random_state(self.random_state).randint(2**31)), "rounds": self.rounds,
             "algorithm": self.algorithm, "model": model,
             "local": {"steps": self.steps, "batch_size": self.batch_size, "lr": self.lr},
-            "cohort": {"size": clients, "sampling": "full"},
+            "cohort": {"size": clients if full else max(1, round(self.cohort * clients))},
             "privacy": {"clip": self.clip, "epsilon": self.epsilon, "delta": self.delta},
         }  # fmt: skip
-        if self.cohort < 1:
-            recipe["cohort"] = {"size": max(1, round(self.cohort * clients)), "sampling": "poisson"}
+        recipe["cohort"]["sampling"] = "full" if full else "poisson"
         if task == "classification":
             recipe["data"] = {"classes": len(self.classes_)}
         require(isinstance(self.recipe, Mapping | None), "recipe", self.recipe, "a dict of a recipe's keys, or None")
@@ -116,14 +121,22 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         if reset:
             # A fit that fails must not leave the model of an earlier one.
             self.__dict__.pop("model_", None)
-        validated = validate_data(self, rows, targets, reset=reset, dtype=np.float32, **checks)
+        validated = validate_data(
+            self, rows, targets, reset=reset, dtype=np.float32, allow_nd=self.body is not None, **checks
+        )
         x, *rest = validated if isinstance(validated, tuple) else (validated,)
         if self.ranges is not None:
             low, high = _bounds(self.ranges, x.shape[1])
             x = np.clip(2 * (x - low) / (high - low) - 1, -1, 1)
-        elif reset and np.abs(x).max() > BEYOND:
+        elif reset and self.body is None and np.abs(x).max() > BEYOND:
             warnings.warn(f"ranges: none given, and inputs are beyond ±{BEYOND}: training may diverge", stacklevel=3)
         inputs = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
+        if self.body is not None:
+            inputs = _images(inputs, str(getattr(rows, "dtype", "")).endswith("uint8"))
+            shape = tuple(inputs.shape[1:])
+            self.image_shape_: tuple[int, ...] = shape if reset else self.image_shape_
+            expected = f"images of shape {self.image_shape_}, as in fit"
+            require(shape == self.image_shape_, "X", f"images of shape {shape}", expected)
         return (inputs, *rest) if rest else inputs
 
     def _outputs(self, rows: Any) -> Tensor:
@@ -147,6 +160,9 @@ class PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
     Args:
         epsilon, delta: the guarantee of one fit; delta None: 0.1 over the number of users.
         algorithm: a method by its name, or a mapping with its options.
+        body: None, or frozen features for images: patches, scattering, efficientnet-lite0 or a network's folder; or a
+            mapping with its options (docs/representations.md). X is then (n, channels, height, width), in [0, 1] or
+            uint8.
         hidden: None for a linear model, or the width of one hidden layer.
         rounds, steps, batch_size, lr, clip: of the training (docs/recipe.md).
         cohort: share of the users that take part in a round, by coins of their own below 1.
@@ -166,7 +182,7 @@ class PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
     classes: Sequence[Any] | None = None
 
     def fit(self, X: Any, y: Any, users: Any = None) -> Self:
-        """Train on rows X ``(n, columns)``, y ``(n,)`` and users ``(n,)``."""
+        """Train on rows X ``(n, columns)``, or images where there is a body, y ``(n,)`` and users ``(n,)``."""
         inputs, labels = self._inputs(X, y, reset=True)
         check_classification_targets(labels)
         self.classes_ = np.unique(labels if self.classes is None else np.asarray(self.classes))
@@ -208,7 +224,7 @@ class PrivateRegressor(RegressorMixin, _Private):  # type: ignore[misc]
     target_range: Sequence[float] | None = None
 
     def fit(self, X: Any, y: Any, users: Any = None) -> Self:
-        """Train on rows X ``(n, columns)``, y ``(n,)`` and users ``(n,)``."""
+        """Train on rows X ``(n, columns)``, or images where there is a body, y ``(n,)`` and users ``(n,)``."""
         with becoming(lambda e: wrong("y", f"no numbers ({first_line(e)})", "a number for each row"), left=InputError):
             require(not np.iscomplexobj(y), "y", "complex numbers", "a real number for each row")
             y = y if y is None else np.asarray(y, dtype=np.float64)
@@ -230,6 +246,18 @@ class PrivateRegressor(RegressorMixin, _Private):  # type: ignore[misc]
         tags = super().__sklearn_tags__()
         tags.regressor_tags.poor_score = True
         return tags
+
+
+def _images(inputs: Tensor, eight_bits: bool) -> Tensor:
+    """Return images (n, channels, height, width), pixels of eight bits over 255. Raises InputError."""
+    images = inputs[:, None] if inputs.dim() == 3 else inputs  # grey ones have one channel
+    if images.dim() != 4 or images.shape[1] not in (1, 3):
+        hint = "np.moveaxis(X, -1, 1) puts channels first." if images.shape[-1] in (1, 3) else ""
+        allowed = "(n, channels, height, width) with 1 or 3 channels, or (n, height, width)"
+        raise wrong("X", f"an array of shape {tuple(inputs.shape)}", allowed, hint=hint)
+    if not eight_bits and images.max() > 1:
+        warnings.warn("X: pixels above 1; images are in [0, 1], or of dtype uint8 in 0 to 255", stacklevel=4)
+    return images / 255 if eight_bits else images
 
 
 def _bounds(ranges: Any, columns: int) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sklearn
+import torch
 from sklearn.base import clone
 from sklearn.datasets import make_classification, make_regression
 from sklearn.exceptions import NotFittedError
@@ -46,6 +47,26 @@ def test_a_regressor_answers_in_the_units_of_y() -> None:
     x, y = make_regression(1200, 8, n_informative=6, random_state=0)
     found = PrivateRegressor(ranges=(-4, 4), target_range=(-500, 500)).fit(x, y, users=USERS)
     assert found.score(x, y) > 0.9 and found.predict(x).std() > 50
+
+
+def test_images_go_through_a_body() -> None:
+    draw = np.random.default_rng(0)
+    y = np.arange(120) % 2
+    x = draw.random((120, 8, 8), dtype=np.float32) + y[:, None, None]
+    body = {"kind": "patches", "filters": 20, "size": 3, "dimension": 30, "images": 100}
+    model = PrivateClassifier(body=body, rounds=3, recipe={"model": {"side": 3, "features": 16}})
+    with pytest.raises(InputError, match="model"):
+        model.fit(x, y, users=np.arange(120) // 4)
+    found = PrivateClassifier(body=body, rounds=3, recipe={"engine": {"backend": "sequential"}}).fit(x, y)
+    assert found.predict(x).shape == (120,)
+    with pytest.raises(InputError, match=r"X: found images of shape \(1, 8, 7\); allowed: .*\(1, 8, 8\), as in fit"):
+        found.predict(x[..., :7])
+    with pytest.raises(InputError, match=r"X: found an array of shape .*moveaxis\(X, -1, 1\) puts channels first"):
+        PrivateClassifier(body=body).fit(np.repeat(x[..., None], 3, -1), y)
+    with pytest.raises(InputError, match="hidden: found 8; allowed: nothing beside body"):
+        PrivateClassifier(body=body, hidden=8).fit(x, y)
+    bits = torch.tensor([[[0, 51, 255]]], dtype=torch.uint8)
+    assert estimator._images(bits.float(), True).flatten().tolist() == [0, torch.tensor(0.2), 1]
 
 
 def test_fits_on_the_same_users_are_added_up_and_others_are_not() -> None:
