@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import locale
 import os
 import platform
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -135,6 +137,16 @@ def _computing() -> Iterator[Finding]:
         yield Finding("GPU", "ok", gpu)
 
 
+def _text() -> Iterator[Finding]:
+    names = {"output": getattr(sys.stdout, "encoding", None) or "", "files": locale.getpreferredencoding(False)}
+    other = {label: name for label, name in names.items() if name.lower().replace("_", "-") not in ("utf-8", "utf8")}
+    odd = [f"{label} in {name or 'no encoding'}" for label, name in other.items()]
+    if odd:
+        yield Finding("text", "note", f"{', '.join(odd)}: no ε there", "export PYTHONUTF8=1, or LC_ALL=C.UTF-8")
+    else:
+        yield Finding("text", "ok", "UTF-8")
+
+
 def _folders() -> Iterator[Finding]:
     """Yield where a run and the noise keys go: writable; keys for the owner only, and outside the run."""
     from fedflat.records import keys
@@ -164,4 +176,4 @@ def _writable(label: str, folder: Path, remedy: str) -> Finding:
     return Finding(label, "ok", f"{folder}{'' if place == folder else ', not made yet'}")
 
 
-CHECKS = (_python, _packages, _machine, _computing, _folders)
+CHECKS = (_python, _packages, _machine, _computing, _text, _folders)

@@ -197,6 +197,7 @@ def deploy(
     override: Overrides = None,
     host: str = "127.0.0.1",
     port: Annotated[int, Option(min=1, max=65534)] = 8443,
+    watch: bool = False,
 ) -> None:
     """Make a Flower project of a recipe: app, test certificates, one folder for each client, README with every command.
 
@@ -208,9 +209,15 @@ def deploy(
         nodes: Number of clients M. Default: the recipe's data.clients.
         host: Name or address under which clients reach the SuperLink.
         port: The SuperLink's port; orders come through the next one, on 127.0.0.1.
+        watch: Then serve a live page on 127.0.0.1 that follows it, until Ctrl-C.
     """
     parsed = recipe_of(recipe, override)  # before torch takes seconds to load
     from fedflat.federation import check_flower, write_project
 
     check_flower()
-    print("\n".join(filled("deploy.txt", project=write_project(parsed, out, nodes, port, host))))
+    project = write_project(parsed, out, nodes, port, host)
+    print("\n".join(filled("deploy.txt", project=project)))
+    if watch:
+        from fedflat.cli.catalogue import watch as follow
+
+        follow(project.folder)

@@ -272,7 +272,7 @@ def _commas(file: Path, written: Written, key: str) -> Any:
         header, allowed = f"one column, {table.column_names[0]!r}", f"columns with {mark!r} between them"
         raise wrong("data.separator", header, allowed, hint=hint)
     users = [name for name in table.column_names if written.by and clean(name) == clean(written.by)]
-    if len(users) == 1 and not pa.types.is_string(table[users[0]].type):
+    if len(users) == 1 and len(table) and not pa.types.is_string(table[users[0]].type):
         texts = parsed(include_columns=users, column_types={users[0]: pa.string()}, strings_can_be_null=True)
         written_as, read_as = (compute.count_distinct(rows[users[0]]).as_py() for rows in (texts, table))
         if written_as > read_as:

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import resource
 import secrets
 import shutil
 import signal
@@ -32,7 +33,7 @@ from typing import Any
 
 from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError
-from fedflat.core.process import how_it_ended
+from fedflat.core.process import free_memory, how_it_ended
 from fedflat.federation import doors, lock, processes
 from fedflat.federation.bounds import keep_one_reply
 from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, REASON, STATUS, environment, words_of
@@ -213,8 +214,14 @@ def _hand_out(state: Any, app: Path, worker: Connection) -> None:
         if (now := status_of(state)) != noted or time.monotonic() >= due:
             noted, due = now, time.monotonic() + STATUS_SECONDS
             with suppress(OSError):  # a full disk stops the run, and says so there
-                durable.replace(app.parent / "server" / STATUS, json.dumps(now) + "\n")
+                text = json.dumps({**now, **{name: f"{size:.0f} MiB" for name, size in _memory().items()}})
+                durable.replace(app.parent / "server" / STATUS, f"{text}\n")
         time.sleep(POLL)
+
+
+def _memory() -> dict[str, float]:
+    used, free = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, (free_memory() or 0.0) / (1 << 20)
+    return {"SuperLink's memory, the most so far": used, "free memory of this machine": free}
 
 
 def status_of(state: Any) -> dict[str, str]:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -131,10 +132,14 @@ def _row(run: Run) -> list[str]:
 
 
 def _left(run: Run, planned: float | None) -> str:
-    """Return the time for the rounds that are left at the pace of the last ones; a deployment times no round."""
+    """Return the time for the rounds that are left at the pace of the last ones."""
     if run.privacy:
         return "ended"
     seconds = metrics.values([*run.metrics, *run.private], "seconds")[-RECENT:]
+    with suppress(OSError):  # a deployment times no round, and the oldest checkpoint may just be deleted
+        seconds = seconds or [
+            b - a for a, b in pairwise(sorted(f.stat().st_mtime for f in run.path.glob("checkpoints/round-*")))
+        ]
     if not seconds or planned is None:
         return "–"
     return wording.duration(fmean(seconds) * max(0.0, planned - len(run.metrics)))

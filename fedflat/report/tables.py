@@ -1,4 +1,4 @@
-"""Compare several methods in a table: terminal, Markdown and JSON, and every run in CSV.
+"""Compare several methods in a table: terminal, Markdown, JSON and LaTeX, and every run in CSV.
 
 Accuracies of the shared model and of the clients' own models never share a column, and a claimed ε is only ever
 printed beside the proven one.
@@ -210,9 +210,11 @@ def to_terminal(table: Comparison, width: int = 80) -> str:
 
 
 def files(table: Comparison) -> dict[str, str]:
-    """Return the table's files by their names: Markdown, and ``record_of`` as JSON."""
-    markdown = text("table.md", table=table, columns=columns(table), notes=notes(table))
-    return {"table.md": markdown, "table.json": json.dumps(record_of(table), indent=2, ensure_ascii=False) + "\n"}
+    """Return the table's files by their names: Markdown, LaTeX (a ``tabular`` with booktabs rules, its notes as
+    comments) and ``record_of`` as JSON."""
+    values = {"table": table, "columns": columns(table), "notes": notes(table)}
+    texts = {name: text(name, **values) for name in ("table.md", "table.tex")}
+    return texts | {"table.json": json.dumps(record_of(table), indent=2, ensure_ascii=False) + "\n"}
 
 
 def record_of(table: Comparison) -> dict[str, Any]:

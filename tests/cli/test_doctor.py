@@ -95,6 +95,11 @@ def test_a_folder_one_may_not_write_to(tmp_path: Path, monkeypatch: pytest.Monke
     assert found.state == "broken" and "Permission denied" in found.found and found.remedy == "another"
 
 
+def test_an_encoding_without_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.locale, "getpreferredencoding", lambda do: "ANSI_X3.4-1968")
+    assert next(doctor._text()).state == "note"
+
+
 def test_the_version_is_fast(said: Any) -> None:
     assert said("--version") == (0, f"fedflat {fedflat.__version__}\n")
     code = "import sys; from fedflat.cli.main import main; sys.argv[1:] = ['--version']\n"

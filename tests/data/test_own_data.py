@@ -484,7 +484,10 @@ def test_a_look_at_a_table_gives_a_recipe_that_loads(tmp_path: Path, capsys: pyt
         look(tmp_path / "visits.csv", by="usr", separator=";")
     lines = ("user,huge,in,late,row", *(f"{i % 9:0{1 + i % 2}},{i}e300,{'AaBb'[i % 4]},{i % 2},{i}" for i in range(90)))
     (tmp_path / "numbered.csv").write_text("\n".join(lines), encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning, match="column user: 00 is read as a number"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.warns(UserWarning, match="column user has users who are written in two ways"),
+    ):
         patch.setattr("sys.stdout.isatty", lambda: True)
         look(tmp_path / "numbered.csv", by="user")
     assert "--target late" in (shown := capsys.readouterr().out) and "huge: 89 infinite or huge values" in shown

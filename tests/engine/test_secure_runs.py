@@ -178,7 +178,7 @@ DDGAUSS = {"algorithm": {"name": "ddgauss"}}
         ),
         (
             {"algorithm": {"name": "ddgauss", "granularity": 1e-9}, "cohort": {"size": 18, "min": 2}},
-            "algorithm.granularity: found 1e-09; allowed: a number ≥ .*, or none: finer sums wrap around",
+            "algorithm.granularity: found 1e-09; allowed: none, or coarser: sums are modulo",
         ),
         (
             {"privacy": {"noise_multiplier": 2.0, "clip": {"kind": "adaptive", "initial": 1, "count_noise": 1.0}}},

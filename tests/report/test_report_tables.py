@@ -125,6 +125,7 @@ def test_rows_say_the_same_in_every_format(three: list[groups.Group]) -> None:
     for row in json.loads(files["table.json"])["rows"]:
         shown = f"{100 * row['final']['mean']:.2f} ± {100 * row['final']['sd']:.2f}"
         assert shown in files["table.md"] and shown in tables.to_terminal(table)
+        assert shown.replace("±", "$\\pm$") in files["table.tex"]
 
 
 def test_global_and_personal_never_share_a_column(three: list[groups.Group]) -> None:
@@ -144,7 +145,7 @@ def test_no_epsilon_is_said_with_its_reason(tmp_path: Path) -> None:
     table = tables.comparison_table(grouped([write_run(tmp_path / "f", "fedavg", rounds=3, statement=none)]))
     for name, text in {"terminal": tables.to_terminal(table), **tables.files(table)}.items():
         assert "No noise was added." in text, name
-        assert {"table.json": "null"}.get(name, "∞ (none)") in text
+        assert {"table.json": "null", "table.tex": "$\\infty$ (none)"}.get(name, "∞ (none)") in text
 
 
 def test_the_largest_epsilon_of_the_seeds_stands_for_the_group(tmp_path: Path) -> None:
@@ -181,6 +182,7 @@ def test_a_share_never_leaves_its_axis(tmp_path: Path) -> None:
 def test_user_names_cannot_break_a_table(tmp_path: Path) -> None:
     table = tables.comparison_table(grouped([write_run(tmp_path / "x", "a|b_50%&[red]<b>", rounds=3)]))
     assert "a\\|b_50%&[red]&lt;b>" in tables.files(table)["table.md"]
+    assert "a|b\\_50\\%\\&[red]<b>" in tables.files(table)["table.tex"]
     assert "[red]" in tables.to_terminal(table)
 
 
