@@ -67,9 +67,9 @@ def _check_form(result: object, shape: tuple[int, ...], dtype: torch.dtype = tor
     """Raise Fault for what is no tensor of a shape and type."""
     if not isinstance(result, Tensor):
         raise Fault(f"{type(result).__name__} returned", f"a tensor of shape {shape}")
-    for found, wanted, kind in ((tuple(result.shape), shape, "shape"), (result.dtype, dtype, "type")):
-        if found != wanted:
-            raise Fault(f"{kind} {found} returned for {wanted}", f"the same {kind}")
+    for returned, wanted, kind in ((tuple(result.shape), shape, "shape"), (result.dtype, dtype, "type")):
+        if returned != wanted:
+            raise Fault(f"{kind} {returned} returned for {wanted}", f"the same {kind}")
 
 
 def _numbers(purpose: str, size: int) -> Tensor:

@@ -296,7 +296,7 @@ def _lanes(makers: _Makers, blocks: Vectorized) -> int | None:
     trial = replace(blocks, inner=Sequential(parts.algorithm, makers.problem, parts.local, data, makers.seed))
 
     def bits(order: np.ndarray) -> list[torch.Tensor]:
-        found = list[torch.Tensor]()
+        sums = list[torch.Tensor]()
         for share in AWAY:
             broadcast, heads = parts.of_trial(weights + share * away)
             with _Bits(len(order)) as seen:
@@ -305,8 +305,8 @@ def _lanes(makers: _Makers, blocks: Vectorized) -> int | None:
                     message.dense()  # as a sum writes it out that cannot add factors
             sink = empty_sum(parts, broadcast)
             factors = sink.add(message, [1] * len(order))
-            found += [*seen.sums, factors, sink.result().norms.view(torch.int64)]
-        return found
+            sums += [*seen.sums, factors, sink.result().norms.view(torch.int64)]
+        return sums
 
     def alike(lanes: int) -> bool:
         """Return whether everybody gets the same from a place so far on; what all share is the same anyway."""

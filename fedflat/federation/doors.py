@@ -88,10 +88,10 @@ class Gate(socket.socket):
         guest = self._open.get(tuple(place))
         if guest is None or guest.key is not None:
             return
-        shown = [place for place, one in self._open.items() if one.key == key]
-        if len(shown) >= EACH:
+        keyed = [place for place, one in self._open.items() if one.key == key]
+        if len(keyed) >= EACH:
             self.say("key", f"one key has {EACH} connections; its oldest are closed")
-            self._close(shown[0])
+            self._close(keyed[0])
         guest.key = key
 
     async def sweep(self) -> None:

@@ -68,10 +68,10 @@ def recipe_for(source: str) -> tuple[str, str] | None:
     """Return the best measured recipe for a data set's name, of those whose packages are installed, and a line that
     says what it gives; None where ``source`` names no data set of the leaderboard.
     """
-    own = [row for row in load()["rows"] if row["method"]["name"] == _method(task_of(row).recipe)]
+    same_method = [row for row in load()["rows"] if row["method"]["name"] == _method(task_of(row).recipe)]
     tasks = [t for t in TASKS if t.data == source.replace("_", "-") and t.alpha in (0.6, None) and not t.public]
     usable = [task for task in tasks if not task.needs or find_spec(task.needs)]
-    rows = [row for (task, epsilon), row in best(own).items() if task in usable and epsilon == MEASURED_AT]
+    rows = [row for (task, epsilon), row in best(same_method).items() if task in usable and epsilon == MEASURED_AT]
     if not rows:
         return None
     row = max(rows, key=_mean)

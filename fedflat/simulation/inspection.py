@@ -472,8 +472,8 @@ def check_strangers(run: Records) -> Iterator[Check]:
     links = [name for name in run.files if (run.folder / name).is_symlink()]
     yield from (Check(name, "unchecked", "a link: what it leads to may change") for name in links)
     strange = [file for file in others if file not in known]
-    about = "unknown: no record of a run, and nothing here covers it"
-    yield from (Check(name, "unchecked", about) for name in strange)
+    unknown = "unknown: no record of a run, and nothing here covers it"
+    yield from (Check(name, "unchecked", unknown) for name in strange)
     counts = f"{len(run.files) - len(others)} known and covered, {len(known)} known and not covered"
     yield Check("files", "ok", f"{counts}, {len(strange)} unknown")
 

@@ -153,8 +153,8 @@ def check_folders(folder: Path, settings: Sequence[Setting]) -> None:
         if (place / REQUESTED).is_file():
             here = json.loads(json.dumps(_asked(setting)))
             for key, old, new in differences(read_noted(place / REQUESTED), here):
-                found = f"{place}, whose runs have {key} = {old} where this one has {new}"
-                raise wrong("--out", found, "the same recipe, or a new folder")
+                other = f"{place}, whose runs have {key} = {old} where this one has {new}"
+                raise wrong("--out", other, "the same recipe, or a new folder")
         elif any(place.glob(f"seed-*/{RECIPE}")):
             raise wrong("--out", f"{place}, which holds runs of something else", "a new folder")
 
