@@ -33,6 +33,7 @@ ABOUT_ACCOUNTANTS = {
     "pld": "Privacy loss distributions (dp-accounting), composed numerically: tight, the default.",
     "rdp": "Rényi differential privacy (dp-accounting): an upper bound, looser, also for fixed cohorts.",
     "fft": "This project's own composition by Fourier transform: an independent check of pld.",
+    "gdp": "Gaussian differential privacy, central limit: an approximation, never a proven figure.",
 }
 
 
@@ -77,7 +78,9 @@ def catalogue(kind: str) -> dict[str, str]:
         from fedflat.config.reading import FOLDER, names
 
         return {name: _first_comment(FOLDER / f"{name}.yaml") for name in names()}
-    return ABOUT_ACCOUNTANTS
+    from fedflat.privacy.accounting.curves import ACCOUNTANTS
+
+    return {name: ABOUT_ACCOUNTANTS[name] for name in ACCOUNTANTS}
 
 
 def _summary(factory: object) -> str:

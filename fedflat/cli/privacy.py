@@ -27,7 +27,7 @@ class Options:
         max_participations: Rounds a client takes part in at most (local).
         sampling: Only this cohort law: poisson, truncated, fixed, full, …
         trust: Only central, distributed or local.
-        accountant: Only pld, rdp or fft.
+        accountant: Only pld, rdp or fft (budget: also gdp, an approximation).
     """
 
     clients: Annotated[int, Option(metavar="M", min=1)]
@@ -53,10 +53,10 @@ class Options:
     def only(self) -> dict[str, str]:
         """Return the names that the rows are limited to, checked."""
         from fedflat.core.cohorts import NAMES as SAMPLINGS
-        from fedflat.privacy.accounting.curves import PROVEN
+        from fedflat.privacy.accounting.curves import ACCOUNTANTS
         from fedflat.privacy.trust import TRUSTS
 
-        allowed = {"trust": TRUSTS, "sampling": SAMPLINGS, "accountant": PROVEN}
+        allowed = {"trust": TRUSTS, "sampling": SAMPLINGS, "accountant": ACCOUNTANTS}
         limits = {name: value for name in allowed if (value := getattr(self, name)) is not None}
         return {name: str(one_of(f"--{name}", value, allowed[name])) for name, value in limits.items()}
 

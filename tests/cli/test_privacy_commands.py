@@ -17,14 +17,16 @@ def by_accountant(text: str) -> dict[str, float]:
     return {row["accountant"]: row["epsilon"] for row in json.loads(text)["rows"]}
 
 
-def test_budget_has_the_pinned_figures_and_no_approximation(command: Any) -> None:
+def test_budget_has_the_pinned_figures_and_marks_the_approximation(command: Any) -> None:
     said = command("budget", *NUMBERS, "--noise-multiplier", "0.95", *CHEAP, "--json")
     assert said.status == 0
     found = by_accountant(said.out)
     assert found["pld"] == pytest.approx(9.37, abs=0.005)
     assert found["rdp"] == pytest.approx(10.83, abs=0.005)
     proven = {row["accountant"]: row["proven"] for row in json.loads(said.out)["rows"]}
-    assert all(proven.values()) and "gdp" not in proven
+    assert proven["pld"] and not proven["gdp"]
+    shown = command("budget", *NUMBERS, "--noise-multiplier", "0.95", *CHEAP).out
+    assert "≈ 9.49" in shown and "approximation, not proven" in shown and "μ = 2.467" in shown
 
 
 def test_tables_fit_80_columns(command: Any) -> None:
@@ -44,7 +46,7 @@ def test_calibrate_answers_within_the_target(command: Any) -> None:
 
 def test_calibrate_refuses_what_proves_nothing(command: Any) -> None:
     said = command("calibrate", "--epsilon", "8", *NUMBERS, "--accountant", "gdp")
-    assert said.status == 2 and "found gdp; allowed: pld, rdp, fft" in said.err and said.out == ""
+    assert said.status == 2 and "gdp is an approximation, no bound" in said.err and said.out == ""
 
 
 @pytest.mark.parametrize(

@@ -274,4 +274,4 @@ def test_plain_accounts_count_a_clients_own_turns() -> None:
     assert plan_of(sampling="cyclic-poisson").epsilon() == pytest.approx(headline(made), rel=1e-6)
     rows = budget_table(**setting, only={"sampling": "min-separation", "trust": "central"})
     assert rows[0]["epsilon"] == pytest.approx(plan_of().epsilon(), rel=1e-6)
-    assert {row["sampling"] for row in budget_table(**setting, only={"accountant": "rdp"})} <= {*SECRET, "any"}
+    assert {row["sampling"] for row in budget_table(**setting, only={"accountant": "gdp"})} <= {*SECRET, "any"}

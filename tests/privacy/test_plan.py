@@ -221,10 +221,11 @@ def test_what_cannot_be_accounted_is_refused_before_any_work(changes, sentence: 
 
 def test_budget_table_has_a_figure_or_a_reason_in_every_row() -> None:
     rows = budget.budget_table(clients=100, cohort=10, rounds=20, noise_multiplier=1.5, delta=1e-3)
-    assert len(rows) == 14
+    assert len(rows) == 17
     found = {(row["trust"], row["sampling"], row["accountant"]): row for row in rows}
     assert found["central", "poisson", "pld"]["epsilon"] == plan_of().epsilon()
     assert "needs the largest cohort" in found["central", "truncated", "pld"]["reason"]
+    assert found["central", "poisson", "gdp"]["proven"] is False and "μ" in found["central", "poisson", "gdp"]["reason"]
     assert found["local", "any", "pld"]["epsilon"] == plan_of(trust="local").epsilon()
     for row in rows:
         assert (row["epsilon"] is None) <= bool(row["reason"])

@@ -23,14 +23,35 @@ from fedflat.privacy.accounting.independent import epsilon_bounds, loss_moments
 
 PROVEN = ("pld", "rdp", "fft")
 """pld: privacy loss distributions (tight). rdp: Rényi. fft: this project's own composition."""
+APPROXIMATIONS = ("gdp",)
+"""gdp: the central limit of Gaussian DP. It proves nothing, so no function here that returns an ε knows it."""
+ACCOUNTANTS = (*PROVEN, *APPROXIMATIONS)
 RDP_ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(11, 256), 288, 320, 384, 448, 512, 640, 768, 896, 1024)
 """1.1…10.9 by 0.1 and 11…255, the grid of Shi et al. 2023a; the few beyond only matter where ε is small."""
 WITHOUT_REPLACEMENT_ORDERS = (*(1 + x / 10 for x in range(1, 50)), *range(6, 65), 80, 96, 128)
 """Fewer: the library's bound costs the square of the order."""
 
 
+def gdp_mu(q: float, multiplier: float, rounds: int) -> float:
+    """μ of the central-limit approximation q·√(T(e^{1/σ²} − 1)) (Bu et al. 2019); √T/σ at q = 1; inf at σ = 0."""
+    if multiplier == 0:
+        return math.inf
+    if q == 1:
+        return math.sqrt(rounds) / multiplier
+    exponent = multiplier**-2
+    return q * math.sqrt(rounds * math.expm1(exponent)) if exponent < 700 else math.inf
+
+
 def proving(accountant: str) -> str:
-    """Return the accountant's name; InputError if there is no such accountant, as for any approximation."""
+    """The accountant's name if it proves what it says.
+
+    Raises:
+        InputError: an approximation, with where to get it, or no such accountant.
+    """
+    if accountant in APPROXIMATIONS:
+        place = "fedflat.privacy.accounting.epsilon.approximate_epsilon"
+        hint = f"{accountant} is an approximation, no bound: {place} gives it."
+        raise wrong("privacy.accountant", accountant, ", ".join(PROVEN), hint=hint)
     return str(one_of("privacy.accountant", accountant, PROVEN))
 
 

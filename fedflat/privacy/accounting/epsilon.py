@@ -1,7 +1,8 @@
 """ε for given noise, and noise for a given ε.
 
 ``epsilon`` and ``noise_multiplier`` are ``fedflat.epsilon`` and ``fedflat.noise_multiplier``. The accountants are in
-``curves`` (what each can do), the adversaries in ``trust``; every figure is proven, the largest over the adversaries.
+``curves`` (what each can do), the adversaries in ``trust``; every figure is the largest over the adversaries. What is
+called ε here is proven; ``approximate_epsilon`` is not, and nothing else uses it as if it were.
 """
 
 import math
@@ -12,6 +13,7 @@ from typing import Any
 
 from fedflat.core.checks import in_range, require, whole, wrong
 from fedflat.core.cohorts import make_sampler
+from fedflat.privacy.accounting.curves import gdp_mu
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.trust import AccountingParams, default_min_cohort, headline
 
@@ -71,7 +73,7 @@ def epsilon(
         sampling: poisson, truncated (with ``max_cohort``), fixed or full; or min-separation (zero-out neighbours) and
             cyclic-poisson, with independent noise and a client's turns ⌊M/m⌋ rounds apart.
         trust: central, distributed (``min_cohort``, ``colluders``) or local (``max_participations``).
-        accountant: pld, rdp or fft; an approximation is refused.
+        accountant: pld, rdp or fft; an approximation is refused (:func:`approximate_epsilon`).
 
     Raises:
         InputError: a value out of range, or a combination for which no bound is known, with the reason.
@@ -80,6 +82,23 @@ def epsilon(
     9.37
     """
     return headline(accounting_params(**locals()))
+
+
+def approximate_epsilon(
+    *, clients: int, cohort: float, rounds: int, noise_multiplier: float, delta: float | None = None
+) -> float:
+    """An approximation, not a bound: the central limit of Poisson-sampled rounds as Gaussian DP (Bu et al. 2019).
+
+    It may lie far below: 0.43 where 2.57 is proven (M = 10,000, m = 100, T = 10, σ = 0.6). Arguments as in
+    :func:`epsilon`; Poisson cohorts and a trusted server only.
+
+    Raises:
+        InputError: a value out of range.
+    """
+    params = accounting_params(**locals())
+    if rounds == 0:
+        return 0.0
+    return gaussian_epsilon(gdp_mu(params.sampler.q, noise_multiplier, rounds), params.delta)
 
 
 def noise_multiplier(
@@ -105,10 +124,7 @@ def noise_multiplier(
 
 
 def guess(params: AccountingParams, target: float) -> float:
-    """Return a multiplier to start from, by the central limit of Poisson-sampled rounds or an unamplified account.
-
-    It proves nothing: where 2.57 is proven it may say 0.43 (M = 10,000, m = 100, T = 10, σ = 0.6).
-    """
+    """Return a multiplier to start from, by the central-limit approximation or an unamplified account."""
     amplified = params.trust == "central" and params.sampler.name != "fixed" and target < 1000
     q = params.sampler.q if amplified else 1.0
     share = 1.0 if amplified or params.trust == "local" else params.sampler.q
@@ -117,17 +133,9 @@ def guess(params: AccountingParams, target: float) -> float:
     low, high = 1e-11, 1e6
     for _ in range(60):
         middle = math.sqrt(low * high)
-        mu = _central_limit(q, middle / params.factor, count)
+        mu = gdp_mu(q, middle / params.factor, count)
         low, high = (low, middle) if gaussian_epsilon(min(mu, 1e8), params.delta) <= target else (middle, high)
     return high
-
-
-def _central_limit(q: float, multiplier: float, rounds: int) -> float:
-    """Return μ of the approximation q·√(T(e^{1/σ²} − 1)) (Bu et al. 2019); √T/σ at q = 1."""
-    if q == 1:
-        return math.sqrt(rounds) / multiplier
-    exponent = multiplier**-2
-    return q * math.sqrt(rounds * math.expm1(exponent)) if exponent < 700 else math.inf
 
 
 def calibrate(epsilon_of: Callable[[float], float], target: float, start: float = 1.0) -> float:
