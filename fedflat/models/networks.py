@@ -10,6 +10,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
@@ -32,6 +33,7 @@ LITE = {
 }
 """Networks of the extra ``vision``: the side of their images, and the SHA-256 of the file with their weights."""
 BODIES = (*LITE, "a folder of transformers", "timm:NAME", "file.py:callable")
+INTERPOLATIONS = ("bicubic", "bilinear", "nearest")
 RESAMPLE = {0: "nearest", 2: "bilinear", 3: "bicubic"}
 """Pillow's numbers, which image processors of transformers write."""
 COLOURS = 3
@@ -61,12 +63,14 @@ class Loaded(NamedTuple):
     """A network as it was loaded.
 
     call: the method that gives the last features ("": the network itself). digest: SHA-256 of its weights.
+    classifier: the weights of the layer that named the classes it was trained on (classes, features), if known.
     """
 
     network: nn.Module
     call: str
     preprocessing: Preprocessing
     digest: str
+    classifier: Tensor | None
     prior: str = NATURAL
 
 
@@ -105,8 +109,8 @@ def _lite(name: str, side: int | None) -> Loaded:
         if type(getattr(part, "static_padding", None)).__name__ == "Identity":
             part.__class__ = nn.Conv2d  # which it is; nobody could make an adapter of its own class
     seen = Preprocessing((side or usual,) * 2, mean=(127 / 255,) * COLOURS, std=(128 / 255,) * COLOURS)
-    network._fc = nn.Identity()
-    return Loaded(network, "extract_features", seen, digest)
+    classifier, network._fc = network._fc.weight.detach(), nn.Identity()
+    return Loaded(network, "extract_features", seen, digest, classifier)
 
 
 def _timm(name: str) -> Loaded:
@@ -119,9 +123,9 @@ def _timm(name: str) -> Loaded:
     crop = (int(config["input_size"][1]), int(config["input_size"][2]))
     size = (int(crop[0] / config["crop_pct"]), int(crop[1] / config["crop_pct"]))
     seen = Preprocessing(size, crop, config["interpolation"], tuple(config["mean"]), tuple(config["std"]))
-    digest = digest_of(network.state_dict())
+    classifier, digest = getattr(network.get_classifier(), "weight", None), digest_of(network.state_dict())
     network.reset_classifier(0)
-    return Loaded(network, "forward_features", seen, digest)
+    return Loaded(network, "forward_features", seen, digest, classifier)
 
 
 def _file(name: str) -> Loaded:
@@ -129,8 +133,9 @@ def _file(name: str) -> Loaded:
         network = imported("model.body", name)()
     returned = f"{name}, which returns {type(network).__name__}"
     require(isinstance(network, nn.Module), "model.body", returned, "a callable that returns a module")
+    linear = [part.weight.detach() for part in network.modules() if isinstance(part, nn.Linear)]
     prior = str(getattr(network, "prior", "unknown"))
-    return Loaded(network, "", Preprocessing(), digest_of(network.state_dict()), prior)
+    return Loaded(network, "", Preprocessing(), digest_of(network.state_dict()), linear[-1] if linear else None, prior)
 
 
 def _folder(name: str) -> Loaded:
@@ -146,11 +151,12 @@ def _folder(name: str) -> Loaded:
     with readable("image-encoder", name), quiet(transformers):
         network = transformers.AutoModel.from_pretrained(name, use_safetensors=True, local_files_only=True)
         network = getattr(network, "vision_model", network)
-        seen = _processed(transformers.AutoImageProcessor.from_pretrained(name, local_files_only=True).to_dict())
+        processor = transformers.AutoImageProcessor.from_pretrained(name, local_files_only=True).to_dict()
+        seen, classifier = _processed(processor), _classifier(files)
     if isinstance(pooler := getattr(network, "pooler", None), nn.Module) and list(pooler.parameters()):
         network.pooler = None  # nothing reads it, and where the file has no weights for it they are random
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    return Loaded(network, "last_hidden_state", seen, digest)
+    return Loaded(network, "last_hidden_state", seen, digest, classifier)
 
 
 def _processed(config: Mapping[str, Any]) -> Preprocessing:
@@ -171,8 +177,35 @@ def _processed(config: Mapping[str, Any]) -> Preprocessing:
     )  # fmt: skip
 
 
+def _classifier(files: list[Path]) -> Tensor | None:
+    """Return the weights of the layer that names classes (classes, features), if the files have one."""
+    from safetensors import safe_open
+
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                if key.endswith("weight") and "classifier" in key and len(file.get_slice(key).get_shape()) == 2:
+                    return cast(Tensor, file.get_tensor(key).float())
+    return None
+
+
 PREFIXES = 8
 """At most so many tokens, a class token first, stand before those of the image."""
+_SEEN: ContextVar[dict[str, Tensor] | None] = ContextVar("answers of tapped layers", default=None)
+
+
+class Tap(nn.Module):
+    """A layer whose answer the network that it belongs to reads; several threads may run it at once."""
+
+    def __init__(self, inner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.inner, self.name = inner, name
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        answer, seen = self.inner(*inputs, **options), _SEEN.get()
+        if seen is not None:
+            seen[self.name] = answer[0] if isinstance(answer, tuple) else answer
+        return answer
 
 
 def resizing(side: int, to: int, crop: int, interpolation: str) -> Tensor:
@@ -205,7 +238,7 @@ class Prepare(nn.Module):
         super().__init__()
         to = seen.resized(*shape[1:])
         crop = seen.crop or to
-        one_of("model.body: interpolation", seen.interpolation, ("bicubic", "bilinear", "nearest"))
+        one_of("model.interpolation", seen.interpolation, INTERPOLATIONS)
         if shape[0] not in (1, COLOURS) or crop[0] > to[0] or crop[1] > to[1]:
             problem = f"images of shape {shape}, resized to {to[0]} × {to[1]}"
             raise wrong("model.body", problem, f"1 or {COLOURS} channels, at least {crop[0]} × {crop[1]} (model.size)")
@@ -222,37 +255,63 @@ class Prepare(nn.Module):
             resized = resized.clamp(0, 1)
         return (resized.expand(-1, COLOURS, -1, -1) - self.less) / self.over
 
+    def as_data(self, images: Tensor) -> Tensor:
+        """Return standardised images as if the data had prepared them, with pixels of mean 1/2 and deviation 1/4."""
+        return ((images / 4 + 0.5).clamp(0, 1) - self.mean) / self.std
+
 
 class NetworkMaps(nn.Module):
-    """Images (b, c, h, w) -> the network's last features (b, channels, 1): the class token where there is one, else the
-    mean over the image. It is always in evaluation mode.
+    """Images (b, c, h, w) -> maps (b, channels, positions): of each layer the class token, or means over a grid.
+
+    layers: names of the network's layers; none: its last features. cells: the grid's side; None: the class token where
+    there is one, else the mean over the image. form: channels and positions. It is always in evaluation mode.
     """
 
-    def __init__(self, prepare: Prepare, source: Loaded) -> None:
+    def __init__(self, prepare: Prepare, source: Loaded, layers: tuple[str, ...], cells: int | None) -> None:
         super().__init__()
-        self.prepare, self.network, self.call = prepare, source.network, source.call
+        self.prepare, self.network, self.call, self.layers = prepare, source.network, source.call, layers
+        names = [name for name, _ in self.network.named_modules() if name]
+        for name in layers:
+            if name not in names:
+                hint = nearest(name, names) or f"The last ones are {', '.join(names[-4:])}."
+                raise wrong("model.layers", name, "last, or names of the network's layers", hint=hint)
+        for name in sorted(layers, key=len, reverse=True):  # what is inside another layer first
+            above, _, key = name.rpartition(".")
+            self.network.get_submodule(above)._modules[key] = Tap(self.network.get_submodule(name), name)
         side = (len(prepare.rows), prepare.columns.shape[1])
         trained_size = getattr(getattr(self.network, "config", None), "image_size", None)
         takes = "interpolate_pos_encoding" in inspect.signature(self.network.forward).parameters
         self.resampled = takes and trained_size not in (None, side[0], side)
-        problem = f"a network that fails on images of {side[0]} × {side[1]}"  # each in its own way
-        allowed = "a model.size that it takes"
-        with becoming(lambda e: wrong("model.body", problem, allowed, hint=f"({first_line(e)})")), torch.no_grad():
-            answer = self._answer(torch.zeros(1, COLOURS, *side))
-        self.register_buffer("pool0", pool(answer))  # the name that runs' identities have
-        self.channels = flat(answer).shape[1]
+        answers = self._tried(torch.zeros(1, COLOURS, *side))
+        for at, answer in enumerate(answers):
+            self.register_buffer(f"pool{at}", pool(answer, cells))
+        self.form = (sum(flat(answer).shape[1] for answer in answers), self.get_buffer("pool0").shape[1])
         self.eval()
 
     def train(self, mode: bool = True) -> Self:
         return super().train(False)
 
     def forward(self, images: Tensor) -> Tensor:
-        return flat(self._answer(self.prepare(images))) @ self.get_buffer("pool0")
+        answers = self._answers(self.prepare(images))
+        return torch.cat([flat(answer) @ self.get_buffer(f"pool{at}") for at, answer in enumerate(answers)], dim=1)
 
-    def _answer(self, images: Tensor) -> Tensor:
+    def _tried(self, images: Tensor) -> list[Tensor]:
+        problem = f"a network that fails on images of {images.shape[2]} × {images.shape[3]}"  # each in its own way
+        allowed = "a model.size that it takes"
+        with becoming(lambda e: wrong("model.body", problem, allowed, hint=f"({first_line(e)})")), torch.no_grad():
+            return self._answers(images)
+
+    def _answers(self, images: Tensor) -> list[Tensor]:
+        """Return what each layer answers."""
         method = self.network if self.call in ("", "last_hidden_state") else getattr(self.network, self.call)
-        out = method(images, interpolate_pos_encoding=True) if self.resampled else method(images)
-        return cast(Tensor, out.last_hidden_state if self.call == "last_hidden_state" else out)
+        seen: dict[str, Tensor] = {}
+        mark = _SEEN.set(seen)
+        try:
+            out = method(images, interpolate_pos_encoding=True) if self.resampled else method(images)
+        finally:
+            _SEEN.reset(mark)
+        last = out.last_hidden_state if self.call == "last_hidden_state" else out
+        return [seen[name] for name in self.layers] or [last]
 
 
 def flat(answer: Tensor) -> Tensor:
@@ -260,15 +319,16 @@ def flat(answer: Tensor) -> Tensor:
     return answer.flatten(2) if answer.dim() == 4 else answer.mT if answer.dim() == 3 else answer[..., None]
 
 
-def pool(answer: Tensor) -> Tensor:
-    """Return the matrix (positions, 1) that ``flat(answer)`` is multiplied by."""
+def pool(answer: Tensor, cells: int | None) -> Tensor:
+    """Return the matrix (positions, cells²) that ``flat(answer)`` is multiplied by."""
     if not isinstance(answer, Tensor) or answer.dim() not in (2, 3, 4):
-        raise wrong("model.body", "a network whose answer is no map, tokens or vector", "another network")
-    if answer.dim() == 4:
-        return pooling(answer.shape[2], answer.shape[3], 1)
+        raise wrong("model.layers", "an answer that is no map, tokens or vector", "another layer")
     tokens = flat(answer).shape[2]
+    if answer.dim() == 4 and min(answer.shape[2:]) >= (cells or 1):
+        return pooling(answer.shape[2], answer.shape[3], cells or 1)
     before = next((p for p in range(PREFIXES) if p < tokens and math.isqrt(tokens - p) ** 2 == tokens - p), None)
-    if before is None:
-        raise wrong("model.body", f"a network that answers with {tokens} tokens", "one with a square of them")
-    class_token, side = F.one_hot(torch.zeros(1, dtype=torch.int64), tokens).T.float(), math.isqrt(tokens)
-    return class_token if before else pooling(side, side, 1)
+    if cells is None and before:
+        return F.one_hot(torch.zeros(1, dtype=torch.int64), tokens).T.float()
+    if before is None or (side := math.isqrt(tokens - before)) < (cells or 1) or answer.dim() == 4:
+        raise wrong("model.cells", cells, f"null, or a smaller number: the layer has {tokens} positions")
+    return torch.cat([torch.zeros(before, (cells or 1) ** 2), pooling(side, side, cells or 1)])

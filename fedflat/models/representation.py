@@ -229,7 +229,7 @@ class PublicBody(nn.Module):
     @property
     def width(self) -> int:
         """Features."""
-        return len(self.projection.weight)
+        return int(getattr(self.projection, "width", 0)) or len(self.projection.weight)
 
     def forward(self, images: Tensor) -> Tensor:
         return cast(Tensor, self.projection(*(self.maps(view) for view in self.views(images))))
@@ -237,6 +237,10 @@ class PublicBody(nn.Module):
     def views(self, images: Tensor) -> list[Tensor]:
         """Return the images, and their mirror images where features are of both."""
         return [images, images.flip(-1)] if self.flip else [images]
+
+    def as_data(self, images: Tensor) -> Tensor:
+        """Return standardised synthetic images as if the data had prepared them."""
+        return images
 
     def make(self, made_of: str, shape: Shape, options: ProjectionOptions, seed: int) -> None:
         """Fill the body from the cache, or from synthetic images (minutes), and keep it there if that can be written.
@@ -247,7 +251,7 @@ class PublicBody(nn.Module):
         tensors = read_tensors(cache_folder() / f"body-{key}.safetensors")
         if tensors is None:
             with torch.no_grad(), using_threads(torch.get_num_threads()):
-                images = dead_leaves(options.images, shape, seed)
+                images = self.as_data(dead_leaves(options.images, shape, seed))
                 if isinstance(self.maps, Patches | Network):
                     self.maps.fit(images, seed)
                 self.projection.fit([fitted_maps(self.maps, view) for view in self.views(images)], options)

@@ -83,18 +83,35 @@ def test_features_are_those_of_the_networks_own_processor_and_model(bodies: dict
     assert found.norm(dim=1).allclose(torch.ones(3))
 
 
-def test_sizes_several_bodies_and_grey_images(bodies: dict[str, str]) -> None:
+def test_layers_grids_mirror_images_and_several_bodies(bodies: dict[str, str]) -> None:
     _, x = images()
-    assert encoder(bodies["vit"], size=24).features(x).shape == (3, 16)
-    pair = [bodies["own"], {"kind": bodies["vit"], "size": 24}]
+    assert encoder(bodies["vit"], cells=3).features(x).shape == (3, 9 * 16)
+    assert encoder(bodies["vit"], size=24, cells=2).features(x).shape == (3, 4 * 16)
+    assert encoder(bodies["own"], layers=["0", "2"], cells=2).features(x).shape == (3, 2 * 4 * 4)
+    module = encoder(bodies["own"], layers="2", mirror=True)
+    torch.testing.assert_close(module.features(x), module.features(x.flip(-1)))
+    pair = [bodies["own"], {"kind": bodies["vit"], "cells": 3}]
     two = build("image-encoder", (3, 8, 8), 3, 0, bodies=pair, pixels=PIXELS)
-    alone = encoder(bodies["own"]).features(x), encoder(bodies["vit"], size=24).features(x)
+    alone = encoder(bodies["own"]).features(x), encoder(bodies["vit"], cells=3).features(x)
     torch.testing.assert_close(two.features(x), torch.cat(alone, 1) / 2**0.5)
     grey = build("image-encoder", (1, 8, 8), 3, 0, body=bodies["vit"], pixels=PIXELS)
     colour = encoder(bodies["vit"])
     torch.testing.assert_close(grey.features(x[:, :1]), colour.features(x[:, :1].expand(-1, 3, -1, -1)))
+
+
+def test_projections_are_of_public_numbers(bodies: dict[str, str]) -> None:
+    _, x = images()
+    module = encoder(bodies["resnet"], projection="classifier", dimension=4)
+    kept = transformers.ResNetForImageClassification.from_pretrained(bodies["resnet"]).classifier[1].weight.double()
+    directions = torch.linalg.svd(kept - kept.mean(0))[2][:4].float()
+    found, wanted = module.features(x), F.normalize(module.body.bodies[0].maps(x)[..., 0] @ directions.T)
+    torch.testing.assert_close(found.abs(), wanted.abs(), atol=1e-4, rtol=1e-3)
     patches = {"kind": "patches", "filters": 20, "size": 3, "dimension": 30, "images": 100}
     assert encoder(patches).prior == "random process"
+    synthetic = encoder({"kind": bodies["vit"], "images": 100}, projection="synthetic", dimension=5)
+    assert synthetic.features(x).shape == (3, 5)
+    again = encoder({"kind": bodies["vit"], "images": 100}, projection="synthetic", dimension=5)
+    assert torch.equal(synthetic.features(x), again.features(x))
 
 
 @pytest.mark.parametrize("kind", ["vit", "resnet", "own"])
@@ -136,7 +153,7 @@ def recipe_of(body: str, **model: Any) -> dict[str, Any]:
 @pytest.mark.long
 def test_a_run_its_statement_its_export_and_its_body(bodies: dict[str, str], tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    result = fedflat.run(recipe_of(bodies["resnet"]), out=tmp_path / "run")
+    result = fedflat.run(recipe_of(bodies["resnet"], projection="classifier"), out=tmp_path / "run")
     assert "public natural data" in result.privacy["prior"] and "resnet (SHA-256 " in result.privacy["prior"]
     rows = torch.randn(4, 1, 8, 8)
     loaded = fedflat.load(tmp_path / "run")
@@ -203,6 +220,9 @@ def test_a_network_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
         def forward_features(self, x: torch.Tensor) -> torch.Tensor:
             return self.stem(x)
 
+        def get_classifier(self) -> nn.Module:
+            return self.fc
+
         def reset_classifier(self, classes: int) -> None:
             self.fc = nn.Identity()  # type: ignore[assignment]
 
@@ -213,7 +233,7 @@ def test_a_network_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.data = types.SimpleNamespace(resolve_model_data_config=lambda network: config)
     monkeypatch.setitem(sys.modules, "timm", fake)
     monkeypatch.setattr(networks, "hub", contextlib.nullcontext)
-    module = encoder("timm:net")
+    module = encoder("timm:net", projection="classifier", dimension=3)
     assert module.body.bodies[0].maps.prepare.rows.shape == (12, 8)
     assert module(images()[1]).shape == (3, 3) and module.prior.startswith("public natural data: timm:net")
     assert not [key for key, _ in module.named_parameters() if "fc." in key]
@@ -226,11 +246,13 @@ def test_a_network_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"body": "EMPTY"}, "without weights; allowed: a folder with model.safetensors"),
         ({"body": "PICKLED"}, "with pickled weights alone (pytorch_model.bin)"),
         ({"body": {"kind": "vit", "sha256": "0" * 64}}, "model.body.sha256"),
-        ({"body": "vit", "layers": ["encoder.layer.7"]}, "option: found layers"),
+        ({"body": "vit", "layers": ["encoder.layer.7"]}, "model.layers: found"),
+        ({"body": "vit", "cells": 9}, "model.cells"),
         ({"body": "own", "size": 40}, "fails on images of 40 × 40"),
+        ({"body": "vit", "projection": "classifier"}, "model.projection"),
         ({"body": "vit", "train": "some"}, "model.train"),
-        ({"body": {"kind": "vit", "sizes": 2}}, "Did you mean size"),
-        ({"body": "vit", "size": 0}, "model.size: found 0"),
+        ({"body": {"kind": "vit", "cell": 2}}, "Did you mean cells"),
+        ({"body": "vit", "interpolation": "lanczos"}, "bicubic, bilinear, nearest"),
         ({}, "model.body: found None"),
         ({"bodies": []}, "bodies: a list"),
     ],
