@@ -27,7 +27,7 @@ def test_a_data_sets_name_takes_the_best_recipe_for_what_is_installed(monkeypatc
     assert (board.recipe_for("cifar10") or "")[0] == "cifar10-image-encoder"
     monkeypatch.setattr(board, "find_spec", lambda name: None)
     name, said = board.recipe_for("cifar10") or ("", "")
-    assert name == "cifar10-representation" and "65.0 %" in said and "\n" not in said
+    assert name == "cifar10-representation" and "[vision]'" in said and "70.0 %" in said and "\n" not in said
     assert board.recipe_for("cifar") is None
 
 
