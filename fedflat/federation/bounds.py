@@ -36,6 +36,10 @@ TOO_LARGE, DAMAGED, REFUSES = 413, 400, 409
 Flower's own are below 100."""
 
 
+ANSWER = 1 << 24
+"""Bytes beyond a message that a SuperLink's answer may have: the app's bundle, with the whole roster."""
+
+
 class Limit(NamedTuple):
     """The most that a message may hold. arrays: bytes of all arrays, unpacked. facts: bytes of everything else."""
 
@@ -138,77 +142,133 @@ def unpacked(number: str, contents: dict[str, bytes]) -> Any:
     return message
 
 
-def keep_one_reply(state: Any, limit: Limit) -> Callable[[bytes], None]:
-    """Let a SuperLink's state keep one reply to a question, of no more objects than the ``limit`` says, and give it out
-    when it is whole; an error of the same node takes the place of any other.
+def limit_answers(limit: Limit) -> None:
+    """Refuse an answer of a SuperLink that is longer than a message or the app's bundle, before it is read."""
+    import httpx
+    from flwr.supercore.protobuf.client import ProtobufClient
 
-    state: Flower's, in memory; two of its methods are replaced. Return what refuses all that the node of a key was
-    asked and has not answered in full: what it sent was not read.
+    initialise = ProtobufClient.__init__
+
+    def refuse_long(response: Any) -> None:
+        length = response.headers.get("content-length", "")
+        if "content-encoding" in response.headers or not length.isdigit() or int(length) > limit.total + ANSWER:
+            raise httpx.DecodingError("an answer longer than a message can be", request=response.request)
+
+    def limited(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        self._client.event_hooks = {"response": [refuse_long]}
+
+    ProtobufClient.__init__ = limited  # type: ignore[method-assign]
+
+
+@dataclass
+class _Reply:
+    """What a SuperLink has of one reply. tree: its objects, as they were declared first."""
+
+    message: Any
+    tree: bytes
+    length: int = 0
+
+
+class ReplyKeeper:
+    """Lets a SuperLink's state keep one reply to a question, of at most the ``limit``, and give it out when it is
+    whole; an error of the same node takes the place of any other, and its objects go.
+
+    state: Flower's, in memory; three of its methods are replaced.
     """
-    from flwr.app import Message, RecordDict
 
-    keep, give, lock = state.store_message_and_object_tree, state.get_message_res, threading.Lock()
-    declared: dict[str, bytes] = {}
+    def __init__(self, state: Any, limit: Limit) -> None:
+        self.state, self.limit = state, limit
+        self._keep, self._put = state.store_message_and_object_tree, state.store_object
+        self._give = state.get_message_res
+        self._replies: dict[str, _Reply] = {}
+        self._sessions: dict[str, _Reply] = {}
+        self._lock = threading.RLock()
+        state.store_message_and_object_tree, state.store_object = self.declare, self.store
+        state.get_message_res = self.complete
 
-    def is_honest(message: Any, tree: Any, asked: str) -> bool:
-        """Return whether a reply's tree is within the limit, its own, and the one that was declared before."""
-        for number in declared.keys() - state.message_ins_store.keys():
-            del declared[number]
-        try:
-            limit.names(tree)
-        except Malformed:
-            return False
-        content = tree.SerializeToString(deterministic=True)
-        return bool(tree.object_id == message.metadata.message_id) and declared.setdefault(asked, content) == content
-
-    def session_of(asked: str) -> str:
-        """Return the push session of a reply whose objects have not all arrived; empty where there is none."""
-        session = state._object_push_session_by_root.get(state.message_ins_id_to_message_res_id.get(asked), "")
-        return session if session and state._object_push_sessions[session].pending_object_ids else ""
-
-    def declare(message: Any, tree: Any, session: str) -> tuple[bool, list[str]]:
+    def declare(self, message: Any, tree: Any, session: str) -> tuple[bool, list[str]]:
         """Take a message and the tree of its objects; return whether it is kept, and which objects are wanted."""
         asked = message.metadata.reply_to_message_id
-        # Flower's store is used from several threads; no reply must come between the look at one and its storage.
-        with lock:
-            if asked and not is_honest(message, tree, asked):
-                _store_refusal(state, limit, message)
-                return False, []
-            stored: tuple[bool, list[str]] = keep(message, tree, session)
-            if not stored[0]:
-                declared.pop(asked, None)
+        # Flower's store is used from several threads; a reply must not grow between the look at it and its storage.
+        with self._lock:
+            if asked and not self._is_honest(message, tree, asked):
+                return self._refuse(message)
+            stored: tuple[bool, list[str]] = self._keep(message, tree, session)
+            if asked and stored[0]:
+                self._sessions[session] = self._replies[asked]
+            elif asked:
+                self._replies.pop(asked)
             return stored
 
-    def complete(message_ids: set[str], run_id: int) -> Any:
+    def _is_honest(self, message: Any, tree: Any, asked: str) -> bool:
+        """Return whether a reply's tree is within the limit, its own, and the one that was declared before."""
+        asks, pushes = self.state.message_ins_store, self.state._object_push_sessions
+        self._replies = {number: reply for number, reply in self._replies.items() if number in asks}
+        self._sessions = {session: reply for session, reply in self._sessions.items() if session in pushes}
+        try:
+            self.limit.names(tree)
+        except Malformed:
+            return False
+        declared = tree.SerializeToString(deterministic=True)
+        reply = self._replies.setdefault(asked, _Reply(message, declared))
+        return bool(tree.object_id == message.metadata.message_id) and reply.tree == declared
+
+    def store(self, run_id: int, session: str, object_id: str, content: bytes) -> bool:
+        """Take one object's content; return whether it is kept."""
+        with self._lock:
+            reply = self._sessions.get(session)
+            if reply is not None:
+                reply.length += len(content)
+                if reply.length > self.limit.total:
+                    self.state._cleanup_push_session(session, cleanup_messages=True)
+                    del self._sessions[session]
+                    self._refuse(reply.message)
+                    return False
+        return bool(session and self._put(run_id, session, object_id, content))
+
+    def _incomplete(self) -> dict[str, _Reply]:
+        """Return the replies that have not all arrived, by push session."""
+        pushes = self.state._object_push_sessions
+        return {name: one for name, one in self._sessions.items() if name in pushes and pushes[name].pending_object_ids}
+
+    def complete(self, message_ids: set[str], run_id: int) -> Any:
         """Return the replies to some questions whose objects have all arrived: a slow upload holds nobody up."""
-        with state._lock_object_push_sessions:
-            late = {asked for asked in message_ids if session_of(asked)}
-        return give(set(message_ids) - late, run_id)
+        with self._lock:
+            pending = {reply.message.metadata.reply_to_message_id for reply in self._incomplete().values()}
+        return self._give(set(message_ids) - pending, run_id)
 
-    def blame(key: bytes) -> None:
-        node = state.get_node_id_by_public_key(key)
-        with state.lock, state._lock_object_push_sessions:
-            for asked, question in list(state.message_ins_store.items()):
-                session = session_of(asked)
-                answered = asked in state.message_ins_id_to_message_res_id and not session
-                if question.metadata.dst_node_id == node and not answered:
-                    state._cleanup_push_session(session, cleanup_messages=True)
-                    _store_refusal(state, limit, Message(RecordDict(), reply_to=question))
+    def blame(self, key: bytes) -> None:
+        """Refuse whatever the node of a key has declared or was asked: the door did not read what it sent."""
+        node = self.state.get_node_id_by_public_key(key)
+        with self._lock:
+            for name, reply in self._incomplete().items():
+                if reply.message.metadata.src_node_id == node:
+                    self.state._cleanup_push_session(name, cleanup_messages=True)
+                    self._refuse(reply.message)
+            for number, question in list(self.state.message_ins_store.items()):
+                if question.metadata.dst_node_id == node and number not in self.state.message_ins_id_to_message_res_id:
+                    self._refuse(answer_to(question))
 
-    state.store_message_and_object_tree, state.get_message_res = declare, complete
-    return blame
+    def _refuse(self, message: Any) -> tuple[bool, list[str]]:
+        log.warning(
+            "a reply was refused before it was kept: more than %d objects or %d bytes, or another than was declared",
+            self.limit.objects, self.limit.total,
+        )  # fmt: skip
+        error = refusal(message.metadata, "size")
+        # Flower sets an id when a message is sent; this one is made where it would have arrived.
+        error.metadata.__dict__["_message_id"] = error.object_id
+        with self.state.lock:
+            if self.state.store_message_res(error) is not None:
+                self.state._store_generated_message(error)
+        return False, []
 
 
-def _store_refusal(state: Any, limit: Limit, message: Any) -> None:
-    log.warning(
-        "a reply was refused before it was kept: more than %d objects, or another than was declared", limit.objects
-    )
-    error = refusal(message.metadata, "size")
-    # Flower sets an id when a message is sent; this one is made where it would have arrived.
-    error.metadata.__dict__["_message_id"] = error.object_id
-    with state.lock:
-        if state.store_message_res(error) is not None:
-            state._store_generated_message(error)
+def answer_to(question: Any) -> Any:
+    """Return an empty reply to a message, as from the node that it was for."""
+    from flwr.app import Message, RecordDict
+
+    return Message(RecordDict(), reply_to=question)
 
 
 def refusal(metadata: Any, reason: str) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core import durable
-from fedflat.core.checks import RunError, counted, wrong
+from fedflat.core.checks import RunError, counted, reading, wrong
 from fedflat.engine.job import Job, Outcome
 from fedflat.federation.processes import program
 from fedflat.federation.server import ENDED, Settings, _versions, job_of, run_id, stored_outcome
@@ -31,10 +31,10 @@ from fedflat.simulation.run import write_ending
 OPEN = "the run was ended: what clients sent for its open round may have reached the server"
 
 
-def close(task: Task, out: Path) -> tuple[dict[str, Any], bool]:
+def close(task: Task, out: Path) -> tuple[dict[str, Any], str]:
     """End the run in ``out`` as it stands: mark, open round, statement, noise key; doing it twice is harmless.
 
-    Return the statement, and whether the noise key is known to be deleted.
+    Return the statement, and what became of the noise key: deleted, gone (deleted before) or missing.
 
     Raises:
         InputError: ``out`` is no run of this task, or its ledger is damaged. RunError: a server is running it, or the
@@ -46,7 +46,7 @@ def close(task: Task, out: Path) -> tuple[dict[str, Any], bool]:
     if path.exists() and (entries := read_ledger(path)) and (other := (run_of(entries) or {}).get("id")) != run:
         raise wrong(str(path), f"the ledger of run {other}", f"that of run {run}: put it back, then close again")
     with keys.alone(out), keys.alone(out, run):
-        operator, finished = Operator.of_account(), (out / STATEMENT).exists() and not (out / ENDED).exists()
+        gone, operator = _deleted_before(out), Operator.of_account()
         restore_lines(out, run)
         saved, named = stored_outcome(job, out).state.round, max(tips_of(out), default=0)
         if named > saved + 1:  # the newest may be named and not yet written
@@ -57,16 +57,31 @@ def close(task: Task, out: Path) -> tuple[dict[str, Any], bool]:
             _refuse_short(stored_outcome(job, out), run, path)
         if operator is None and tip_signers(out):
             print(f"{out}: its end is not signed, as its rounds were: {place()} is gone", file=sys.stderr)
-        # Before the key goes: a kill in between must leave a run that is ended, not one without a key.
-        durable.replace(out / ENDED, json.dumps({"ended": "by its operator"}) + "\n", mode=0o644)
+        _mark(out, gone)  # before the key goes: a kill in between must leave a run that is ended, not one without a key
         with Ledger.open(path) as ledger:
             _charge_lost(ledger, run)
             _charge_open_round(ledger, job, stored_outcome(job, out), [*tips_of(out), keys.Mark(run).newest()])
         outcome = stored_outcome(job, out)
         job.folder, job.operator = RunFolder(out, deployment=True, run=run), operator
         _drop_open_records(job.folder, outcome.state.round)
-        # The server of a run that it finished has deleted the key.
-        return write_ending(task.recipe, job, outcome), keys.forget(run) or finished
+        facts = write_ending(task.recipe, job, outcome)
+        deleted = keys.forget(run)
+        if deleted:
+            _mark(out, True)
+    return facts, "deleted" if deleted else "gone" if gone else "missing"
+
+
+def _mark(out: Path, deleted: bool) -> None:
+    """Write the mark that ``serve`` refuses; first of all, so that a kill in here leaves no run that goes on."""
+    durable.replace(out / ENDED, json.dumps({"ended": "by its operator", "key_deleted": deleted}) + "\n", mode=0o644)
+
+
+def _deleted_before(out: Path) -> bool:
+    """Return whether close or the server deleted the key before: a statement without a mark is a complete run's."""
+    if (out / ENDED).exists():
+        with reading(out / ENDED, "no mark of an end", "what close wrote, or no such file"):
+            return json.loads((out / ENDED).read_bytes())["key_deleted"] is True
+    return (out / STATEMENT).exists()
 
 
 def _refuse_short(outcome: Outcome, run: str, path: Path) -> None:
@@ -111,14 +126,15 @@ def _drop_open_records(folder: RunFolder, finished: int) -> None:
 def main(app: str, run: str) -> None:
     """Close a run; exit status 2 for bad input, 1 if a server is still running it or its key is not here."""
     out = Path(run)
-    facts, deleted = close(Task.read(Path(app)), out)
+    facts, key = close(Task.read(Path(app)), out)
     epsilon = facts.get("epsilon")
     cost = "no finite ε" if epsilon is None else f"ε = {epsilon:.4g} at δ = {facts['delta']:g}"
+    key_state = {"deleted": "key deleted", "gone": "key deleted before", "missing": "KEY NOT DELETED"}[key]
     rounds = f"{counted(facts['rounds'], 'round')}, {facts['rounds_charged']} charged"
-    print(f"{out}: ended after {rounds}, {cost}; {'key deleted' if deleted else 'NO KEY DELETED'}")
-    if not deleted:
-        hint = "unless it was deleted before, close again as the account, with the XDG_STATE_HOME, that the server had"
-        raise RunError(f"no noise key {run_id(out)} in {keys.folder()}; {hint}")
+    print(f"{out}: ended after {rounds}, {cost}; {key_state}")
+    if key == "missing":  # it may still lie somewhere
+        hint = "close the run again as the account, and with the XDG_STATE_HOME, that the server ran under"
+        raise RunError(f"no noise key {run_id(out)} in {keys.folder()}; {hint}, or delete the file there by hand")
 
 
 if __name__ == "__main__":

@@ -24,9 +24,13 @@ from fedflat.federation.bounds import FACTS, Limit
 log = logging.getLogger("fedflat.doors")
 
 FLEET, CONTROL, RUNTIME = "/v1/fleet/", "/v1/control/", "/v1/runtime/"
-STRANGERS, EACH, SECONDS = 128, 8, 15.0
-"""Connections without a credential so far (each takes 256 KiB for TLS), connections of one key, each of which holds one
-object at a time (a SuperNode needs two), and seconds until a credential must be shown."""
+STRANGERS, EACH, SECONDS = 128, 32, 15.0
+"""Connections without a credential so far (each takes 256 KiB for TLS), connections of one key, and seconds until a
+credential must be shown."""
+ROOM = 1 << 20
+"""Bytes beyond one reply that a key's requests may hold at a time: their frames, and what else it asks meanwhile."""
+PIECE = 1 << 16
+"""Bytes of an answer that are handed to a connection at a time."""
 SILENCE = 60.0
 """Seconds between two log lines on one limit: whoever floods a door does not fill the disk."""
 ALIVE = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
@@ -35,11 +39,9 @@ Door = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class Guest(socket.socket):
-    """An accepted connection. gone: called when it is closed. key: whose it is, once that was shown."""
+    """An accepted connection. gone: called when it is closed."""
 
-    gone: Callable[[], object] | None = None
-    key: Any = None
-    since = 0.0
+    gone: Callable[[], None] | None = None
 
     def close(self) -> None:
         """Close the connection; tell the gate once."""
@@ -59,7 +61,8 @@ class Gate(socket.socket):
     def __init__(self, name: str, host: str, port: int, strangers: int = STRANGERS, seconds: float = SECONDS) -> None:
         super().__init__(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.name, self.most, self.seconds = name, strangers, seconds
-        self._open: dict[Any, Guest] = {}
+        self._strangers: dict[Any, tuple[Guest, float]] = {}
+        self._guests: dict[Any, dict[Any, Guest]] = {}
         self._logged: dict[str, float] = {}
         self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.bind((host, port))
@@ -73,31 +76,31 @@ class Gate(socket.socket):
             level = socket.SOL_SOCKET if option.startswith("SO_") else socket.IPPROTO_TCP
             guest.setsockopt(level, getattr(socket, option), ALIVE[option])
         place = address[:2]
-        guest.gone, guest.since = partial(self._open.pop, place, None), time.monotonic()
-        strangers = [place for place, one in self._open.items() if one.key is None]
-        if len(strangers) >= self.most:
+        guest.gone = lambda: self._forget(place)
+        if len(self._strangers) >= self.most:
             self.say("connections", f"{self.most} connections have shown no credential; the oldest are closed")
             # Of the host that has most: one flooding machine closes its own connections, not a new client's.
-            hosts = Counter(host for host, _ in strangers)
-            self._close(max(strangers, key=lambda place: hosts[place[0]]))
-        self._open[place] = guest
+            hosts = Counter(host for host, _ in self._strangers)
+            busiest = max(hosts.values())
+            self._close(next(place for place in self._strangers if hosts[place[0]] == busiest))
+        self._strangers[place] = guest, time.monotonic()
         return guest, address
 
     def welcome(self, place: Any, key: Any) -> None:
         """Take the connection from ``place`` (host, port) for one of ``key``, which it has shown."""
-        guest = self._open.get(tuple(place))
-        if guest is None or guest.key is not None:
+        guest, _ = self._strangers.pop(tuple(place), (None, 0.0))
+        if guest is None:
             return
-        keyed = [place for place, one in self._open.items() if one.key == key]
-        if len(keyed) >= EACH:
+        guests = self._guests.setdefault(key, {})
+        if len(guests) >= EACH:
             self.say("key", f"one key has {EACH} connections; its oldest are closed")
-            self._close(keyed[0])
-        guest.key = key
+            _shut(guests.pop(next(iter(guests))))
+        guests[tuple(place)] = guest
 
     async def sweep(self) -> None:
         """Close strangers who have said nothing for too long; to be called every second."""
         late = time.monotonic() - self.seconds
-        for place in [place for place, one in self._open.items() if one.key is None and one.since < late]:
+        for place in [place for place, (_, since) in self._strangers.items() if since < late]:
             self.say("time", f"connections without a credential are closed after {self.seconds:g} seconds")
             self._close(place)
 
@@ -109,16 +112,32 @@ class Gate(socket.socket):
             log.warning("%s: %s", self.name, message)
 
     def _close(self, place: Any) -> None:
-        with suppress(OSError):
-            self._open.pop(place).shutdown(socket.SHUT_RDWR)  # its owner, asyncio, sees an end and closes it
+        _shut(self._strangers.pop(place)[0])
+
+    def _forget(self, place: Any) -> None:
+        self._strangers.pop(place, None)
+        for key, guests in list(self._guests.items()):
+            if guests.pop(place, None) is not None and not guests:
+                del self._guests[key]
 
 
-def fleet_only(app: Any, roster: Container[bytes], limit: Limit, gate: Gate, blame: Callable[[bytes], object]) -> Door:
+def _shut(guest: Guest) -> None:
+    with suppress(OSError):
+        guest.shutdown(socket.SHUT_RDWR)  # its owner, asyncio, sees an end and closes it
+
+
+def fleet_only(
+    app: Any, roster: Container[bytes], limit: Limit, gate: Gate, blame: Callable[[bytes], object] = bool
+) -> Door:
     """Return the SuperLink's ASGI application as the network sees it: the SuperNodes' own interface and nothing else.
 
-    Nothing is read of a request without the signature of a key of the ``roster`` (PEM), or of one that is longer than a
-    reply's ``limit`` allows. blame: is called with the key of such a request.
+    Nothing is read of a request without the signature of a key of the ``roster`` (PEM), of one that is longer than a
+    reply's ``limit`` allows, or of one key's beyond what a reply comes to. blame: is called with the key of a request
+    that was too long by itself. Requests that are too long together may be one that was cut off and its repetition,
+    which an honest client sends: they are put off, and nobody is blamed. An object that is asked for counts as the
+    longest until it was read.
     """
+    held: Counter[bytes] = Counter()
 
     async def door(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -136,7 +155,16 @@ def fleet_only(app: Any, roster: Container[bytes], limit: Limit, gate: Gate, bla
             gate.say("length", "a client's request was longer than a reply can be, and was not read")
             blame(key)
             return await _refuse(413, scope, receive, send)
-        await app(scope, receive, send)
+        length += limit.object if path.endswith(("/pull-object", "/get-fab")) else 0
+        if held[key] + length > limit.total + ROOM:
+            gate.say("sum", "a client's requests at one time were longer than a reply can be; one has to wait")
+            # Flower's client sends it again; after a 429 it would give up.
+            return await _refuse(503, scope, receive, send)
+        held[key] += length
+        try:
+            await app(scope, receive, partial(_piecewise, send))
+        finally:
+            held[key] -= length
 
     return door
 
@@ -156,6 +184,14 @@ def this_machine_only(app: Any, allowed: Callable[[str, Mapping[str, str]], bool
             await app(scope, receive, send)
 
     return door
+
+
+async def _piecewise(send: Any, message: Any) -> None:
+    """Send a part of an answer as its reader takes it: uvicorn waits between two pieces, and keeps one."""
+    body = message.get("body", b"")
+    for start in range(0, len(body) - PIECE, PIECE):
+        await send({**message, "body": body[start : start + PIECE], "more_body": True})
+    await send({**message, "body": body[-(len(body) % PIECE or PIECE) :]} if body else message)
 
 
 async def _refuse(status: int, *connection: Any) -> None:

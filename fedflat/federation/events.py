@@ -1,7 +1,8 @@
-"""A server's metrics for Prometheus, and where the two apps' log lines go.
+"""Log lines of the two apps, as text or as JSON, and a server's metrics for Prometheus, which are made from the lines.
 
-A fact gets into the metrics only where the code names it in ``note``: figures that were released, or that say how the
-service does.
+A fact gets into a JSON line, or into the metrics, only where the code names it in ``log_fields``: figures that were
+released, or that say how the service does. A traceback is reduced to its type and place, for an exception's own words
+may quote data.
 
 ``/metrics``, ``/ready`` and ``/live`` are served on this machine. What reveals who or how many took part in a round is
 no event and has no metric: cohort sizes, replies, missing, failed or non-finite answers. For the same reason the
@@ -9,38 +10,73 @@ library's metrics of the process are left out: processor time and memory grow wi
 knowing the cohort. Refused replies are those that no honest client causes, the same counts as in the log.
 """
 
+import json
 import logging
 import math
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from fedflat.core.checks import turning, wrong
+from fedflat.core.checks import one_of, turning, wrong
+from fedflat.core.durable import plain
 from fedflat.core.imports import missing
 from fedflat.federation.lock import address_of, is_loopback
 
-log = logging.getLogger("fedflat.server")
+FORMATS = ("text", "json")
 
 
-def log_to_stderr() -> None:
-    """Write fedflat's own log lines, once, where Flower shows an app's output."""
+def log_fields(event: str, **facts: Any) -> dict[str, Any]:
+    """Return the ``extra`` of a log call: the event's name and its facts, all of which may be published."""
+    return {"event": event, "facts": facts}
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time (UTC), level, logger, event, message and the event's facts."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of one record."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(), "logger": record.name, "event": getattr(record, "event", "message"),
+            **plain(getattr(record, "facts", {})), "message": record.getMessage(),
+        }  # fmt: skip
+        if record.exc_info and record.exc_info[0] is not None:
+            line["error"] = record.exc_info[0].__name__
+            frames = traceback.extract_tb(record.exc_info[2])
+            line["at"] = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames]
+        return json.dumps(line, ensure_ascii=False, default=str, allow_nan=False)
+
+
+def log_to_stderr(form: str) -> None:
+    """Write fedflat's own log lines, once, where Flower shows an app's output. form: one of ``FORMATS``.
+
+    Raises:
+        InputError: another form.
+    """
+    one_of("log", form, FORMATS)
     logger = logging.getLogger("fedflat")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+    if logger.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.INFO)  # the metrics hear of more
+    text = logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s")
+    handler.setFormatter(JsonLines() if form == "json" else text)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
-class Monitor:
+class Monitor(logging.Handler):
     """Turns the server's events into metrics. ready: clients enough are connected, and rounds are being run."""
 
     def __init__(self) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge
 
+        super().__init__(logging.DEBUG)
         self.registry = CollectorRegistry()
         self.ready = False
         self._last = time.monotonic()
@@ -65,8 +101,9 @@ class Monitor:
         description = "Replies that no honest client causes, by kind, since this server started."
         self._refused = Counter("fedflat_refused_replies", description, ["kind"], registry=self.registry)
 
-    def take(self, event: str, facts: dict[str, Any]) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
         """Take the facts of one event."""
+        event, facts = getattr(record, "event", ""), getattr(record, "facts", {})
         for name in self._gauges.keys() & facts.keys():
             if facts[name] is not None:
                 self._gauges[name].set(facts[name])
@@ -78,15 +115,6 @@ class Monitor:
                 self._refused.labels(kind).inc(count)
         if event in ("ready", "complete"):
             self.ready = event == "ready"
-
-
-_monitors: list[Monitor] = []
-
-
-def note(event: str, **facts: Any) -> None:
-    """Tell the metrics of an event; all its facts may be published."""
-    for monitor in _monitors:
-        monitor.take(event, facts)
 
 
 @contextmanager
@@ -107,20 +135,23 @@ def serve_metrics(address: str, beyond: bool) -> Iterator[None]:
     if not (beyond or host == "localhost" or is_loopback(host)):
         raise wrong("metrics", address, "127.0.0.1:PORT; or metrics-beyond-this-machine = true, if that is meant")
     with turning(ImportError, missing("metrics", "prometheus-client", "federation")):
-        monitor = Monitor()
+        monitor, logger = Monitor(), logging.getLogger("fedflat.server")
     try:
         server = ThreadingHTTPServer((host, port), page_of(monitor))
     except OSError as error:
-        log.warning("metrics: %s cannot be served (%s); the run goes on without", address, error.strerror)
+        logger.warning("metrics: %s cannot be served (%s); the run goes on without", address, error.strerror)
         yield
         return
     server.daemon_threads = True
-    _monitors.append(monitor)
+    before = logger.level
+    logger.addHandler(monitor)
+    logger.setLevel(logging.DEBUG)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     try:
         yield
     finally:
-        _monitors.remove(monitor)
+        logger.removeHandler(monitor)
+        logger.setLevel(before)
         server.shutdown()
         server.server_close()
 

@@ -47,8 +47,17 @@ def write_lock(lock: Path, credentials: Path, address: str) -> None:
     entry = f"flower.account-auth.{address}."
     values = {"authn-type": "oidc", "oidc-access-token": token, "oidc-refresh-token": "none"}
     encoded = {entry + name: base64.b64encode(value.encode()).decode() for name, value in values.items()}
-    durable.replace(credentials, json.dumps(encoded, indent=1) + "\n")  # JSON is YAML, as Flower reads it
-    durable.replace(lock, hashlib.sha256(token.encode()).hexdigest() + "\n")
+    texts = {credentials: json.dumps(encoded, indent=1), lock: hashlib.sha256(token.encode()).hexdigest()}
+    fresh = {path.with_name(f"{path.name}.new"): path for path in texts}
+    try:
+        for place, path in fresh.items():  # JSON is YAML, which Flower reads its credentials as
+            place.unlink(missing_ok=True)
+            durable.create(place, f"{texts[path]}\n".encode())
+        for place, path in fresh.items():  # both are whole on the disk, so that the two always fit
+            place.replace(path)
+    finally:
+        for place in fresh:
+            place.unlink(missing_ok=True)
 
 
 def read_lock(path: Path) -> bytes:
@@ -77,10 +86,7 @@ def is_loopback(host: str) -> bool:
 
 
 class OperatorOnly:
-    """Flower's plugin for the Control interface (a ControlAuthnPlugin): one account, one token; nobody else.
-
-    Nobody logs in, since the token is a file: what a plugin has for that is left out.
-    """
+    """Flower's plugin for the Control interface (a ControlAuthnPlugin): one account, one token; nobody else."""
 
     def __init__(self, lock: bytes) -> None:
         self.lock = lock
@@ -98,6 +104,16 @@ class OperatorOnly:
     def is_token(self, token: str) -> bool:
         """Return whether this is the operator's token."""
         return hmac.compare_digest(hashlib.sha256(token.encode()).digest(), self.lock)
+
+    def get_login_details(self) -> None:
+        """Nobody logs in: the token is a file."""
+
+    def get_auth_tokens(self, device_code: str) -> None:
+        """No token is given to anybody."""
+
+    def refresh_tokens(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[None, None]:
+        """No token is renewed either."""
+        return None, None
 
 
 @dataclass(frozen=True)

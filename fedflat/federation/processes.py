@@ -17,11 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib import metadata, resources
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from fedflat.core.checks import InputError, RunError, becoming, require, turning, wrong
 from fedflat.core.imports import missing
@@ -33,9 +30,8 @@ QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 """No telemetry, no look for updates."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 """Linux's numbers, of prctl.h."""
-LOOK, GRACE = 0.02, 3.0
-"""Seconds between looks at children, which nobody notices and which cost nothing, and for tasks to end before they are
-killed: less than what ``local`` gives their parent itself."""
+LOOK = 0.02
+"""Seconds between looks at children that were asked to end: nobody notices them, and they cost nothing."""
 _LIBC = ctypes.CDLL(None)
 """Loaded here and not between fork and exec."""
 
@@ -96,20 +92,35 @@ def check_private(key: Path, option: str = "") -> None:
         raise wrong(f"{option}{key}", f"mode {key.stat().st_mode & 0o777:04o}", "a private key, 0600")
 
 
-def check_authority(path: Path) -> None:
-    """Raise InputError unless a file holds an authority's certificate."""
+def check_authority(path: Path) -> ssl.SSLContext:
+    """Return TLS as a client of an authority has it; InputError unless a file holds its certificate."""
     where, allowed = f"--root-certificates {path}", "the authority's certificate (ca.crt)"
     with becoming(lambda error: wrong(where, error.strerror, allowed), OSError):  # which an SSLError is
-        ssl.create_default_context(cafile=path)
+        return ssl.create_default_context(cafile=path)
 
 
-def check_pair(folder: Path) -> None:
-    """Raise InputError unless server.crt in a folder is a certificate, and server.key its private key, 0600."""
+def check_pair(folder: Path) -> ssl.SSLContext:
+    """Return TLS as the server has it; InputError unless server.crt in a folder is a certificate, and server.key its
+    private key, 0600."""
     certificate, key = folder / "server.crt", folder / "server.key"
     check_private(key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     where, allowed = f"{certificate} and server.key", "a certificate in PEM and its key"
     with becoming(lambda error: wrong(where, error.strerror, allowed), OSError):
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, key)
+    return context
+
+
+def check_trusted(folder: Path, host: str) -> None:
+    """Raise InputError unless whoever trusts ca.crt in a folder takes server.crt and server.key there for a host's."""
+    sent, answered = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = check_pair(folder).wrap_bio(sent, answered, server_side=True)
+    client = check_authority(folder / "ca.crt").wrap_bio(answered, sent, server_hostname=host)
+    where, allowed = f"{folder / 'server.crt'}", f"a certificate for {host}, valid today and signed by ca.crt"
+    with becoming(lambda e: wrong(where, getattr(e, "verify_message", None) or e.reason, allowed), ssl.SSLError):
+        for end in (client, server, client):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
 
 
 def raise_descriptor_limit() -> int:
@@ -220,22 +231,6 @@ def start_companion(work: Callable[[], object]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_after, daemon=True).start()
-
-
-def do_tasks(name: str, work: Callable[..., object], connection: Connection) -> None:
-    """Do a task with each (label, …) that comes through a pipe, several at a time; send back (label, how it ended)."""
-    labels: dict[int, Any] = {}
-    try:
-        with suppress(EOFError):
-            while True:
-                for child in list(labels):
-                    if (status := ended(child)) is not None:
-                        connection.send((labels.pop(child), status))
-                if connection.poll(LOOK if labels else None):
-                    label, *more = connection.recv()
-                    labels[task(name, partial(work, label, *more))] = label
-    finally:
-        end(labels, GRACE)
 
 
 def end(groups: Iterable[int], seconds: float) -> None:

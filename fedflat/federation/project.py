@@ -16,7 +16,8 @@ from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.records import settled
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import making, require
+from fedflat.core.checks import InputError, require, turning, wrong
+from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job
 from fedflat.federation import lock
@@ -35,11 +36,7 @@ STATUS, REASON = "status.json", ": why"
 a run's name there for the reason of its end."""
 CONTROL_CERTIFICATE = "flower/control/ca.crt"
 
-KEPT = (
-    "No cohort.sampling is named: secret coins (poisson) are kept. Turns by a schedule need privacy.epsilon (a "
-    "noise_multiplier is that of a round), trust: central, a method with plain Gaussian noise, one constant clip, a "
-    "cohort of a whole number of at most half of the clients, and no key that belongs to secret coins."
-)
+KEPT = "No cohort.sampling is named: secret coins (poisson) are kept, since {why}."
 
 
 @dataclass(frozen=True)
@@ -64,6 +61,8 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
     """
     taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
     require(not taken, "--out", f"{out}, which {'is not empty' if out.is_dir() else 'is no folder'}", "a new folder")
+    with turning(UnicodeError, wrong("--host", host, "a host name or an IP address")):
+        host = host.encode("idna").decode()  # as an international name stands in a certificate
     lock.address_of("--host", f"{host}:{port}")
     require(not set(host) & set("[]") and host.count(":") != 1, "--host", host, "no port, no brackets")
     require(not set(str(out)) & set('"\\\n'), "--out", str(out), "a path without quotes, backslashes and line ends")
@@ -73,15 +72,19 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
         unused = "a deployment measures no personal accuracy, and what is held back of a client's examples stays unused"
         warnings.warn(f"data.client_test_fraction: {unused}; 0 trains on all", stacklevel=2)
     job = prepare(recipe, features=False)  # each client computes its own
+    allowed, begun = "a folder you may write to", False
+    try:
+        (out / "app" / PACKAGE).mkdir(parents=True)  # refused where another project has come here meanwhile
+        begun = True
+        _write(recipe, job, out, port, host)
+    except BaseException as error:
+        if begun:  # half a project would look like one
+            shutil.rmtree(out, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise InputError(f"--out: found {out} ({error.strerror}); allowed: {allowed}.") from error
+        raise
     plan = job.parts.plan
     epsilon = plan.epsilon() if plan.private else float("inf")
-    with making("--out", out):
-        (out / "app" / PACKAGE).mkdir(parents=True)  # refused where another project has come here meanwhile
-        try:
-            _write(recipe, job, out, port, host, epsilon)
-        except BaseException:
-            shutil.rmtree(out, ignore_errors=True)  # half a project would look like one
-            raise
     return Project(out, job.data.clients, plan.rounds, epsilon if epsilon < float("inf") else None, plan.delta, note)
 
 
@@ -109,21 +112,33 @@ def _taking_turns(recipe: Recipe, unnamed: bool) -> tuple[Recipe, str]:
     if not unnamed or not method.private:
         return recipe, ""
     clients = recipe.data.clients or data_of(recipe, None, None).clients  # a table's are its own
-    privacy, cohort = recipe.privacy, recipe.cohort
-    plain = privacy.noise.kind == "independent" and privacy.noise_cohort is None and not (cohort.min or cohort.max)
-    proven = trust_of(recipe, method) == "central" and method.kind == "update" and privacy.clipping.kind != "adaptive"
-    divides = cohort.size == int(cohort.size) and 2 * cohort.size <= clients
-    if privacy.epsilon is None or not (plain and proven and divides):
-        return recipe, KEPT
+    if why := _unfit(recipe, method, trust_of(recipe, method), clients):
+        return recipe, KEPT.format(why=why)
     kind = "banded" if recipe.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
-    apart = int(clients / cohort.size)
+    apart = int(clients / recipe.cohort.size)
     dump = recipe.dump()
     dump["cohort"] |= {"sampling": "min-separation", "separation": apart}
     dump["privacy"]["noise"] = {"kind": kind}
     return Recipe.of(dump), " ".join(_template("turns.txt").format(apart=apart, kind=kind).split())
 
 
-def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str, epsilon: float) -> None:
+def _unfit(recipe: Recipe, method: Algorithm, trust: str, clients: int) -> str:
+    """Return why a schedule with correlated noise cannot stand in; empty where it can."""
+    privacy, cohort = recipe.privacy, recipe.cohort
+    if privacy.epsilon is None:
+        return "privacy.noise_multiplier is that of a round, and no privacy.epsilon is given"
+    if trust != "central" or method.kind != "update":
+        return f"a schedule is proven for trust: central and plain Gaussian noise, not for {method.name}, {trust}"
+    if privacy.clipping.kind == "adaptive":
+        return "correlated noise needs one constant clip"
+    if privacy.noise.kind != "independent" or privacy.noise_cohort is not None or cohort.min or cohort.max:
+        return "other keys of the recipe belong to secret coins"
+    if cohort.size != int(cohort.size) or 2 * cohort.size > clients:
+        return "the cohort is no whole number of at most half of the clients"
+    return ""
+
+
+def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
     data, app = job.data, out / "app" / PACKAGE
     out.chmod(0o700)
     lock.write_authority_and_server(out / "certificates", list(dict.fromkeys([host, HERE, "localhost"])))
@@ -150,15 +165,8 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str, epsilon: f
         _fill(app / f"{side}_app.py", "app.txt", {"side": side, "title": side.capitalize()})
     _fill(out / lock.ADDRESSES_FILE, "superlink.toml", facts)
     _fill(out / "flower" / "config.toml", "flower.toml", facts)
-    plan = job.parts.plan
-    exports = (f"export {k}={v.replace(str(out.absolute()), '$PWD')}" for k, v in environment(out).items())
-    facts |= {
-        "name": recipe.name, "clients": data.clients, "exports": "\n    ".join(exports), "trust": plan.trust,
-        "epsilon": f"{epsilon:.4g}" if epsilon < float("inf") else "infinite", "delta": f"{plan.delta:g}",
-        "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds, "method": job.parts.algorithm.name,
-        "pin": Task.read(app).pin,
-    }  # fmt: skip
-    _fill(out / "README.md", "README.md", facts)
+    pin = Task.read(app).pin
+    _fill(out / "README.md", "README.md", _readme(recipe, out, job, _places(out, 0, host, port, pin, at="")))
 
 
 def client_folder(out: Path, client: int) -> Path:
@@ -184,9 +192,15 @@ def superlink_command(out: Path) -> list[str]:
 
 def supernode_command(out: Path, client: int, host: str, port: int, pin: str) -> list[str]:
     """Return the command of one client's SuperNode: TLS to the SuperLink, its own key, data, state and app."""
-    at = out.absolute()
-    places = {"at": at, "folder": client_folder(at, client), "client": client, "pin": pin, "package": PACKAGE}
-    return words_of("supernode.txt", {**places, "superlink": lock.address_text((host, port))})
+    return words_of("supernode.txt", _places(out, client, host, port, pin))
+
+
+def _places(out: Path, client: int, host: str, port: int, pin: str = "", at: str | None = None) -> dict[str, Any]:
+    """Return what the commands of one client name. at: the project's folder, where it is not the absolute path."""
+    at = f"{out.absolute()}/" if at is None else at
+    folder = f"{at}{client_folder(Path(), client)}"
+    where = {"host": lock.bracketed(host), "port": port}
+    return {"at": at, "folder": folder, "client": client, "pin": pin, "package": PACKAGE, **where}
 
 
 def words_of(template: str, places: Mapping[str, Any]) -> list[str]:
@@ -194,8 +208,26 @@ def words_of(template: str, places: Mapping[str, Any]) -> list[str]:
     return [" ".join(word.split()).format_map(places) for word in shlex.split(_template(template))]
 
 
+def _as_typed(template: str, places: Mapping[str, Any]) -> str:
+    """Return a command as one types it: an option to a line, but for the lines inside quotes."""
+    return _template(template).strip().replace("\n    --", " \\\n    --").replace("\n", "\n    ").format_map(places)
+
+
 def _template(name: str) -> str:
     return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _readme(recipe: Recipe, out: Path, job: Job, places: dict[str, Any]) -> dict[str, Any]:
+    """Return what the project's README.md says of it."""
+    clients, plan = job.data.clients, job.parts.plan
+    exports = (f"export {k}={v.replace(str(out.absolute()), '$PWD')}" for k, v in environment(out).items())
+    epsilon = plan.epsilon() if plan.private else float("inf")
+    return {
+        **places, "name": recipe.name, "clients": clients, "exports": "\n    ".join(exports), "trust": plan.trust,
+        "epsilon": f"{epsilon:.4g}" if epsilon < float("inf") else "infinite", "delta": f"{plan.delta:g}",
+        "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds, "method": job.parts.algorithm.name,
+        "node": _as_typed("supernode.txt", places),
+    }  # fmt: skip
 
 
 def _fill(path: Path, template: str, facts: dict[str, Any]) -> None:

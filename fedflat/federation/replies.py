@@ -27,7 +27,6 @@ from fedflat.core.checks import RunError, insist, writing
 from fedflat.core.cohorts import NEVER, Ids, MinSeparation
 from fedflat.core.types import RoundState
 from fedflat.federation.bounds import DAMAGED, REFUSES, TOO_LARGE
-from fedflat.federation.store import read_journal
 from fedflat.federation.wire import NONCE_BYTES, Malformed
 
 log = logging.getLogger("fedflat.server")
@@ -38,8 +37,8 @@ PROTOCOL_FAULTS = (
 """Refusals that no honest client causes, whatever its data: their counts may be logged."""
 DATA_FAULTS = ("not finite", "failed", "missing", "too late", "refuses")
 """What may depend on a client's data, or tell how many were asked: never logged, never in the run's folder."""
-CODES = {TOO_LARGE: "size", DAMAGED: "form", REFUSES: "refuses"}
-"""What an error's code says."""
+CODES = {TOO_LARGE: "size", DAMAGED: "form", REFUSES: "refuses", 7: "refuses"}
+"""What an error's code says; 7 is Flower's (INVALID_FAB) of a SuperNode whose own app is another one."""
 UNREACHABLE = "unreachable"
 """What the transport says, at every poll, of a client that is not connected; no reply, so it is not counted. A client
 that does not come back in time is counted once, as missing, which is not for the log."""
@@ -58,8 +57,7 @@ class PendingReply:
 class ReplyTracker:
     """The replies of one round. read: a message's content -> a checked answer with its round and nonce.
 
-    blamed: client -> why its own answer to its question was first refused, for what no honest client does; not who
-    answered twice, whose first answer counts.
+    blamed: client -> why its own answer to its question was first refused, for what no honest client does.
     """
 
     round: int
@@ -87,8 +85,7 @@ class ReplyTracker:
                 return None
             self.refused[fault.reason] += 1
             pending = self._closed.get(reply.metadata.reply_to_message_id)
-            at_fault = fault.reason in PROTOCOL_FAULTS and fault.reason != "duplicate"
-            if pending is not None and reply.metadata.src_node_id == pending.node and at_fault:
+            if pending is not None and reply.metadata.src_node_id == pending.node and fault.reason in PROTOCOL_FAULTS:
                 self.blamed.setdefault(pending.client, fault.reason)
             return None
 
@@ -128,6 +125,33 @@ def loggable(counts: Mapping[str, int]) -> dict[str, int]:
     return {name: counts[name] for name in PROTOCOL_FAULTS if counts.get(name)}
 
 
+def read_journal(path: Path, parse: Callable[[Any], Any], hint: str) -> list[Any]:
+    """Return the lines of a file of JSON lines that is only appended to, each as ``parse`` gives it.
+
+    A last line that a kill tore goes, on the disk too, and is said; a whole one without its end gets it.
+
+    Raises:
+        RunError: the file cannot be read, or the line that is not as it was written; ``hint`` is what to know of that.
+    """
+    entries: list[Any] = []
+    try:
+        *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        if last:
+            try:
+                json.loads(last)
+                lines.append(last)
+            except ValueError:
+                log.warning("%s, line %d: unfinished, as a kill leaves it; taken out", path, len(lines) + 1)
+            durable.replace(path, b"".join(line + b"\n" for line in lines))
+        for line in lines:
+            entries.append(parse(json.loads(line)))
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror}); {hint}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise RunError(f"{path}, line {len(entries) + 1}: not as it was written; {hint}") from error
+    return entries
+
+
 @dataclass
 class Culprits:
     """Who broke the protocol in one run, by number, and when the server stops asking them, or stops altogether.
@@ -155,6 +179,8 @@ class Culprits:
 
     def note(self, round: int, excluded: Mapping[int, str]) -> set[int]:
         """Add one round's exclusions, durably; return the clients that are put off from now on."""
+        if not excluded:
+            return set()
         before = self.off
         line = json.dumps({"round": round, "excluded": {str(client): excluded[client] for client in sorted(excluded)}})
         durable.append(self.path, line.encode() + b"\n")

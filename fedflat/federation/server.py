@@ -30,7 +30,7 @@ from fedflat.engine.job import Job, Outcome
 from fedflat.engine.resume import first_start
 from fedflat.engine.train import train
 from fedflat.federation.bounds import Limits
-from fedflat.federation.events import log_to_stderr, note, serve_metrics
+from fedflat.federation.events import log_fields, log_to_stderr, serve_metrics
 from fedflat.federation.processes import draw_apart
 from fedflat.federation.replies import CheckIns, Culprits
 from fedflat.federation.secagg.rounds import ClientShares, SecureFlower
@@ -55,23 +55,23 @@ ENDED = "ended.json"
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how a server runs. out: the run's folder. test: public test set, or None. wait_for_nodes: connected
-    clients to wait for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its
-    clients. exclusion_limit: a client that broke the protocol in so many rounds is asked no more. abort_limit: under
-    secure aggregation the run stops after so many charged rounds in a row without a result. poll: seconds between looks
-    for answers, short beside local training, and few calls while it goes on. metrics: where a page about the server is
-    (``HOST:PORT``), or empty. metrics_beyond_this_machine: True for one that other machines reach."""
+    """Where and how a server runs. out: the run's folder. test: public test set, or None. nodes: connected clients to
+    wait for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its clients.
+    exclusion_limit: a client that broke the protocol in so many rounds is asked no more. abort_limit: under secure
+    aggregation the run stops after so many charged rounds in a row without a result. poll: seconds between looks for
+    answers, short beside local training, and few calls while it goes on. metrics: where a page about the
+    server is (``HOST:PORT``, beyond this machine only if ``beyond``), or empty."""
 
     out: Path
     test: Path | None = None
     answer_seconds: float = 600.0
-    wait_for_nodes: int = 1
+    nodes: int = 1
     start_seconds: float = 600.0
     poll: float = 0.3
     abort_limit: int = 3
     exclusion_limit: int = 3
     metrics: str = ""
-    metrics_beyond_this_machine: bool = False
+    beyond: bool = False
 
     def __post_init__(self) -> None:
         whole("abort-limit", self.abort_limit, 1)
@@ -80,10 +80,12 @@ class Settings:
     @classmethod
     def of(cls, config: Any) -> Settings:
         """Read the settings from a Flower app's run config."""
-        names = [field.name for field in fields(cls) if field.name.replace("_", "-") in config]
-        values = {name: config[name.replace("_", "-")] for name in names}
-        places = {name: Path(str(values[name])).expanduser() for name in ("out", "test") if values.get(name)}
-        return cls(**{**values, "test": None, **places})
+        names = {"nodes": "wait-for-nodes", "beyond": "metrics-beyond-this-machine"}
+        keys = {field.name: names.get(field.name, field.name.replace("_", "-")) for field in fields(cls)}
+        values = {name: config[key] for name, key in keys.items() if key in config}
+        values["out"] = Path(str(config["out"])).expanduser()
+        values["test"] = Path(str(values["test"])).expanduser() if values.get("test") else None
+        return cls(**values | {"beyond": values.get("beyond", False) is True})
 
 
 def server_app(folder: str | Path) -> Any:
@@ -94,7 +96,7 @@ def server_app(folder: str | Path) -> Any:
     app = ServerApp()
 
     def main(grid: Any, context: Any) -> None:
-        log_to_stderr()
+        log_to_stderr(str(context.run_config.get("log", "text")))
         serve(grid, Task.read(Path(folder)), Settings.of(context.run_config))
 
     app.main()(main)
@@ -110,7 +112,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
     """
     job = job_of(task, settings)
     return_large_blocks()  # before the first reply: the allocator keeps what it took in small blocks until the end
-    with serve_metrics(settings.metrics, settings.metrics_beyond_this_machine is True), ExitStack() as held:
+    with serve_metrics(settings.metrics, settings.beyond), ExitStack() as held:
         held.enter_context(keys.alone(settings.out))
         folder = _folder(task, job, settings.out)
         held.enter_context(keys.alone(settings.out, folder.run))  # a copied folder has another path and the same key
@@ -123,15 +125,13 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
             job.backend = backend = _backend(grid, task, job, settings, culprits)
             job.check_ins = _check_ins(backend, job, folder.run, outcome)
             _tell_start(job, outcome)
-            for warning in drowned(task.recipe, job):
-                log.warning(warning)
+            for note in drowned(task.recipe, job):
+                log.warning(note)
             _wait_for_nodes(grid, task.roster, settings)
-            log.info("clients enough are connected")
-            note("ready")
+            log.info("clients enough are connected", extra=log_fields("ready"))
             outcome = _train(job)
         facts = write_ending(task.recipe, job, outcome)
-        log.info("run complete: %s", folder.path)
-        note("complete")
+        log.info("run complete: %s", folder.path, extra=log_fields("complete"))
         return facts
 
 
@@ -179,7 +179,7 @@ def job_of(task: Task, settings: Settings) -> Job:
     from fedflat.assembly.jobs import prepare
 
     check_deployable(task.recipe)
-    test: Any = (None, None)
+    test = None
     if settings.test is not None:
         test = read_examples(settings.test)
         task.form.check(str(settings.test), *test)
@@ -245,10 +245,10 @@ def run_id(out: Path) -> str:
 
 def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:
     until = time.monotonic() + settings.start_seconds
-    while len(roster.connected(grid.get_nodes())) < min(settings.wait_for_nodes, len(roster.keys)):
+    while len(roster.connected(grid.get_nodes())) < min(settings.nodes, len(roster.keys)):
         if time.monotonic() > until:
             seconds = f"{settings.start_seconds:g} s"
-            raise RunError(f"fewer than {settings.wait_for_nodes} clients of the roster connected in {seconds}")
+            raise RunError(f"fewer than {settings.nodes} clients of the roster connected in {seconds}")
         time.sleep(settings.poll)
 
 
@@ -257,13 +257,13 @@ def _tell_start(job: Job, outcome: Outcome) -> None:
     plan, done = job.parts.plan.standing(outcome.entries), outcome.state.round
     charged = done + plan.again(outcome.entries)
     spent = (plan.epsilon(charged) if charged else 0.0) if plan.private else math.inf
-    log.info("rounds %d to %d", done, plan.rounds - 1)
-    note("start", finished=done, rounds=plan.rounds, epsilon=spent, budget=plan.budget, delta=plan.delta)
+    facts = {"finished": done, "rounds": plan.rounds, "epsilon": spent, "budget": plan.budget, "delta": plan.delta}
+    log.info("rounds %d to %d", done, plan.rounds - 1, extra=log_fields("start", **facts))
 
 
 def _announce(released: dict[str, Any], state: object) -> None:
     """Log in one line what a round released."""
     number = released["round"]
     figures = {name: released.get(name) for name in ("epsilon", "test_accuracy")}
-    log.info("round %d: %s", number, json.dumps(durable.plain(figures)))
-    note("round", finished=number + 1, aborted=bool(released.get("aborted")), epsilon=figures["epsilon"])
+    more = {"round": number, "finished": number + 1, "aborted": bool(released.get("aborted"))}
+    log.info("round %d: %s", number, json.dumps(durable.plain(figures)), extra=log_fields("round", **more, **figures))

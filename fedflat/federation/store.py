@@ -1,8 +1,8 @@
 """A client's own disk: its examples, personal part, states, and how often it took part. Nothing here is ever sent."""
 
 import json
-import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core import durable
-from fedflat.core.checks import RunError, making, reading, turning, writing, wrong
-
-log = logging.getLogger("fedflat.store")
+from fedflat.core.checks import making, reading, require, turning, writing, wrong
 
 HEAD, ROUNDS = "head.safetensors", "rounds.jsonl"
 SESSION, NODE, LOCK, RUNNING, OWNER = "session.json", "node.json", "answer.lock", "supernode.lock", "client.json"
@@ -100,8 +98,17 @@ class Store:
             raise wrong("state", f"{self.folder}, with {OWNER} of another client", f"a folder of client {number}'s own")
 
     def answered(self) -> list[int]:
-        """Return the rounds whose answers have left this client, or may have. Raises RunError for a damaged file."""
-        return read_journal(self.folder / ROUNDS, lambda line: int(line["round"]), "put it back")
+        """Return the rounds whose answers have left this client, or may have. Raises InputError for a damaged file."""
+        path = self.folder / ROUNDS
+        if not path.exists():
+            return []
+        require(path.is_file(), str(path), "no file", "the file that fedflat wrote")
+        content = path.read_bytes()
+        # A line that a kill tore may stand before the next one; without its end it may have left too.
+        sound = [re.fullmatch(rb'[{"round: \d}]*\{"round": \d+\}|', line) for line in content.split(b"\n")[:-1]]
+        bad = f"{path}, line {sound.index(None) + 1 if None in sound else 0}"
+        require(None not in sound, bad, "what no client wrote", "the file that fedflat wrote: put it back")
+        return [int(round) for round in re.findall(rb'\{"round": (\d+)\}', content)]
 
     def keep_session(self, session: dict[str, Any]) -> None:
         """Keep the secrets of one secure aggregation until its end; there is one at a time."""
@@ -132,33 +139,6 @@ class Store:
         """Count an answer, durably, before it leaves."""
         with writing(self.folder / ROUNDS, then="nothing is sent"):
             durable.append(self.folder / ROUNDS, json.dumps({"round": round}).encode() + b"\n")
-
-
-def read_journal(path: Path, parse: Callable[[Any], Any], hint: str) -> list[Any]:
-    """Return the lines of a file of JSON lines that is only appended to, each as ``parse`` gives it.
-
-    A last line that a kill tore goes, on the disk too, and is said; a whole one without its end gets it.
-
-    Raises:
-        RunError: the file cannot be read, or the line that is not as it was written; ``hint`` is what to know of that.
-    """
-    entries: list[Any] = []
-    try:
-        *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
-        if last:
-            try:
-                json.loads(last)
-                lines.append(last)
-            except ValueError:
-                log.warning("%s, line %d: unfinished, as a kill leaves it; taken out", path, len(lines) + 1)
-            durable.replace(path, b"".join(line + b"\n" for line in lines))
-        for line in lines:
-            entries.append(parse(json.loads(line)))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read ({error.strerror}); {hint}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise RunError(f"{path}, line {len(entries) + 1}: not as it was written; {hint}") from error
-    return entries
 
 
 def _read(path: Path) -> Any:

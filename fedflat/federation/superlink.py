@@ -35,7 +35,7 @@ from fedflat.core import durable
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.process import free_memory, how_it_ended
 from fedflat.federation import doors, lock, processes
-from fedflat.federation.bounds import keep_one_reply
+from fedflat.federation.bounds import ReplyKeeper
 from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, REASON, STATUS, environment, words_of
 from fedflat.federation.task import Roster, Task
 
@@ -44,8 +44,9 @@ NODE = re.compile(r"((?:node|supernode)(?:[ _]id)?s?[ =:'\"]*)\d+", re.IGNORECAS
 """A SuperNode's number in a line of Flower's."""
 SHUTDOWN = 3
 """Seconds that open connections have to end: SuperNodes come back by themselves, so little is lost."""
-POLL = 0.5
-"""Seconds between looks for work: a round takes many."""
+POLL, GRACE = 0.5, 3.0
+"""Seconds between looks for work (a round takes many), and for tasks to end before they are killed: less than what
+``local`` gives this process itself."""
 STATUS_SECONDS = 10.0
 """Seconds between two versions of the operator's status."""
 SIGNALLED = ("Task failed with unknown error.", "the ServerApp was told to end by a signal; start it again to go on")
@@ -80,7 +81,7 @@ def serve(project: Path) -> None:
     plugin = lock.OperatorOnly(token_hash)
     app = _application(addresses, certs, plugin)
     state = app.state.linkstate_factory.state()
-    blame = keep_one_reply(state, task.limits.reply)
+    keeper = ReplyKeeper(state, task.limits.reply)
     threading.Thread(target=_hand_out, args=(state, (project / "app").absolute(), ours), daemon=True).start()
 
     def allowed(path: str, headers: Mapping[str, str]) -> bool:
@@ -93,7 +94,7 @@ def serve(project: Path) -> None:
     strangers = min(max(doors.STRANGERS, 2 * task.form.clients), descriptors // 4)
     network, control = doors.Gate("listen", *addresses.listen, strangers), doors.Gate("control", *addresses.control)
     _register(state, task.roster)
-    outside = doors.fleet_only(app, task.roster.numbers, task.limits.reply, network, blame)
+    outside = doors.fleet_only(app, task.roster.numbers, task.limits.reply, network, keeper.blame)
     _run((doors.this_machine_only(app, allowed, control), control, certs), (outside, network, project / "certificates"))
 
 
@@ -202,26 +203,18 @@ def _hand_out(state: Any, app: Path, worker: Connection) -> None:
         for task in state.get_tasks(statuses=[Status.PENDING], order_by="pending_at"):
             token = state.claim_task(task.task_id) if task.type == KIND else None
             if token and hashlib.sha256(build_fab_from_disk(app)).hexdigest() == task.fab_hash:
-                worker.send((token,))
+                worker.send(token)
             elif token:
                 log.error("refused: run %d is of another app than %s", task.run_id, app)
                 state.finish_task(task.task_id, sub_status="failed", details="This SuperLink runs its own app alone.")
         while worker.poll():  # one that was killed could not say so itself
-            token, status = worker.recv()
+            token, how = worker.recv()
             if (ended := state.get_task_by_token(token)) is not None:
-                details = f"the ServerApp has ended: {how_it_ended(status)}"
-                state.finish_task(ended.task_id, sub_status="failed", details=details)
+                state.finish_task(ended.task_id, sub_status="failed", details=f"the ServerApp has ended: {how}")
         if (now := status_of(state)) != noted or time.monotonic() >= due:
             noted, due = now, time.monotonic() + STATUS_SECONDS
-            with suppress(OSError):  # a full disk stops the run, and says so there
-                text = json.dumps({**now, **{name: f"{size:.0f} MiB" for name, size in _memory().items()}})
-                durable.replace(app.parent / "server" / STATUS, f"{text}\n")
+            _write_status(app.parent / "server" / STATUS, now)
         time.sleep(POLL)
-
-
-def _memory() -> dict[str, float]:
-    used, free = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, (free_memory() or 0.0) / (1 << 20)
-    return {"SuperLink's memory, the most so far": used, "free memory of this machine": free}
 
 
 def status_of(state: Any) -> dict[str, str]:
@@ -234,12 +227,33 @@ def status_of(state: Any) -> dict[str, str]:
     return {"SuperNodes online": f"{online} of {registered}", **states, **reasons}
 
 
+def _write_status(path: Path, status: dict[str, str]) -> None:
+    """Write how the SuperLink does into a file for its operator, which ``fedflat watch --private`` shows."""
+    memory = {
+        "SuperLink's memory, the most so far": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "free memory of this machine": (free_memory() or 0.0) / (1 << 20),
+    }
+    with suppress(OSError):  # a full disk stops the run, and says so there
+        text = json.dumps(status | {name: f"{size:.0f} MiB" for name, size in memory.items()})
+        durable.replace(path, f"{text}\n")
+
+
 def _run_tasks(superlink: Connection, address: str, certificate: Path) -> None:
-    """Run a ServerApp for each token that the SuperLink gives, in a process of its own."""
+    """Run a ServerApp for each token that the SuperLink gives, in a process of its own; send back how it ended."""
     import fedflat.federation.server
     import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
 
-    processes.do_tasks(KIND, partial(_run_server, address, certificate), superlink)
+    tasks: dict[int, str] = {}
+    try:
+        while True:
+            for task in list(tasks):
+                if (status := processes.ended(task)) is not None:
+                    superlink.send((tasks.pop(task), how_it_ended(status)))
+            if superlink.poll(POLL):
+                token = superlink.recv()
+                tasks[processes.task(KIND, partial(_run_server, address, certificate, token))] = token
+    finally:
+        processes.end(tasks, GRACE)
 
 
 def _run_server(address: str, certificate: Path, token: str) -> None:

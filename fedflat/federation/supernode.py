@@ -6,22 +6,23 @@ answers with the installed fedflat, on the owner's copy of the app.
 """
 
 import argparse
+import io
 import logging
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fedflat.assembly.plans import algorithm_of, plan_of
-from fedflat.core.checks import RunError, turning, wrong
+from fedflat.core.checks import InputError, RunError, turning, wrong
 from fedflat.core.process import how_it_ended, using_threads
 from fedflat.federation import processes
-from fedflat.federation.bounds import Limit, pulled, unpacked
+from fedflat.federation.bounds import Limit, limit_answers, pulled, unpacked
 from fedflat.federation.client import client_of, reply_to
 from fedflat.federation.events import log_to_stderr
 from fedflat.federation.secagg.client import signing_key
@@ -65,23 +66,24 @@ def serve(args: argparse.Namespace) -> None:
     # What Flower raises here is click's.
     with turning(Exception, wrong("--node-config", args.node_config, 'keys as in client=0 data="FILE"')):
         config = parse_config_args([args.node_config])
-    log_to_stderr()
+    log_to_stderr(str(config.get("log", "text")))
     client = client_of(task, config)  # said now, and not when a round asks first
     with using_threads(1):  # threads that had worked here would be missing in the processes forked below
         client.examples()
-        # Takes seconds with correlated noise: now it is there for every message.
-        plan_of(task.recipe, algorithm_of(task.recipe), task.form.clients)
     ours, workers = Pipe()
     processes.start_companion(partial(_answer_messages, workers, app, config))
     workers.close()
     processes.end_with_an_exit(0)
     from flwr.supernode.fleet_http_connection import http_request_response
 
-    pause, answers = mend_connection(args.superlink, task.form.clients), len(client.store.answered())
+    limit_answers(task.limits.ask)
+    say_why(args.superlink)
+    ask_again()
+    pause, answers = ask_seldom(task.form.clients), len(client.store.answered())
     keys, at = (private, private.public_key()), (args.superlink, False, str(authority))
     with taking_over(client.store, at, keys), http_request_response(*at, keys) as connection:
         log.info("connected to %s, %d answers so far", args.superlink, answers)
-        lost = _take_messages(connection, task.limits.ask, ours, pause)
+        lost = _take_messages(connection, task.limits.ask, app, ours, pause)
     # Not in the block above: Flower would log what is raised there, and go on after it.
     raise RunError(f"{args.superlink}: {' '.join(str(lost).split())}")
 
@@ -108,14 +110,11 @@ def taking_over(store: Store, at: tuple[str, bool, str], keys: tuple[Any, Any]) 
         yield
 
 
-def mend_connection(superlink: str, clients: int) -> float:
-    """Change how Flower connects a SuperNode that is one of so many; return the seconds between its looks.
+def ask_again() -> None:
+    """Let a SuperNode ask again after a TLS handshake that was cut or took too long, as under a flood.
 
-    It asks again after a TLS handshake that was cut or took too long, as under a flood: Flower gives up on each fault
-    whose words have "ssl" in them. One that is refused, or gets no connection, ends with a sentence; Flower says
-    nothing, or a page. And one of many gives signs of life seldom.
+    Flower asks again after any other fault of the network, but gives up on each whose words have "ssl" in them.
     """
-    from flwr.supercore import heartbeat
     from flwr.supernode import fleet_http_connection as connection
     from httpx import TransportError
 
@@ -123,14 +122,21 @@ def mend_connection(superlink: str, clients: int) -> float:
 
     def patient() -> Any:
         invoker = make_invoker()
-        gives_up: Any = invoker.should_giveup
+        gives_up = invoker.should_giveup
 
         def is_final(error: Exception) -> bool:
             cut = isinstance(error, TransportError) and any(words in str(error) for words in CUT)
-            return not cut and bool(gives_up(error))
+            return not cut and (gives_up is None or gives_up(error))
 
         invoker.should_giveup = is_final
         return invoker
+
+    connection.make_simple_http_retry_invoker = patient
+
+
+def say_why(superlink: str) -> None:
+    """Let a SuperNode that is refused, or gets no connection, end with a sentence: Flower says nothing, or a page."""
+    from flwr.supernode import fleet_http_connection as connection
 
     class Signer(connection.NodeAuthHttpInterceptor):  # type: ignore[misc]
         def intercept(self, context: Any, call_next: Any) -> Any:
@@ -142,27 +148,41 @@ def mend_connection(superlink: str, clients: int) -> float:
     def give_up(_: object, message: str) -> None:
         raise RunError(f"{superlink}: {' '.join(message.replace('.', ':', 1).split())}") from None
 
-    connection.make_simple_http_retry_invoker = patient
     connection.NodeAuthHttpInterceptor, connection.flwr_exit = Signer, give_up
+
+
+def ask_seldom(clients: int) -> float:
+    """Let a SuperNode that is one of so many give signs of life seldom; return the seconds between its looks."""
+    from flwr.supercore import heartbeat
+    from flwr.supernode import fleet_http_connection as connection
+
     interval = max(connection.HEARTBEAT_DEFAULT_INTERVAL, int(clients / EACH_SECOND))
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = connection.HEARTBEAT_DEFAULT_INTERVAL = interval
     return max(PAUSE, clients / EACH_SECOND)
 
 
-def _take_messages(connection: Any, limit: Limit, worker: Connection, pause: float) -> Exception:
+def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection, pause: float) -> Exception:
     """Have every message answered that comes for this client; return what ended that. pause: seconds between looks."""
     from flwr.app import Error, Message
     from flwr.common.constant import ErrorCode
     from flwr.supercore.run import RunNotRunningException
 
-    _, receive, send, _, _, pull, push, confirm = connection
+    _, receive, send, get_run, get_fab, pull, push, confirm = connection
+
+    @lru_cache(maxsize=16)
+    def difference_of(run: int) -> str:
+        return difference(get_fab(get_run(run).fab_hash, run).content, app)
 
     def answer_to(message: Any, tree: Any) -> Any:
         run, number = message.metadata.run_id, message.metadata.message_id
+        if fault := difference_of(run):
+            log.error("refused: run %d is of another app than %s: %s", run, app, fault)
+            error = Error(ErrorCode.INVALID_FAB, "This node answers for its own app alone.")
+            return parts_of(Message(error, reply_to=message))
         contents = pulled(limit, tree, partial(when_there, pull, run))
         confirm(run, number)
         worker.send((number, contents))
-        _, answer = worker.recv()
+        answer = worker.recv()
         if isinstance(answer, int):  # said at once: the server would wait for it as long as a round may take
             log.error("a message has no answer, for its process has ended: %s", how_it_ended(answer))
             return parts_of(Message(Error(ErrorCode.CLIENT_APP_CRASHED, "No answer."), reply_to=message))
@@ -217,13 +237,48 @@ def parts_of(reply: Any) -> tuple[Any, Any, dict[str, bytes]]:
 
 
 def _answer_messages(connection: Connection, app: Path, config: Any) -> None:
-    """Answer messages, each in a forked process of its own, whose end is said after its answer or without one."""
+    """Answer messages, each in a forked process of its own; send how it ended, with or without an answer before."""
     import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
 
-    def answer(number: str, contents: dict[str, bytes]) -> None:
-        connection.send((number, parts_of(reply_to(unpacked(number, contents), config, app))))
+    keep_plan(app)
 
-    processes.do_tasks("flwr-clientapp", answer, connection)
+    def answer(number: str, contents: dict[str, bytes]) -> None:
+        connection.send(parts_of(reply_to(unpacked(number, contents), config, app)))
+
+    with suppress(EOFError):
+        while True:
+            child = processes.task("flwr-clientapp", partial(answer, *connection.recv()))
+            while (status := processes.ended(child)) is None:
+                time.sleep(processes.LOOK)
+            connection.send(status)
+
+
+def keep_plan(app: Path) -> None:
+    """Make the app's plan, which takes seconds with correlated noise, so that it is there for every message."""
+    from fedflat.assembly.plans import algorithm_of, plan_of
+
+    task = Task.read(app)
+    with suppress(InputError):  # said where a message is answered
+        plan_of(task.recipe, algorithm_of(task.recipe), task.form.clients)
+
+
+def difference(bundle: bytes, app: Path) -> str:
+    """Return where the package in a Flower app bundle (FAB) differs from the folder ``app``; nothing of it is run."""
+    here = {f"{app.name}/{path.name}": path for path in app.iterdir() if path.is_file()}
+    try:
+        with zipfile.ZipFile(io.BytesIO(bundle)) as files:
+            there = {entry.filename: entry for entry in files.infolist() if "/" in entry.filename}
+            # .info/ is Flower's list of files; what counts is the files, compared byte by byte and never unpacked.
+            there = {name: entry for name, entry in there.items() if not name.startswith(".info/")}
+            for name in sorted(here.keys() | there.keys()):
+                if name not in here or name not in there:
+                    return f"{name} is only {'here' if name in here else 'there'}"
+                text = here[name].read_bytes()
+                if there[name].file_size != len(text) or files.read(name) != text:
+                    return f"{name} differs"
+    except (zipfile.BadZipFile, OSError, ValueError, RuntimeError, NotImplementedError) as error:
+        return f"not readable ({type(error).__name__})"
+    return ""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -234,6 +289,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--auth-supernode-private-key", required=True, type=Path, help="the client's auth.key")
     parser.add_argument("--app", required=True, type=Path, help="the owner's copy of the app's package (fedflat_app)")
     parser.add_argument("--node-config", required=True, help="client=, data=, state= and so on (docs/deploy.md)")
+    parser.add_argument("--port", type=int, help="ignored: since 1.0 a SuperNode listens nowhere")
     return processes.status_of(partial(serve, parser.parse_args(arguments)))
 
 

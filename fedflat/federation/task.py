@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -57,18 +58,20 @@ class DataSpec:
 
     def federation(
         self, client: int | None = None, examples: tuple[Tensor, Tensor] | None = None,
-        test: tuple[Tensor | None, Tensor | None] = (None, None),
+        test: tuple[Tensor, Tensor] | None = None,
     ) -> FederatedData:  # fmt: skip
         """Return what one party sees of the federation: a client's own examples, the public test set if it has one."""
         nobody = torch.zeros(0, *self.input_shape, dtype=getattr(torch, self.input_dtype))
-        inputs, targets = examples or (nobody, torch.zeros(0, dtype=torch.int64))
-        nothing = (np.empty(0, dtype=np.int64),) * self.clients
-        parts = list(nothing)
+        inputs, targets = examples if examples is not None else (nobody, torch.zeros(0, dtype=torch.int64))
+        nothing = np.empty(0, dtype=np.int64)
+        parts = [nothing] * self.clients
         if client is not None:
             parts[client] = np.arange(len(inputs), dtype=np.int64)
+        held = (nothing,) * self.clients
+        test_inputs, test_targets = test if test is not None else (None, None)
         return FederatedData(
-            inputs, targets, tuple(parts), nothing, *test, self.classes, self.name, self.vocabulary, self.padding,
-            stated=True,
+            inputs, targets, tuple(parts), held, test_inputs, test_targets, self.classes, self.name, self.vocabulary,
+            self.padding, stated=True,
         )  # fmt: skip
 
     def check(self, where: str, inputs: Tensor, targets: Tensor) -> None:
@@ -108,10 +111,11 @@ class Roster:
     def connected(self, nodes: Iterable[Any]) -> dict[int, int]:
         """Return client number -> Flower node id, for the nodes whose authenticated key is in the roster.
 
-        Flower registers no two nodes with one key.
+        Of two nodes with one key (which Flower refuses to register) none counts.
         """
-        keys = {node.node_id: bytes(node.public_key) for node in nodes}
-        return {self.numbers[key]: node for node, key in keys.items() if key in self.numbers}
+        pairs = [(self.numbers[bytes(n.public_key)], n.node_id) for n in nodes if bytes(n.public_key) in self.numbers]
+        count = Counter(client for client, _ in pairs)
+        return {client: node for client, node in pairs if count[client] == 1}
 
     @classmethod
     def read(cls, path: Path) -> Roster:

@@ -19,12 +19,12 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
 from fedflat.core import durable
 from fedflat.core.checks import InputError, counted, insist, reading, turning, writing, wrong
-from fedflat.federation.store import read_journal
+from fedflat.federation.replies import read_journal
 from fedflat.federation.wire import Refused
 from fedflat.privacy.ledger import LedgerError, scan
 from fedflat.records import keys, signing
 from fedflat.records.folder import LEDGER
-from fedflat.records.signing import Operator
+from fedflat.records.signing import Envelope, Operator
 
 log = logging.getLogger("fedflat.server")
 
@@ -90,18 +90,21 @@ def restore_lines(folder: Path, run: str) -> None:
             log.warning("%s: lines that it had lost are back, from the mark beside the noise key", path)
 
 
-def tip_record(folder: Path, run: str, key: Operator, round: int) -> Any:
-    """Return the record of a message before a round: the signed tip of the ledger as it stands, and the public key that
-    a client may pin.
-    """
-    from flwr.app import ConfigRecord
-
+def signed_tip(folder: Path, run: str, round: int, key: Operator) -> Envelope:
+    """Return the signed tip of the ledger as it stands before a round."""
     path = folder / LEDGER
     ledger = scan(path, path.read_bytes() if path.exists() else b"")
     tips = [*(str(entry["previous"]) for entry in ledger.entries[1:]), *([ledger.tip] if ledger.entries else [])]
     history = base64.b64encode(b"".join(map(bytes.fromhex, tips))).decode()
-    envelope = key.sign(signing.tip_statement(run, round, len(ledger.entries), ledger.tip, "", history))
-    return ConfigRecord({ENVELOPE: json.dumps(envelope).encode(), PUBLIC: signing.pem(key.public)})
+    return key.sign(signing.tip_statement(run, round, len(ledger.entries), ledger.tip, "", history))
+
+
+def tip_record(folder: Path, run: str, key: Operator, round: int) -> Any:
+    """Return the record of a message before a round: the signed tip, and the public key that a client may pin."""
+    from flwr.app import ConfigRecord
+
+    envelope = json.dumps(signed_tip(folder, run, round, key)).encode()
+    return ConfigRecord({ENVELOPE: envelope, PUBLIC: signing.pem(key.public)})
 
 
 PINNED = "operator.pub"

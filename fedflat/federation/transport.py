@@ -12,8 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ import torch
 from torch import Tensor
 
 from fedflat.core import durable
-from fedflat.core.checks import RunError, counted, insist
+from fedflat.core.checks import RunError, insist
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
 from fedflat.engine.reduce import Accumulator, Clipped, Part, Trained
 from fedflat.federation import wire
 from fedflat.federation.bounds import Limit, pulled, refusal, unpacked
-from fedflat.federation.events import note
+from fedflat.federation.events import log_fields
 from fedflat.federation.replies import Culprits, PendingReply, ReplyTracker, loggable
 from fedflat.federation.task import Roster
 from fedflat.federation.tips import RECORD
@@ -120,9 +119,6 @@ class Flower:
     name: str = "flower"
     tip: Callable[[int], Any] | None = None
     """Round -> the record with the ledger's signed tip that goes with every message of it."""
-    _refused: Counter[str] = field(default_factory=Counter)
-    _excluded: dict[int, str] = field(default_factory=dict)
-    """Client -> why, of this round's culprits."""
     _late: tuple[str, ...] = ()
     _against: int = 0
     """Refusals since anybody answered."""
@@ -137,33 +133,27 @@ class Flower:
             raise RunError("the model is not finite, and no client trains from it: begin a run in another folder")
         # Packed once: a model for each client of a cohort would fill the memory.
         common = wire.write_broadcast(broadcast)
-        asked, answered = self._begin_round(cohort), False
-        read = partial(wire.read_answer, size=self.dimension)
-        tracker = ReplyTracker(broadcast.round, read, self._refused, self._excluded)
+        tracker = ReplyTracker(broadcast.round, lambda content: wire.read_answer(content, self.dimension))
+        off = self.culprits.off
+        asked = [client for client in cohort.tolist() if client not in off]
+        tracker.refused["missing"] += len(cohort) - len(asked)
+        answered = False
         for _, answer in self.exchange(tracker, asked, common, lambda _: {}):
             answered = True
             yield Trained(torch.from_numpy(answer.update)[None], [max(answer.examples, 1)])
-        self._end_round(broadcast.round)
-        self._against = 0 if answered else self._against + self._refused["refuses"]
+        self.refusals(broadcast.round, tracker.refused)
+        # Of two answers the first one counts.
+        self._name(broadcast.round, {client: why for client, why in tracker.blamed.items() if why != "duplicate"})
+        self._against = 0 if answered else self._against + tracker.refused["refuses"]
         # One may be a client that has not heard of a new roster. Before this round is charged, or another one.
         insist(self._against <= 1, RunError(REFUSED))
 
-    def _begin_round(self, cohort: np.ndarray) -> list[int]:
-        """Return whom of a cohort a round asks; so far nothing is refused in it."""
-        self._refused, self._excluded, off = Counter(), {}, self.culprits.off
-        asked = [client for client in cohort.tolist() if client not in off]
-        self._refused["missing"] += len(cohort) - len(asked)
-        return asked
-
-    def _end_round(self, round: int) -> None:
-        """Write down what was refused, and name those who broke the protocol in the operator's file; the log, which
-        others may read, says how many.
-        """
-        self.refusals(round, self._refused)
-        if self._excluded:
-            more = "; one or more are asked no more in this run" if self.culprits.note(round, self._excluded) else ""
-            who = counted(len(self._excluded), "client")
-            log.warning("round %d: %s broke the protocol, named in %s%s", round, who, self.culprits.path, more)
+    def _name(self, round: int, blamed: Mapping[int, str]) -> None:
+        """Name those who broke the protocol in the operator's file; the log, which others may read, says how many."""
+        if blamed:
+            more = "; one or more are asked no more in this run" if self.culprits.note(round, blamed) else ""
+            counted = f"{len(blamed)} client{'s' if len(blamed) > 1 else ''}"
+            log.warning("round %d: %s broke the protocol, named in %s%s", round, counted, self.culprits.path, more)
 
     def exchange(
         self, tracker: ReplyTracker, clients: list[int], common: Any, facts: Facts
@@ -189,7 +179,7 @@ class Flower:
 
     def _ask(self, tracker: ReplyTracker, clients: list[int], common: Any, facts: Facts) -> None:
         connected = self.roster.connected(self.grid.get_nodes())
-        note("connected", connected=len(connected))
+        log.debug("%d clients are connected", len(connected), extra=log_fields("connected", connected=len(connected)))
         asked = [client for client in clients if client in connected]
         tracker.refused["missing"] += len(clients) - len(asked)
         for start in range(0, len(asked), AT_ONCE):
@@ -232,5 +222,5 @@ def note_refusals(path: Path, round: int, counts: Counter[str]) -> None:
     line = {"round": round, **{kind: count for kind, count in counts.items() if count}}
     durable.append(path, json.dumps(line).encode() + b"\n")
     if faults := loggable(counts):
-        log.warning("round %d: refused %s", round, ", ".join(f"{v} ({k})" for k, v in faults.items()))
-        note("refused", counts=faults)
+        words = ", ".join(f"{v} ({k})" for k, v in faults.items())
+        log.warning("round %d: refused %s", round, words, extra=log_fields("refused", round=round, counts=faults))

@@ -15,7 +15,7 @@ from fork_server import CONTEXT
 from stand_in import deployed, objects_of, small
 
 from fedflat.core.checks import InputError
-from fedflat.federation.bounds import TOO_LARGE, Limit, keep_one_reply
+from fedflat.federation.bounds import TOO_LARGE, Limit, ReplyKeeper
 from fedflat.federation.project import PACKAGE
 from fedflat.federation.replies import PendingReply, ReplyTracker
 from fedflat.federation.task import Task
@@ -212,15 +212,15 @@ def states() -> Any:
 
 @pytest.mark.parametrize("bounded", [True, False], ids=["bound", "twin without it"])
 def test_a_superlink_keeps_one_reply_of_an_honest_size_to_a_question(bounded: bool) -> None:
-    """Too many objects, another tree under one name, a second reply: an error of the same node takes their place, which
-    the ServerApp reads, and their objects are gone. The twin keeps all of it."""
+    """Too many objects, more bytes than declared, another tree under one name, a second reply: an error of the same
+    node takes their place, which the ServerApp reads, and their objects are gone. The twin keeps all of it."""
     state = states()
     node = state.create_node("", "operator", b"key", heartbeat_interval=0, name="client-0")
     assert state.activate_node(node, 30.0)
     run = state.create_run("a", "1", "0" * 64, {}, "@none/default", None, "", "flwr-serverapp")
     state.finish_task = lambda *_, **__: True
     if bounded:
-        blame = keep_one_reply(state, LIMIT)
+        keeper = ReplyKeeper(state, LIMIT)
 
     def put(message: Any, tree: Any, contents: dict[str, bytes]) -> list[bool]:
         session = state.start_session(run)
@@ -235,12 +235,14 @@ def test_a_superlink_keeps_one_reply_of_an_honest_size_to_a_question(bounded: bo
         assert all(put(made, tree, contents))
         return made
 
-    honest, wide, slow, rude, cut = (asked() for _ in range(5))
+    honest, large, wide, slow, rude = (asked() for _ in range(5))
     good = answer_to(honest)
     assert all(put(*sent(good)[:2], objects_of(good)[1]))
     kept = len(state.object_store)
     for again in (good, answer_to(honest, np.ones(D, dtype=np.float32))):  # sent twice; then another one
         put(*sent(again)[:2], objects_of(again)[1])
+    noise = answer_to(large, np.random.default_rng(0).standard_normal(200_000).astype(np.float32))
+    stored = put(*sent(noise)[:2], objects_of(noise)[1])
     many = answer_to(wide)
     tree = objects_of(many)[0]
     for number in range(99):
@@ -255,17 +257,15 @@ def test_a_superlink_keeps_one_reply_of_an_honest_size_to_a_question(bounded: bo
     assert (early == []) is bounded  # the twin gives out half a reply, and the ServerApp waits for the rest of it
     assert state.store_object(run, session, last, contents[last])
     if bounded:
-        state.store_message_and_object_tree(*sent(answer_to(cut))[:2], state.start_session(run))
-        blame(b"key")  # the door read nothing of a request that was too long
-        for unanswered in (rude, cut):
-            (said,) = state.get_message_res({unanswered.metadata.message_id}, run)
-            assert said.error.code == TOO_LARGE
+        keeper.blame(b"key")  # the door read nothing of a request that was too long
         assert [m.has_error() for m in state.get_message_res({slow.metadata.message_id}, run)] == [False]
-    replies = state.get_message_res({m.metadata.message_id for m in (honest, wide)}, run)
+        assert [m.error.code for m in state.get_message_res({rude.metadata.message_id}, run)] == [TOO_LARGE]
+    replies = state.get_message_res({m.metadata.message_id for m in (honest, large, wide)}, run)
     codes = {m.metadata.reply_to_message_id: m.has_error() and m.error.code for m in replies}
     assert codes[honest.metadata.message_id] is False
     if not bounded:
-        assert after > kept + 90
+        assert all(stored) and after > kept + 90
         return
-    assert codes[wide.metadata.message_id] == TOO_LARGE
-    assert after == kept + 1  # the error
+    assert codes[large.metadata.message_id] == codes[wide.metadata.message_id] == TOO_LARGE
+    assert not all(stored) and after == kept + 2  # the two errors
+    assert not state.store_object(run, "", good.object_id, b"")  # nothing without a session

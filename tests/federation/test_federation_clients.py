@@ -14,11 +14,11 @@ import torch
 from flwr.app import Error, Message
 from stand_in import deployed, grid_of, pem, settings, small
 
-from fedflat.core.checks import InputError, RunError
+from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
 from fedflat.federation import client as client_module
+from fedflat.federation import lock, wire
 from fedflat.federation import project as project_module
-from fedflat.federation import wire
 from fedflat.federation.client import Client, Refused, client_of, reply_to
 from fedflat.federation.lock import write_client_keys
 from fedflat.federation.project import PACKAGE, client_folder, write_project
@@ -96,17 +96,17 @@ def test_a_state_folder_is_one_clients_and_its_answers_are_what_it_wrote(tmp_pat
     store.of_client(1)
     with pytest.raises(InputError, match="of another client; allowed: a folder of client 2's own"):
         store.of_client(2)
-    for damage in (b"\0\0\0\n", b'{"round": "x"}\n'):
+    for damage in (b"\0\0\0\n", '{"round": 0}\n'.encode("utf-16")):
         (tmp_path / "state/rounds.jsonl").write_bytes(damage)
-        with pytest.raises(RunError, match="line 1: not as it was written; put it back"):
+        with pytest.raises(InputError, match="found what no client wrote"):
             store.answered()
 
 
 def test_local_trust_noise_is_never_drawn_twice(tmp_path: Path) -> None:
     _, clients = deployed(tmp_path / "fed", small(privacy={"trust": "local", "noise_multiplier": 2.0}))
     size = clients[0].job.parts.layout.dimension
-    broadcast = wire.read_broadcast(ask_of(clients[0]), size)  # below the rule that it is answered once
-    one, two = (clients[0].update(broadcast)[0] for _ in range(2))
+    ask = wire.read_request(ask_of(clients[0]), size)  # below the rule that it is answered once
+    one, two = (clients[0].update(ask.broadcast)[0] for _ in range(2))
     assert (one - two).std() == pytest.approx(2**0.5 * 0.2, rel=0.2)
 
 
@@ -223,6 +223,7 @@ def test_only_keys_of_the_roster_are_clients(tmp_path: Path) -> None:
     keys = [write_client_keys(tmp_path / str(i)) for i in range(3)]
     roster = Roster(tuple(keys[:2]))
     assert roster.connected([node(7, keys[1]), node(8, keys[2]), SimpleNamespace(node_id=9, public_key=b"x")]) == {1: 7}
+    assert roster.connected([node(7, keys[1]), node(8, keys[1])]) == {}
     with pytest.raises(InputError, match="same public key"):
         Roster((keys[0], keys[0]))
     path = tmp_path / "roster.json"
@@ -275,13 +276,21 @@ def test_a_folder_that_holds_something_is_not_overwritten(project: tuple[Path, T
         write_project(small(), project[0])
 
 
-def test_a_full_disk_leaves_no_half_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_half_project_and_the_former_token(
+    project: tuple[Path, Task, list[Client]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = project[0] / "server" / lock.LOCK, project[0] / "flower" / "credentials.yaml"
+    before = [path.read_bytes() for path in secrets]
     full, prepare = OSError(errno.ENOSPC, "No space left"), project_module.prepare
     with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Mock(side_effect=[None, None, full]))  # the first file is whole, the second is not
+        with pytest.raises(OSError, match="No space"):
+            lock.write_lock(*secrets, "127.0.0.1:1")
         patch.setattr(os, "fsync", Mock(side_effect=full))
         with pytest.raises(InputError, match="No space left"):
             write_project(small(), tmp_path / "fed")
-    assert not (tmp_path / "fed").exists()
+    assert [path.read_bytes() for path in secrets] == before and not (tmp_path / "fed").exists()
+    assert not [*project[0].glob("*/*.new")]
     theirs = tmp_path / "fed" / "app" / PACKAGE / "theirs"
 
     def meanwhile(*given: Any, **named: Any) -> Any:

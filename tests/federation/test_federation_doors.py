@@ -6,6 +6,7 @@ to find on a disk. Everything that fails against what ``fedflat deploy`` makes w
 
 import base64
 import json
+import shutil
 import socket
 import ssl
 import subprocess
@@ -38,6 +39,7 @@ from fedflat.federation.local import Federation
 from fedflat.federation.lock import write_authority_and_server
 from fedflat.federation.processes import must_be_free
 from fedflat.federation.project import PACKAGE, client_folder, supernode_command, write_project
+from fedflat.federation.supernode import difference
 from fedflat.federation.wire import Answer, write_answer
 
 STOLEN = np.full(3000, 0.12345678, dtype=np.float32)
@@ -207,7 +209,7 @@ def test_a_node_runs_nothing_that_comes_with_a_run(place: Path) -> None:
     assert sorted(path.name for path in (place / "loot").iterdir()) == ["answers", "client-1", "server"]
     assert (place / "loot" / "client-1").read_bytes() == (client_folder(place / "fed", 1) / "auth.key").read_bytes()
     assert (place / "loot" / "server").read_bytes() == b"256 bits of noise key"
-    assert "no answer: the server's message is malformed" in (federation.logs / "client-0.log").read_text()
+    assert "refused: run" in (federation.logs / "client-0.log").read_text()
     assert [path.parent.name for path in files_with(place / "fed", STOLEN.tobytes()[:400])] != []
 
 
@@ -256,7 +258,7 @@ def test_a_wrong_address_or_lock_is_refused_before_a_start(tmp_path: Path, capsy
 
 
 def test_a_port_that_is_taken_is_one_line_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed, port = tmp_path / "fed", free_port()
     write_project(small(), fed, port=port)
@@ -270,6 +272,12 @@ def test_a_port_that_is_taken_is_one_line_before_anything_starts(
         found = capsys.readouterr().err
         assert f"found 127.0.0.1:{taken}, which another program uses; allowed: a free port." in found
         assert found.count("\n") == 1
+    for host, days in (("127.0.0.1", -1e-3), ("fed.example.org", 90)):  # one has expired, the other is another host's
+        shutil.rmtree(fed / "certificates")
+        monkeypatch.setattr(lock, "DAYS", days)
+        lock.write_authority_and_server(fed / "certificates", [host])
+        assert local.main([str(fed)]) == 2
+        assert "server.crt: found" in capsys.readouterr().err
     assert not list(fed.rglob("*.log"))
     with pytest.raises(InputError, match="up to 65535"):
         must_be_free("--port", "127.0.0.1", 65536)
@@ -306,6 +314,7 @@ def test_a_launcher_reads_how_a_run_stands(tmp_path: Path) -> None:
     """It asks no door, which may be full; before the SuperLink has noted anything, nothing is known."""
     with pytest.raises(InputError, match=r"found .*nothing; allowed: a folder that fedflat deploy wrote"):
         local._whole_run(tmp_path / "nothing")
+    assert "Warning: that is 92 GB" in local.announced(270, 24_000) and "Warning" not in local.announced(60, 24_000)
     write_project(small(), tmp_path / "fed", port=free_port())
     federation = Federation(tmp_path / "fed")
     federation.logs.touch()
@@ -355,10 +364,9 @@ def test_a_handshake_that_was_cut_is_tried_again(patient: bool, monkeypatch: pyt
     import httpx
     from flwr.supernode import fleet_http_connection as connection
 
-    for name in ("make_simple_http_retry_invoker", "NodeAuthHttpInterceptor", "flwr_exit"):  # put back after the test
-        monkeypatch.setattr(connection, name, getattr(connection, name))
+    monkeypatch.setattr(connection, "make_simple_http_retry_invoker", connection.make_simple_http_retry_invoker)
     if patient:
-        supernode.mend_connection("", 1)
+        supernode.ask_again()
     invoker = connection.make_simple_http_retry_invoker()
     invoker.wait_function = lambda seconds: None
     left = [
@@ -381,9 +389,8 @@ def test_a_node_that_the_superlink_does_not_know_ends_with_a_sentence(monkeypatc
 
     answers = mock.Mock(**{"return_value.intercept.return_value.status_code": 412})
     monkeypatch.setattr(connection, "NodeAuthHttpInterceptor", type("Signer", (), {"intercept": answers().intercept}))
-    for name in ("make_simple_http_retry_invoker", "flwr_exit"):
-        monkeypatch.setattr(connection, name, None)
-    supernode.mend_connection("host:1", 1)
+    monkeypatch.setattr(connection, "flwr_exit", None)
+    supernode.say_why("host:1")
     with pytest.raises(RunError, match="another SuperNode has this client's key"):
         connection.NodeAuthHttpInterceptor().intercept(mock.Mock(rpc_method="/ActivateNode"), None)  # type: ignore[call-arg]
     answers.return_value.intercept.return_value.status_code = 401
@@ -391,7 +398,7 @@ def test_a_node_that_the_superlink_does_not_know_ends_with_a_sentence(monkeypatc
         with pytest.raises(RunError, match=said) as found:
             connection.NodeAuthHttpInterceptor().intercept(mock.Mock(rpc_method=method), None)  # type: ignore[call-arg]
         receive = mock.Mock(side_effect=found.value)
-        assert supernode._take_messages((0, receive, *[0] * 6), Limit(1, 1), mock.Mock(), 0) is found.value
+        assert supernode._take_messages((0, receive, *[0] * 6), Limit(1, 1), Path(), mock.Mock(), 0) is found.value
     with pytest.raises(RunError, match=r"^host:1: no: way there$"):
         connection.flwr_exit(1, "no. way\nthere")
 
@@ -413,15 +420,44 @@ def test_a_message_whose_objects_are_on_their_way_is_waited_for(
     receive = mock.Mock(side_effect=[(message, tree), SystemExit])
     late = ObjectUnavailableError("x")
     pull = mock.Mock(side_effect=[late, late, *(contents[name] for name in limit.names(tree))])
-    for name, value in {"UPLOAD": 60.0 if patient else -1.0, "AGAIN": 0.0}.items():
+    for name, value in {"UPLOAD": 60.0 if patient else -1.0, "AGAIN": 0.0, "difference": lambda *_: ""}.items():
         monkeypatch.setattr(supernode, name, value)
-    worker: Any = SimpleNamespace(send=got.append, recv=lambda: ("", -9))
+    worker: Any = SimpleNamespace(send=got.append, recv=lambda: -9)
     other, send = mock.Mock(), mock.Mock(return_value=((), "session"))
     with pytest.raises(SystemExit):
-        supernode._take_messages((None, receive, send, other, other, pull, other, other), limit, worker, 0.0)
+        supernode._take_messages((None, receive, send, other, other, pull, other, other), limit, Path(), worker, 0.0)
     assert got == ([(message.object_id, contents)] if patient else [])
     assert [call.args[0].error.code for call in send.call_args_list] == [ErrorCode.CLIENT_APP_CRASHED] * patient
     assert ("ObjectUnavailableError" in caplog.text) is not patient
+
+
+def fab_of(files: dict[str, bytes], folder: Path) -> bytes:
+    from zipfile import ZipFile
+
+    with ZipFile(folder / "fab", "w") as written:
+        for name, text in files.items():
+            written.writestr(name, text)
+    return (folder / "fab").read_bytes()
+
+
+def test_a_bundle_is_compared_file_by_file_and_never_unpacked(tmp_path: Path) -> None:
+    from flwr.cli.build import build_fab_from_disk
+
+    fed = tmp_path / "fed"
+    deployed(fed, small())
+    app = fed / "app" / PACKAGE
+    assert difference(build_fab_from_disk(fed / "app"), app) == ""
+    settings = (fed / "app" / "pyproject.toml").read_text()
+    (fed / "app" / "pyproject.toml").write_text(settings.replace("600.0", "30.0"))  # the operator's business
+    assert difference(build_fab_from_disk(fed / "app"), app) == ""
+    same = {f"{PACKAGE}/{path.name}": path.read_bytes() for path in app.iterdir()}
+    assert difference(fab_of(same, tmp_path), app) == ""
+    for name in same:
+        assert name in difference(fab_of({**same, name: same[name] + b" "}, tmp_path), app)
+        assert name in difference(fab_of({k: v for k, v in same.items() if k != name}, tmp_path), app)
+    for name in (f"{PACKAGE}/more.py", f"{PACKAGE}/sub/x.py", "other/x.py", "../x.py"):
+        assert name in difference(fab_of({**same, name: b""}, tmp_path), app)
+    assert difference(b"no zip", app) == "not readable (BadZipFile)"
 
 
 def ask(door: Any, path: str, kind: str = "http", headers: dict[str, str] | None = None) -> list[Any]:
@@ -479,9 +515,41 @@ def test_the_network_s_door_passes_the_nodes_interface_alone() -> None:
     assert ask(app, "/v1/control/start-run") == [] and reached[-1] == "/v1/control/start-run"  # the twin: no door
 
 
-def test_a_connection_whose_other_end_has_vanished_is_closed() -> None:
-    """By the kernel, which nothing answers: there is room again for one that comes back."""
+@pytest.mark.parametrize(("what", "most"), [("push", 17), ("pull", 16)])
+def test_a_connection_that_was_cut_makes_no_culprit(what: str, most: int) -> None:
+    """A client whose connection died in mid-upload, or before it had read what it asked for, asks again while the dead
+    one still counts: it has to wait."""
+    import asyncio
+
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+    key, blamed, sent, parted = ec.generate_private_key(ec.SECP384R1()), list[bytes](), list[Any](), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await parted.wait()  # the rest of a body that never comes
+        await send({"body": bytes(100_000) if what == "pull" else b""})
+
+    async def send(event: Any) -> None:
+        sent.append(event)
+
     gate = doors.Gate("listen", "127.0.0.1", 0)
+    door = doors.fleet_only(app, {public_key_to_bytes(key.public_key())}, Limit(1000, 1000), gate, blamed.append)
+    said = {**headers_of(key), "content-length": "60000"}
+    raw = [(name.lower().encode(), value.encode()) for name, value in said.items()]
+    scope = {"type": "http", "path": f"/v1/fleet/{what}-object", "headers": raw, "client": ("127.0.0.1", 1)}
+
+    async def upload() -> None:
+        dead = [asyncio.create_task(door(scope, None, send)) for _ in range(most)]
+        await asyncio.sleep(0)
+        await door(scope, None, send)
+        assert [event.get("status", 0) for event in sent] == [503, 0] and blamed == []
+        parted.set()  # the kernel closes what answers no keepalive (ALIVE), and there is room again
+        await asyncio.gather(*dead)
+        await door(scope, None, send)
+
+    asyncio.run(upload())
+    assert [len(event["body"]) for event in sent[2:]] == ([65_536, 34_464] if what == "pull" else [0]) * (most + 1)
     gate.listen()
     with socket.create_connection(gate.getsockname()), gate.accept()[0] as accepted:
         assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -576,7 +644,7 @@ def test_a_gate_keeps_few_strangers_and_each_for_a_short_time(caplog: pytest.Log
     for one in (known, first, *others, *many):
         one[0].close()
         one[1].close()
-    assert not gate._open
+    assert not gate._strangers and not gate._guests
     assert caplog.text.count("connections have shown") == caplog.text.count("are closed after") == 1
     gate.close()
 
@@ -601,6 +669,8 @@ def test_one_token_and_no_other(tmp_path: Path) -> None:
     assert lets_in(ours, [(name, token)]) and lets_in(ours, [(name, token.encode())])
     wrong: list[Any] = [[], [(name, "")], [(name, token[:-1])], [(name, path.read_text().strip())], [("x", token)]]
     assert not any(lets_in(ours, given) for given in wrong)
+    assert ours.refresh_tokens([]) == (None, None)
+    assert ours.get_login_details() is None and ours.get_auth_tokens("x") is None
     assert all(lets_in(NoOpControlAuthnPlugin(), given) for given in wrong)  # the twin: what Flower does by itself
     lock.write_lock(path, credentials, "127.0.0.1:1")  # another one: the old is worth nothing
     assert not lets_in(lock.OperatorOnly(lock.read_lock(path)), [(name, token)])

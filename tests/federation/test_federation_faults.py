@@ -209,7 +209,7 @@ def test_a_run_ended_for_good_states_what_its_ledger_says(
     assert (facts["rounds"], facts["rounds_charged"]) == ((2 if stage == "after the checkpoint" else 1), len(lines))
     assert len(lines) == 1 + (stage != "before the ledger line")
     assert facts["epsilon"] == pytest.approx(lines[-1]["epsilon"]) and not list(keys.folder().iterdir())
-    assert close.main(words) == 1 and "unless it was deleted before" in capsys.readouterr().err
+    assert close.main(words) == 0 and "; key deleted before\n" in capsys.readouterr().out
     assert read_ledger(folder / "run" / "ledger.jsonl") == lines
     with pytest.raises(InputError, match="ended for good"):  # no server goes on, and none makes a key for it
         serve(grid_of(task, []), task, settings(folder))
@@ -229,7 +229,7 @@ def test_a_key_in_another_account_is_not_called_deleted(
         for _ in range(2):
             assert close.main(words) == 1
             shown = capsys.readouterr()
-            assert "NO KEY DELETED" in shown.out and str(tmp_path / "another") in shown.err
+            assert "KEY NOT DELETED" in shown.out and str(tmp_path / "another") in shown.err
     assert len(list(keys.folder().iterdir())) == 1
     assert close.main(words) == 0 and "; key deleted\n" in capsys.readouterr().out
 
@@ -250,7 +250,7 @@ def test_a_run_ended_under_a_distrusted_server_is_charged_a_round_that_may_be_op
     made_ready(task, clients)
     assert serve_in_a_process(folder, task, STAGES["before the ledger line"]) == -signal.SIGKILL
     assert [entry["round"] for entry in read_ledger(folder / "run" / "ledger.jsonl")] == [0]
-    for key in (True, False):
+    for key in ("deleted", "gone"):
         facts, found = close(task, folder / "run")
         lines = read_ledger(folder / "run" / "ledger.jsonl")
         assert [entry["round"] for entry in lines] == [0, 1] and "may have reached" in lines[1]["reason"]
@@ -272,9 +272,9 @@ def test_a_complete_run_needs_no_key_and_no_clients(federation: tuple[Path, Task
     folder, task = federation
     assert serve_in_a_process(folder, task) == 0
     statement = (folder / "run" / "privacy.json").read_bytes()
-    facts = serve(grid_of(task, []), task, settings(folder, wait_for_nodes=4))  # would wait for four clients, and fail
+    facts = serve(grid_of(task, []), task, settings(folder, nodes=4))  # would wait for four clients, and fail
     assert (folder / "run" / "privacy.json").read_bytes() == statement and not list(keys.folder().iterdir())
-    assert close(task, folder / "run") == (facts, True)
+    assert close(task, folder / "run") == (facts, "gone")
     recipe, opening = folder / "run" / "recipe.yaml", (folder / "run" / "private" / "run.json").read_bytes()
     recipe.write_bytes(recipe.read_bytes().replace(run_id(folder / "run").encode(), b"b" * 32))
     with pytest.raises(InputError, match=f"ledger.jsonl: found the ledger of run .*; allowed: that of run {'b' * 32}"):

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from stand_in import Grid, deployed, grid_of, honest, settings, small
 
 from fedflat.core.checks import InputError
-from fedflat.federation import events, server
-from fedflat.federation.events import Monitor, serve_metrics
+from fedflat.federation import server
+from fedflat.federation.events import JsonLines, Monitor, log_fields, log_to_stderr, serve_metrics
 from fedflat.federation.replies import DATA_FAULTS, PROTOCOL_FAULTS
 
 SHOWN = {
@@ -89,12 +89,16 @@ def test_a_run_shows_rounds_and_epsilon_and_nothing_of_its_cohorts(
     assert {name.removesuffix("_created") for name in families} == SHOWN
 
 
-def test_refused_replies_are_those_that_may_be_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_replies_are_those_that_may_be_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from fedflat.federation.transport import note_refusals
 
     monitor = Monitor()
-    monkeypatch.setattr(events, "_monitors", [monitor])
-    note_refusals(tmp_path / "operator.jsonl", 0, Counter(dict.fromkeys([*PROTOCOL_FAULTS, *DATA_FAULTS], 3)))
+    logger = logging.getLogger("fedflat.server")
+    logger.addHandler(monitor)
+    try:
+        note_refusals(tmp_path / "operator.jsonl", 0, Counter(dict.fromkeys([*PROTOCOL_FAULTS, *DATA_FAULTS], 3)))
+    finally:
+        logger.removeHandler(monitor)
     text = generate_latest(monitor.registry).decode()
     kinds = {k.removeprefix("fedflat_refused_replies_total") for k in samples(text) if "replies_total" in k}
     assert kinds == set(PROTOCOL_FAULTS)
@@ -111,7 +115,7 @@ def test_a_server_is_ready_only_when_its_clients_are_there(tmp_path: Path, addre
             return super().get_nodes()
 
     grid = Waiting(task, {client.number: honest(client) for client in clients})
-    server.serve(grid, task, settings(tmp_path, metrics=address, wait_for_nodes=4, start_seconds=20.0))
+    server.serve(grid, task, settings(tmp_path, metrics=address, nodes=4, start_seconds=20.0))
     assert asked_while_waiting[:2] == [503, 503] and asked_while_waiting[-1] == 200
 
 
@@ -129,18 +133,72 @@ def test_beyond_this_machine_when_asked_for(address: str, caplog: pytest.LogCapt
 
 
 def test_nothing_is_served_by_default(tmp_path: Path) -> None:
-    assert settings(tmp_path).metrics == "" and not settings(tmp_path).metrics_beyond_this_machine
+    assert settings(tmp_path).metrics == "" and not settings(tmp_path).beyond
+    before = logging.getLogger("fedflat.server").handlers[:]
     with serve_metrics("", False):
-        assert events._monitors == []
+        assert logging.getLogger("fedflat.server").handlers == before
 
 
-def test_the_servers_log_tells_nothing_of_its_cohorts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """No count of clients or replies, no norm, no key."""
-    caplog.set_level(logging.INFO, logger="fedflat.server")
-    task, clients = deployed(tmp_path, small(privacy={"noise_multiplier": 1.0}))
-    server.serve(grid_of(task, clients), task, settings(tmp_path))
-    drowned, *lines = sorted(record.getMessage() for record in caplog.records if record.name == "fedflat.server")
-    assert drowned.startswith("The noise drowns") and [line.partition("{")[0] for line in lines] == [
-        "clients enough are connected", "round 0: ", "round 1: ", "rounds 0 to 1", f"run complete: {tmp_path / 'run'}",
-    ]  # fmt: skip
-    assert all(set(json.loads(line.partition(": ")[2])) == {"epsilon", "test_accuracy"} for line in lines[1:3])
+def lines_of(logger: logging.Logger) -> tuple[logging.Handler, list[dict[str, Any]]]:
+    lines: list[dict[str, Any]] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(json.loads(JsonLines().format(record)))
+
+    handler = Kept(logging.INFO)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return handler, lines
+
+
+def test_the_servers_log_as_json(tmp_path: Path) -> None:
+    """Events with their round; no count of clients or replies, no norm, no key."""
+    logger = logging.getLogger("fedflat.server")
+    handler, lines = lines_of(logger)
+    try:
+        task, clients = deployed(tmp_path, small(privacy={"noise_multiplier": 1.0}))
+        server.serve(grid_of(task, clients), task, settings(tmp_path))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    (drowned,) = [line for line in lines if line["level"] == "warning"]
+    assert "The noise drowns the signal" in drowned["message"]
+    lines.remove(drowned)
+    assert [line["event"] for line in lines] == ["start", "ready", "round", "round", "complete"]
+    assert [line["round"] for line in lines if line["event"] == "round"] == [0, 1]
+    assert all(line["level"] == "info" and line["time"].endswith("+00:00") for line in lines)
+    assert set().union(*lines) == {
+        "time", "level", "logger", "event", "message", "finished", "rounds", "epsilon", "budget", "delta", "round",
+        "aborted", "test_accuracy",
+    }  # fmt: skip
+
+
+def test_a_traceback_in_json_has_no_words_of_the_exception() -> None:
+    logger = logging.getLogger("fedflat.client")
+    handler, lines = lines_of(logger)
+    try:
+        raise ValueError("example 17 of the patient")
+    except ValueError:
+        logger.exception("local training failed")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert lines[0]["error"] == "ValueError" and "patient" not in json.dumps(lines)
+    assert lines[0]["at"][0].startswith("test_federation_monitor.py:")
+
+
+def test_the_form_of_the_log_is_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="log: found xml"):
+        log_to_stderr("xml")
+    logger, before = logging.getLogger("fedflat"), logging.getLogger("fedflat").handlers[:]
+    try:
+        logger.handlers[:] = []
+        log_to_stderr("json")
+        log_to_stderr("json")
+        logging.getLogger("fedflat.server").info("here", extra=log_fields("round", round=3, epsilon=float("inf")))
+    finally:
+        logger.handlers[:] = before
+        logger.setLevel(logging.NOTSET)
+    line = json.loads(capsys.readouterr().err)
+    assert line["event"] == "round" and line["round"] == 3 and line["epsilon"] is None

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from stand_in import deployed, grid_of, settings, small
 
-from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.cohorts import MinSeparation
 from fedflat.core.types import RoundState
 from fedflat.federation import server
-from fedflat.federation.project import KEPT, _taking_turns, write_project
+from fedflat.federation.project import PACKAGE, _taking_turns, write_project
 from fedflat.federation.replies import CheckIns
+from fedflat.federation.supernode import keep_plan
 from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.privacy.plan import build_plan
@@ -88,14 +88,15 @@ def test_restarts_bring_nobody_back_early(tmp_path: Path, monkeypatch: pytest.Mo
     assert second_account(Records(folder / "run")).ok
 
 
-def test_the_first_epsilon_of_the_metrics_counts_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_log_line_counts_every_key(caplog: pytest.LogCaptureFixture) -> None:
     numbers: dict[str, Any] = {"clients": 40, "cohort": 8, "rounds": 12, "noise_multiplier": 0.9}
     plan = build_plan(**numbers, sampling="min-separation", noise="toeplitz", bands=2)
     entries = [{**plan.record(t, 0.5), "key_id": key} for t, key in enumerate(["a"] * 4 + ["b"] * 4 + ["c"] * 2)]
-    job, facts = SimpleNamespace(parts=SimpleNamespace(plan=plan)), dict[str, Any]()
-    monkeypatch.setattr(server, "note", lambda event, **more: facts.update(more))
-    server._tell_start(job, SimpleNamespace(state=state(10), entries=entries))  # type: ignore[arg-type]
-    assert facts["epsilon"] == plan.standing(entries).epsilon(10) > plan.epsilon(10)
+    job = SimpleNamespace(parts=SimpleNamespace(plan=plan))
+    with caplog.at_level("INFO", "fedflat.server"):
+        server._tell_start(job, SimpleNamespace(state=state(10), entries=entries))  # type: ignore[arg-type]
+    told = caplog.records[-1].facts["epsilon"]  # type: ignore[attr-defined]
+    assert told == plan.standing(entries).epsilon(10) > plan.epsilon(10)
 
 
 def test_a_backup_put_back_brings_nobody_back_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +132,7 @@ def test_one_server_on_copies_of_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "fed"
     task, clients = deployed(folder, small(**TURNS))
     with pytest.raises(RunError, match="connected"):  # opened, and nobody there
-        server.serve(grid_of(task, []), task, settings(folder, wait_for_nodes=1))
+        server.serve(grid_of(task, []), task, settings(folder, nodes=1))
     (lock,) = (tmp_path / "state-home" / "fedflat" / "locks").iterdir()
     copy = tmp_path / "copy"
     shutil.copytree(folder / "run", copy)
@@ -196,21 +197,22 @@ def test_deploy_takes_turns_by_default_and_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "said"),
     [
-        {"privacy": {"noise_multiplier": 1.0}},
-        {"privacy": {"noise_multiplier": None, "epsilon": 5.0, "trust": "local"}},
-        {"privacy": {"noise_multiplier": None, "epsilon": 5.0, "clip": {"kind": "adaptive"}}},
-        {"privacy": {"noise_multiplier": None, "epsilon": 5.0}, "cohort": {"size": 3}},
-        {"privacy": {"noise_multiplier": None, "epsilon": 5.0}, "cohort": {"size": 2, "min": 2}},
-        {"algorithm": {"name": "fedavg"}},
+        ({"privacy": {"noise_multiplier": 1.0}}, "that of a round"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": 5.0, "trust": "local"}}, "trust: central"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": 5.0, "clip": {"kind": "adaptive"}}}, "one constant clip"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": 5.0}, "cohort": {"size": 3}}, "at most half"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": 5.0}, "cohort": {"size": 2, "min": 2}}, "secret coins"),
+        ({"algorithm": {"name": "fedavg"}}, ""),
     ],
 )
-def test_where_secret_coins_stay(changes: dict[str, Any]) -> None:
+def test_where_secret_coins_stay(changes: dict[str, Any], said: str) -> None:
     recipe = small(**{"cohort": {"size": 2}, **changes})
     same, note = _taking_turns(recipe, True)
     assert same == recipe
-    assert note == ("" if "algorithm" in changes else KEPT)
+    assert said in note
+    assert bool(note) == bool(said)
     assert _taking_turns(recipe, False) == (recipe, "")
 
 
@@ -228,10 +230,11 @@ def test_turns_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_factors_are_made_once_for_a_node_and_not_for_each_message(tmp_path: Path) -> None:
-    """A message is answered by a fork of what has made the plan."""
-    task, clients = deployed(tmp_path / "fed", small(**TURNS))
+    """A message is answered by a fork of what has loaded the work."""
+    folder = tmp_path / "fed"
+    _, clients = deployed(folder, small(**TURNS))
     factor_for.cache_clear()
-    plan_of(task.recipe, algorithm_of(task.recipe), task.form.clients)
+    keep_plan(folder / "app" / PACKAGE)
     made = factor_for.cache_info().misses
     assert clients[0].job.parts.plan.rounds == 6
     assert made == factor_for.cache_info().misses == 1

@@ -1,6 +1,7 @@
 """Upkeep of a deployment: the compose file's commands, a client's new key in mid-run, the version of Flower."""
 
 import http.client
+import json
 import logging
 import os
 import re
@@ -34,7 +35,7 @@ from fedflat.federation import task as tasks
 from fedflat.federation.client import Client, client_of
 from fedflat.federation.lock import write_authority_and_server, write_client_keys
 from fedflat.federation.processes import check_flower
-from fedflat.federation.project import PACKAGE, client_folder, superlink_command, supernode_command
+from fedflat.federation.project import PACKAGE, STATUS, client_folder, superlink_command, supernode_command
 from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
 
@@ -182,13 +183,19 @@ def test_flower_s_telemetry_is_off_from_the_start() -> None:
     assert found.stdout == "0\n" and re.fullmatch("a thread has ended: TypeError: .*\n", found.stderr), found.stderr
 
 
-def test_a_superlink_notes_its_nodes_and_runs_for_its_operator() -> None:
+def test_a_superlink_notes_its_nodes_runs_and_memory_for_its_operator(tmp_path: Path) -> None:
     nodes: dict[Any, list[int]] = {("online",): [1, 2, 3], None: [1, 2, 3, 4]}
     standing = enumerate([("running", "", ""), ("finished", "x", "no\n luck")])
     runs = [SimpleNamespace(run_id=number, status=RunStatus(*found)) for number, found in standing]
     online = lambda statuses: nodes[statuses and tuple(statuses)]  # noqa: E731
     status = superlink.status_of(SimpleNamespace(get_node_info=online, get_run_info=lambda: runs))
     assert status == {"SuperNodes online": "3 of 4", "run 0": "running", "run 1": "finished:x", "run 1: why": "no luck"}
+    path = tmp_path / STATUS
+    superlink._write_status(path, status)
+    found = json.loads(path.read_text())
+    assert found.items() > status.items() and path.stat().st_mode & 0o077 == 0
+    assert all(float(found[name].removesuffix(" MiB")) > 0 for name in found.keys() - status.keys())
+    superlink._write_status(tmp_path / "none" / STATUS, status)
 
 
 def test_a_fault_that_is_explained_is_a_line_of_flower_s_log(caplog: pytest.LogCaptureFixture) -> None:
