@@ -25,7 +25,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from fedflat.core.checks import InputError, becoming, counted, first_line, in_range, require, turning, wrong
+from fedflat.core.checks import becoming, counted, first_line, in_range, require, turning, wrong
 from fedflat.data.encoding import owners_of
 from fedflat.simulation.run import run
 
@@ -225,9 +225,9 @@ class PrivateRegressor(RegressorMixin, _Private):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any, users: Any = None) -> Self:
         """Train on rows X ``(n, columns)``, or images where there is a body, y ``(n,)`` and users ``(n,)``."""
-        with becoming(lambda e: wrong("y", f"no numbers ({first_line(e)})", "a number for each row"), left=InputError):
-            require(not np.iscomplexobj(y), "y", "complex numbers", "a real number for each row")
-            y = y if y is None else np.asarray(y, dtype=np.float64)
+        with becoming(lambda e: wrong("y", f"no numbers ({first_line(e)})", "a number for each row")):
+            # Complex ones are scikit-learn's to refuse, in its own words.
+            y = y if y is None or np.iscomplexobj(y) else np.asarray(y, dtype=np.float64)
         inputs, values = self._inputs(X, y, reset=True, y_numeric=True)
         low, high = self.target_range or (-1.0, 1.0)
         require(high > low, "target_range", self.target_range, "(low, high) with low < high")
