@@ -13,6 +13,7 @@ import pytest
 import yaml
 from rich.cells import cell_len
 
+from fedflat.cli import main as cli
 from fedflat.cli.main import _full
 from fedflat.engine.device import out_of_memory
 
@@ -301,7 +302,7 @@ def test_a_misspelt_command_is_corrected_once(fedflat: Any) -> None:
         assert said.status == 2 and said.err.count(meant) == 1
 
 
-def test_an_output_without_greek_letters_gets_their_names() -> None:
+def test_an_output_without_greek_letters_gets_them_spelled() -> None:
     """As with LC_ALL=C: an ε that became a ? would be no statement."""
     done = subprocess.run(
         [sys.executable, "-m", "fedflat", "budget", "--clients", "20", "--cohort", "20", "--rounds", "2",
@@ -309,7 +310,8 @@ def test_an_output_without_greek_letters_gets_their_names() -> None:
         capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, check=True,
     )  # fmt: skip
     said = done.stdout.decode("ascii")
-    assert r"\N{GREEK SMALL LETTER SIGMA} = 2" in said and "?" not in said
+    assert "sigma = 2, delta = 0.005" in said and " eps" in said and "?" not in said
+    assert "".join(map(cli._ascii, "ε·√Σx² …")) == "eps*sqrtsumx2 ..."
 
 
 def test_explain_breaks_no_name_of_a_method(fedflat: Any) -> None:

@@ -117,6 +117,9 @@ def test_a_folder_of_another_recipe_is_refused_with_the_key_that_differs(tmp_pat
     with pytest.raises(InputError, match=r"local.steps = 3 where this one has 4; allowed: the same recipe") as caught:
         check_folders(tmp_path, expand([other], METHODS, 2))
     assert "\n" not in str(caught.value)
+    nearly = {**TINY, "privacy": {**TINY["privacy"], "noise_multiplier": 1.0000001}}  # no rounding: this is asked anew
+    with pytest.raises(InputError, match=r"privacy.noise_multiplier = 1.0 where this one has 1.0000001"):
+        check_folders(tmp_path, expand([nearly], METHODS, 2))
 
 
 def test_runs_of_something_else_are_never_overwritten(tmp_path: Path) -> None:

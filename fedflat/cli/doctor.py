@@ -142,7 +142,7 @@ def _text() -> Iterator[Finding]:
     other = {label: name for label, name in names.items() if name.lower().replace("_", "-") not in ("utf-8", "utf8")}
     odd = [f"{label} in {name or 'no encoding'}" for label, name in other.items()]
     if odd:
-        yield Finding("text", "note", f"{', '.join(odd)}: no ε there", "export PYTHONUTF8=1, or LC_ALL=C.UTF-8")
+        yield Finding("text", "note", f"{', '.join(odd)}: ε is spelled eps", "export PYTHONUTF8=1, or LC_ALL=C.UTF-8")
     else:
         yield Finding("text", "ok", "UTF-8")
 

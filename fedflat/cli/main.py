@@ -1,11 +1,13 @@
 """``fedflat COMMAND``. Thin: it parses, calls the library, prints. Status 0 done, 1 failed, 2 bad input; stopped
 before it was done: 130 by Ctrl-C, 143 by SIGTERM."""
 
+import codecs
 import errno
 import io
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Callable
 from functools import cache
 from typing import Annotated
@@ -66,15 +68,24 @@ def _assemble() -> None:
         app.command(name, help=description)(function)
 
 
+SPELLED = {
+    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "eps", "η": "eta", "λ": "lambda", "μ": "mu", "ρ": "rho",
+    "σ": "sigma", "Δ": "delta", "Σ": "sum", "√": "sqrt", "∞": "inf", "±": "+-", "≤": "<=", "≥": ">=", "≈": "~",
+    "×": "x", "·": "*", "−": "-", "–": "-", "—": "-", "→": "->", "─": "-", "━": "=", "’": "'",
+}  # fmt: skip
+"""For an output that has no such letters: an ε that became a ? would be no statement at all."""
+
+
 def main() -> None:
     """Run the ``fedflat`` command: errors become one line and an exit status."""
     _assemble()
     process.forget_signals()
     process.warn_in_a_line()
+    codecs.register_error("spelled", _spelled)
     for stream in (sys.stdout, sys.stderr):
-        # Where the encoding has no ε, its name stands there: a ? would be no statement at all.
+        # An encoding without ε gets it spelled out instead of an error.
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="namereplace")
+            stream.reconfigure(errors="spelled")
     try:
         _check_words(sys.argv[1:])
         sys.exit(_status(app(standalone_mode=False) or 0))
@@ -165,6 +176,17 @@ def _usage(error: Exception) -> None:
             key = hint.removeprefix("Did you mean ").removesuffix("?")
             text = f"{text.partition(' Did you mean ')[0]} A recipe's key is changed with -o {key}=VALUE."
     _complain(text, 2)
+
+
+def _spelled(error: UnicodeError) -> tuple[str, int]:
+    """Return what an encoding lacks, in letters that every encoding has."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(map(_ascii, error.object[error.start : error.end])), error.end
+
+
+def _ascii(letter: str) -> str:
+    return SPELLED.get(letter) or unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?"
 
 
 def _complain(text: str, status: int) -> None:

@@ -115,10 +115,8 @@ class DDGaussPlan(Accounted):
 
     def refuse_wrapping(self, plan: Plan) -> None:
         """Raise InputError where γ is so fine that sums wrap around, which leaves no estimate."""
-        finest, allowed = (
-            replace(self, granularity=None).pitch(plan),
-            f"none, or coarser: sums are modulo 2^{self.bits}",
-        )
+        finest = replace(self, granularity=None).pitch(plan)
+        allowed = f"none, or coarser: sums are modulo 2^{self.bits}"
         require(self.pitch(plan) >= finest * (1 - 1e-9), "algorithm.granularity", self.granularity, allowed)
 
     def n_max(self, plan: Plan) -> int:

@@ -253,22 +253,29 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def differences(stated: Any, expected: Any, place: str = "") -> Iterator[Difference]:
-    """Yield every place where a stated figure or sentence is not the expected one."""
+def differences(
+    stated: Any, expected: Any, place: str = "", close: float = CLOSE, missing: Any = "nothing"
+) -> Iterator[Difference]:
+    """Yield every place where a stated figure or sentence is not the expected one.
+
+    close: by how much of itself a number may differ (0: not at all). missing: what a key that is not there counts as.
+    """
     if isinstance(stated, Mapping) and isinstance(expected, Mapping):
         for key in [key for key in dict.fromkeys((*stated, *expected)) if place or key not in APART]:
             where = f"{place}.{key}" if place else str(key)
-            yield from differences(stated.get(key, "nothing"), expected.get(key, "nothing"), where)
+            yield from differences(stated.get(key, missing), expected.get(key, missing), where, close, missing)
     elif isinstance(stated, list) and isinstance(expected, list) and len(stated) == len(expected):
         for number, (one, other) in enumerate(zip(stated, expected)):
-            yield from differences(one, other, f"{place}[{number}]")
-    elif not _same(stated, expected):
+            yield from differences(one, other, f"{place}[{number}]", close, missing)
+    elif not _same(stated, expected, close):
         yield Difference(place, stated, expected)
 
 
-def _same(stated: Any, expected: Any) -> bool:
+def _same(stated: Any, expected: Any, close: float) -> bool:
+    if not close:
+        return bool(stated == expected)
     if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (stated, expected)):
-        return math.isclose(stated, expected, rel_tol=CLOSE, abs_tol=1e-12)
+        return math.isclose(stated, expected, rel_tol=close, abs_tol=1e-12)
     return type(stated) is type(expected) and bool(stated == expected)
 
 

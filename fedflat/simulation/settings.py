@@ -152,7 +152,7 @@ def check_folders(folder: Path, settings: Sequence[Setting]) -> None:
         place = folder / setting.slug
         if (place / REQUESTED).is_file():
             here = json.loads(json.dumps(_asked(setting)))
-            for key, old, new in differences(read_noted(place / REQUESTED), here):
+            for key, old, new in differences(read_noted(place / REQUESTED), here, close=0.0, missing=None):
                 other = f"{place}, whose runs have {key} = {old} where this one has {new}"
                 raise wrong("--out", other, "the same recipe, or a new folder")
         elif any(place.glob(f"seed-*/{RECIPE}")):
