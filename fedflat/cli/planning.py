@@ -35,12 +35,7 @@ def plan(
     if as_json:
         print_json(plain_json("plan", facts))
         return
-    print("\n".join(text(facts, planned)))
-
-
-def text(facts: dict[str, Any], plan: Any) -> list[str]:
-    """Return the forecast of a plan in at most 80 columns."""
-    return filled("plan.txt", facts=facts, plan=plan)
+    print("\n".join(filled("plan.txt", facts=facts, plan=planned)))
 
 
 def tune(
@@ -201,6 +196,7 @@ def _answer(options: Options, setting: Row, rows: list[Row], target: float | Non
         InputError: nothing applies, for the reason that it says.
     """
     from fedflat.privacy.ledger import plain_json
+    from fedflat.report.metrics import epsilon_text
 
     # A row for any sampling does not answer for one that was asked for.
     relevant = [row for row in rows if row["sampling"] == options.sampling] or rows
@@ -220,17 +216,13 @@ def _answer(options: Options, setting: Row, rows: list[Row], target: float | Non
     for row in rows:
         if row["epsilon"] is not None:
             how = "exact" if row["reason"].startswith("exact") else row["accountant"]
+            about = "≈ " if row["accountant"] == "gdp" else ""
             least = [] if target is None else [f"{row['noise_multiplier']:.4f}"]
-            table.append([*(str((row | {"accountant": how})[word] or "") for word in words), *least, _epsilon(row)])
+            cells = [str((row | {"accountant": how})[word] or "") for word in words]
+            table.append([*cells, *least, f"{about}{epsilon_text(row['epsilon'])}"])
     if target is not None:
         print(f"Least noise multiplier σ for ε ≤ {target:g}")
     print(f"{', '.join(numbers)}, δ = {setting['delta']:.4g}\n", *columns(table, left=len(words)), sep="\n")
     if approximation := next((row["reason"] for row in rows if row["accountant"] == "gdp" and row["epsilon"]), ""):
         mu = approximation.partition("(")[2].partition(")")[0]
         print(f"≈ central limit of Gaussian DP ({mu}): an approximation, not proven.")
-
-
-def _epsilon(row: Row) -> str:
-    from fedflat.report.metrics import epsilon_text
-
-    return ("≈ " if row["accountant"] == "gdp" else "") + epsilon_text(row["epsilon"])
