@@ -216,10 +216,10 @@ def _answer(options: Options, setting: Row, rows: list[Row], target: float | Non
     for row in rows:
         if row["epsilon"] is not None:
             how = "exact" if row["reason"].startswith("exact") else row["accountant"]
-            about = "≈ " if row["accountant"] == "gdp" else ""
+            sign = "≈ " if row["accountant"] == "gdp" else ""
             least = [] if target is None else [f"{row['noise_multiplier']:.4f}"]
             cells = [str((row | {"accountant": how})[word] or "") for word in words]
-            table.append([*cells, *least, f"{about}{epsilon_text(row['epsilon'])}"])
+            table.append([*cells, *least, f"{sign}{epsilon_text(row['epsilon'])}"])
     if target is not None:
         print(f"Least noise multiplier σ for ε ≤ {target:g}")
     print(f"{', '.join(numbers)}, δ = {setting['delta']:.4g}\n", *columns(table, left=len(words)), sep="\n")

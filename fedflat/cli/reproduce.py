@@ -51,10 +51,7 @@ class Request:
 
     def check(self, drawing: bool) -> None:
         """Raise InputError for options that have no meaning beside each other, before anything runs."""
-        from fedflat.papers import scales
-
         one_of("--protocol", self.protocol, ("sound", "published"))
-        one_of("--scale", self.size, scales.SCALES)
         if drawing:
             only_tables = {"--method": self.method, "--protocol": self.protocol != "sound", "--json": self.as_json}
             for option, used in only_tables.items():
@@ -322,7 +319,8 @@ def write_pages(drawn: figures.Drawn, folder: Path) -> list[Path]:
     # Made first, so that a folder that cannot be written is one line.
     cli.write_files(folder, {})
     written = [
-        flatness.write_page(record, folder / f"landscape-{place}.html") for place, record in enumerate(drawn.landscapes)
+        pages.write(flatness.render(record), folder / f"landscape-{place}.html")
+        for place, record in enumerate(drawn.landscapes)
     ]
     if drawn.figures:
         figure = drawn.of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ def run(
         key: Private key that signs the records. Default: fedflat keys' own, if any.
     """
     if resume is not None:
-        _check_resumed(resume, alone=recipe is None and not override and out is None)
+        _check_resumed(resume, beside=recipe is not None or bool(override) or out is not None)
     parsed = recipe_of(resume or recipe, override)
     from fedflat.report.progress import Progress
 
@@ -80,9 +81,9 @@ def _refuse_noise_alone(private: Sequence[Mapping[str, Any]]) -> None:
         raise RunError(f"no update of any client was finite in any round: the model is noise alone. {remedy}")
 
 
-def _check_resumed(folder: Path, alone: bool) -> None:
-    """Raise InputError for a folder that holds no run, or that is not ``alone``: the run goes on as it was started."""
-    require(alone, "--resume", "a recipe, -o or --out as well", "--resume DIR alone: it goes on as it was started")
+def _check_resumed(folder: Path, beside: bool) -> None:
+    """Raise InputError for a folder that holds no run, or for anything given beside it: a run goes on as it was."""
+    require(not beside, "--resume", "a recipe, -o or --out as well", "--resume DIR alone: it goes on as it was started")
     state = f"{folder}, {'which has no recipe.yaml' if folder.is_dir() else 'which is no folder'}"
     require((folder / "recipe.yaml").is_file(), "--resume", state, "the folder of a run that fedflat run wrote")
 
@@ -134,11 +135,8 @@ def free_folder(parent: Path, name: str) -> Path:
     from fedflat.records.folder import check_name
 
     check_name(name)
-    folder, number = parent / name, 1
-    while folder.exists():
-        number += 1
-        folder = parent / f"{name}-{number}"
-    return folder
+    folders = (parent / (f"{name}-{number}" if number > 1 else name) for number in itertools.count(1))
+    return next(folder for folder in folders if not folder.exists())
 
 
 def compare(

@@ -80,7 +80,7 @@ def comparison_table(groups: Sequence[Group]) -> Comparison:
 
 
 def _row(group: Group, first: Group) -> Row:
-    accuracies = [by_seed(each, metrics.final_accuracy) for each in (first, group)]
+    accuracies = [by_seed(side, metrics.final_accuracy) for side in (first, group)]
     # Where seeds differ in ε, the largest is reported.
     reported = max(group.runs, key=metrics.bound)
     return Row(
