@@ -11,8 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import fedflat
-from fedflat.cli import main
-from fedflat.cli.planning import text
+from fedflat.cli import filled, main
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import Fixed, Truncated
@@ -121,8 +120,8 @@ def test_a_recipe_that_cannot_be_sound_says_so(change: dict[str, Any], said: str
     facts, plan = forecast(changed(**change), trial=False)
     assert not facts["sound"] and facts["epsilon"] is None and facts["true_positives"] is None
     assert any(said in text for text in facts["says"]) and not facts["alternatives"]
-    assert any(said in line for line in [" ".join(line.split()) for line in [" ".join(text(facts, plan))]])
-    assert "inf after" not in "\n".join(text(facts, plan))
+    printed = " ".join(" ".join(filled("plan.txt", facts=facts, plan=plan)).split())
+    assert said in printed and "inf after" not in printed
 
 
 def test_what_a_run_would_refuse_is_refused() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from fedflat.audit import AuditResult
     from fedflat.config.recipe import Recipe
     from fedflat.landscape.statements import Setting, Statement
+    from fedflat.report.progress import Bars
 
 
 def audit(
@@ -126,7 +126,9 @@ def landscape(
         out: Folder for landscape.html and landscape.json. Default: the (first) run's.
     """
     from fedflat.landscape import flatness
-    from fedflat.report.flatness import figures, write_page
+    from fedflat.report import pages
+    from fedflat.report.flatness import figures, render
+    from fedflat.report.progress import Bars
 
     settings = flatness.Settings(
         points=points, span=span, directions=directions, examples=examples, curvature_examples=curvature_examples,
@@ -135,11 +137,11 @@ def landscape(
     )  # fmt: skip
     if out is not None:
         cli.write_files(out, {})  # before minutes of work
-    with _progress(quiet=as_json) as (on_stage, on_points):
-        record = plain(flatness.measure(runs, settings, on_stage, on_points))
+    with Bars(quiet=as_json, stderr=True) as bars:
+        record = plain(flatness.measure(runs, settings, *_shown(bars)))
     folder, text = out or runs[0], json.dumps(record, ensure_ascii=False, allow_nan=False)
     cli.write_files(folder, {"landscape.json": text + "\n"})
-    page = write_page(record, folder / "landscape.html")
+    page = pages.write(render(record), folder / "landscape.html")
     print(text if as_json else f"{landscape_table(record)}\n\n{page}")
     if plates is not None:
         cli.print_plates(figures(record), plates, [record], quiet=as_json)
@@ -152,23 +154,19 @@ def _numbers(where: str, text: str, kind: type) -> list[Any]:
         return [kind(number) for number in text.split(",") if number.strip()]
 
 
-@contextmanager
-def _progress(quiet: bool) -> Iterator[tuple[Any, Any]]:
-    """Show a bar on the terminal for each model's surface, and plain lines elsewhere."""
-    from fedflat.report.progress import Bars
+def _shown(bars: Bars) -> tuple[Callable[[str, int], None], Callable[[int], None]]:
+    """Return what tells of each model whose surface is measured, and of the surface's points."""
+    task = bars.add_task("", says="")
 
-    with Bars(quiet, stderr=True) as bars:
-        task = bars.add_task("", says="")
+    def stage(name: str, total: int) -> None:
+        bars.reset(task, description=name, total=total or None)
+        bars.line(name + (f": {total} points" if total else ""))
 
-        def stage(name: str, total: int) -> None:
-            bars.reset(task, description=name, total=total or None)
-            bars.line(name + (f": {total} points" if total else ""))
+    def points(count: int) -> None:
+        bars.advance(task, count)
+        bars.update(task, says=bars.left())
 
-        def points(count: int) -> None:
-            bars.advance(task, count)
-            bars.update(task, says=bars.left())
-
-        yield stage, points
+    return stage, points
 
 
 COLUMNS = {

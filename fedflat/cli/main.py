@@ -52,11 +52,11 @@ def _options(
 @cache
 def _assemble() -> None:
     """Add every command to the app, once in a process."""
-    from fedflat.cli import audit, catalogue, doctor, finished, planning, privacy, reproduce, training
+    from fedflat.cli import audit, catalogue, doctor, finished, planning, reproduce, training
 
     commands: dict[str, Callable[..., None]] = {
         "run": training.run, "compare": training.compare, "plan": planning.plan, "tune": planning.tune,
-        "budget": privacy.budget, "calibrate": privacy.calibrate, "audit": audit.audit,
+        "budget": planning.budget, "calibrate": planning.calibrate, "audit": audit.audit,
         "deploy": training.deploy, "landscape": audit.landscape, "reproduce": reproduce.reproduce,
         "leaderboard": reproduce.leaderboard, "bounds": audit.bounds, "list": catalogue.list_names,
         "report": catalogue.report, "explain": catalogue.explain, "predict": finished.predict, "data": catalogue.data,

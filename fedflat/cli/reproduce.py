@@ -51,10 +51,7 @@ class Request:
 
     def check(self, drawing: bool) -> None:
         """Raise InputError for options that have no meaning beside each other, before anything runs."""
-        from fedflat.papers import scales
-
         one_of("--protocol", self.protocol, ("sound", "published"))
-        one_of("--scale", self.size, scales.SCALES)
         if drawing:
             only_tables = {"--method": self.method, "--protocol": self.protocol != "sound", "--json": self.as_json}
             for option, used in only_tables.items():
@@ -138,8 +135,9 @@ def _fill(table: tables.Table, request: Request) -> None:
 
 
 def _draw(figure: figures.PaperFigure, request: Request) -> None:
-    """Draw a figure; its runs are trained, or only planned."""
+    """Draw a figure, on a page and as SVG, PNG and PDF beside it; its runs are trained, or only planned."""
     from fedflat.papers import figures
+    from fedflat.report import flatness
     from fedflat.report.progress import ExperimentProgress
 
     overrides, folder = request.override or (), request.out or Path("runs")
@@ -150,16 +148,10 @@ def _draw(figure: figures.PaperFigure, request: Request) -> None:
         drawn = figures.draw(
             figure, folder, request.size, overrides, request.seeds, request.processes, progress.update, progress.say
         )
-    write_drawn(drawn, folder / f"reproduce-{figure.paper}-{figure.name}")
-
-
-def write_drawn(drawn: figures.Drawn, folder: Path) -> None:
-    """Write a page, and each drawing as SVG, PNG and PDF beside it; print the files, and what differs."""
-    from fedflat.report import flatness
-
+    folder = folder / f"reproduce-{figure.paper}-{figure.name}"
     for page in write_pages(drawn, folder):
         print(page)
-    curves = [figure for record in drawn.landscapes for figure in flatness.figures(record)]
+    curves = [curve for record in drawn.landscapes for curve in flatness.figures(record)]
     cli.print_plates([*drawn.figures, *curves], folder, drawn.landscapes)
     for text in notes(drawn):
         cli.say(text)
@@ -327,7 +319,8 @@ def write_pages(drawn: figures.Drawn, folder: Path) -> list[Path]:
     # Made first, so that a folder that cannot be written is one line.
     cli.write_files(folder, {})
     written = [
-        flatness.write_page(record, folder / f"landscape-{place}.html") for place, record in enumerate(drawn.landscapes)
+        pages.write(flatness.render(record), folder / f"landscape-{place}.html")
+        for place, record in enumerate(drawn.landscapes)
     ]
     if drawn.figures:
         figure = drawn.of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typer import Option
 
 from fedflat.cli import Count, File, Folder, Json, Overrides, Processes, RecipeName, filled, print_json, recipe_of
 from fedflat.core import process
-from fedflat.core.checks import RunError, wrong
+from fedflat.core.checks import RunError, require
 
 if TYPE_CHECKING:
     from fedflat.config.recipe import Recipe
@@ -42,7 +43,8 @@ def run(
         resume: Go on with the run in this folder.
         key: Private key that signs the records. Default: fedflat keys' own, if any.
     """
-    _check_folders(resume, out, recipe is not None or bool(override))
+    if resume is not None:
+        _check_resumed(resume, beside=recipe is not None or bool(override) or out is not None)
     parsed = recipe_of(resume or recipe, override)
     from fedflat.report.progress import Progress
 
@@ -79,20 +81,11 @@ def _refuse_noise_alone(private: Sequence[Mapping[str, Any]]) -> None:
         raise RunError(f"no update of any client was finite in any round: the model is noise alone. {remedy}")
 
 
-def _check_folders(resume: Path | None, out: Path | None, recipe_given: bool) -> None:
-    """Raise InputError for a folder to resume that holds no run, or a folder to write that is not new."""
-    from fedflat.records.folder import check_new
-
-    if resume is None:
-        if out is not None:
-            # Checked here, before torch takes seconds to load.
-            check_new(out)
-        return
-    if recipe_given or out is not None:
-        raise wrong("--resume", "a recipe, -o or --out as well", "--resume DIR alone: it goes on as it was started")
-    if not (resume / "recipe.yaml").is_file():
-        state = f"{resume}, {'which has no recipe.yaml' if resume.is_dir() else 'which is no folder'}"
-        raise wrong("--resume", state, "the folder of a run that fedflat run wrote")
+def _check_resumed(folder: Path, beside: bool) -> None:
+    """Raise InputError for a folder that holds no run, or for anything given beside it: a run goes on as it was."""
+    require(not beside, "--resume", "a recipe, -o or --out as well", "--resume DIR alone: it goes on as it was started")
+    state = f"{folder}, {'which has no recipe.yaml' if folder.is_dir() else 'which is no folder'}"
+    require((folder / "recipe.yaml").is_file(), "--resume", state, "the folder of a run that fedflat run wrote")
 
 
 def _callbacks(recipe: Recipe, progress: Progress) -> dict[str, Any]:
@@ -142,11 +135,8 @@ def free_folder(parent: Path, name: str) -> Path:
     from fedflat.records.folder import check_name
 
     check_name(name)
-    folder, number = parent / name, 1
-    while folder.exists():
-        number += 1
-        folder = parent / f"{name}-{number}"
-    return folder
+    folders = (parent / (f"{name}-{number}" if number > 1 else name) for number in itertools.count(1))
+    return next(folder for folder in folders if not folder.exists())
 
 
 def compare(

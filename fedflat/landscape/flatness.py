@@ -14,7 +14,7 @@ from torch import Tensor
 from fedflat.backends.in_process import Sequential
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, in_range, one_of, require, whole, wrong
-from fedflat.core.params import Layout, PersonalState
+from fedflat.core.params import PersonalState
 from fedflat.core.rng import stream
 from fedflat.core.types import RoundState
 from fedflat.engine.job import Job
@@ -207,37 +207,28 @@ def of_model(
     loss, accuracy = objective.value(weights)
     if not math.isfinite(loss):
         raise InputError(f"landscape: found a model whose loss is {loss}; allowed: a run that has not diverged.")
-    private = model.client is not None or settings.on == "train"
-    measurement: Numbers = {"model": model.name, "client": model.client, "private": private}
-    measurement["examples"], measurement["curvature_examples"] = len(model.inputs), len(fewer[0])
     pair = surfaces.directions(weights, layout, settings.seed, settings.directions)
     steps = surfaces.steps_of(settings.points, settings.span)
-    measurement["line"] = surfaces.surface(objective, weights, pair[:1], steps)
+    line = surfaces.surface(objective, weights, pair[:1], steps)
     noisy = surfaces.robustness(objective, weights, layout, settings.seed, settings.noise, settings.draws)
-    measurement["noise"] = noisy
     middle = len(settings.noise) // 2
     noise_loss, noise_accuracy = (float(np.mean(noisy[key][middle])) for key in ("loss", "accuracy"))
-    curved, details = _curved(part, weights, layout, settings)
-    scalars = {
-        "loss": loss, "accuracy": accuracy, "norm": float(torch.linalg.vector_norm(weights)),
-        "noise_loss": noise_loss - loss, "noise_accuracy": noise_accuracy,
-    }  # fmt: skip
-    measurement["numbers"] = {key: (scalars | curved)[key] for key in NUMBERS}
-    measurement |= details
-    if with_surface:
-        measurement["surface"] = surfaces.surface(objective, weights, pair, steps, on_points)
-    return measurement | {"seconds": time.perf_counter() - began}
-
-
-def _curved(part: Objective, weights: Tensor, layout: Layout, settings: Settings) -> tuple[Numbers, Numbers]:
-    """Return scalars and details of what is measured on the smaller set of examples."""
     product = part.product(weights)
     spectrum = surfaces.lanczos(product, layout.size, settings.seed, count=settings.eigenvalues)
     trace = surfaces.trace(product, layout.size, settings.seed, settings.trace_draws)
     sharp = surfaces.sharpness(part, weights, settings.rho)
-    scalars = {"eigenvalue": spectrum["top"][0], "trace": trace["mean"]}
-    scalars |= {key: sharp[key] for key in ("one_step", "ascent")}
-    return scalars, {"spectrum": spectrum, "trace": trace, "sharpness": sharp}
+    numbers = {
+        "loss": loss, "accuracy": accuracy, "eigenvalue": spectrum["top"][0], "trace": trace["mean"],
+        "one_step": sharp["one_step"], "ascent": sharp["ascent"], "noise_loss": noise_loss - loss,
+        "noise_accuracy": noise_accuracy, "norm": float(torch.linalg.vector_norm(weights)),
+    }  # fmt: skip
+    drawn = {"surface": surfaces.surface(objective, weights, pair, steps, on_points)} if with_surface else {}
+    return {
+        "model": model.name, "client": model.client, "private": model.client is not None or settings.on == "train",
+        "examples": len(model.inputs), "curvature_examples": len(fewer[0]), "line": line, "noise": noisy,
+        "numbers": numbers, "spectrum": spectrum, "trace": trace, "sharpness": sharp, **drawn,
+        "seconds": time.perf_counter() - began,
+    }  # fmt: skip
 
 
 def _compare_with_record(measurement: Numbers, run: Run, model: Model, settings: Settings, notes: list[str]) -> None:

@@ -234,16 +234,10 @@ def _share(cell: Cell, run: Run, first: Run | None) -> float | None:
 
 def _counted(cell: Cell, run: Run, first: Run | None) -> float | None:
     """Return the rounds to the target, or how many times as many the first method takes."""
-    rounds, baseline = (None if one is None else _rounds(cell, one) for one in (run, first))
+    target = (cell.target or 0.0) / 100
+    rounds, baseline = (None if one is None else metrics.rounds_to(one, target) for one in (run, first))
     if rounds is None or cell.measure == "rounds":
         return rounds
     if baseline is None or math.isinf(baseline):
         return None
     return 0.0 if math.isinf(rounds) else baseline / rounds
-
-
-def _rounds(cell: Cell, run: Run) -> float | None:
-    if cell.target is None or metrics.shown_round(run) is None:
-        return None
-    rounds = metrics.rounds_to(run, cell.target / 100)
-    return math.inf if rounds is None else float(rounds)

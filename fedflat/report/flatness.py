@@ -3,7 +3,6 @@
 import base64
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fedflat.core.checks import counted
@@ -15,13 +14,8 @@ from fedflat.report.pages import Section, Table
 Record = Mapping[str, Any]
 
 
-def write_page(record: Record, target: Path) -> Path:
-    """Write the page of what ``landscape.flatness.measure`` found to the file ``target``, replaced in one step."""
-    return pages.write(render(record), target)
-
-
 def render(record: Record) -> str:
-    """Return the page on flatness as HTML text."""
+    """Return the page of what ``landscape.flatness.measure`` found, as HTML text."""
     groups = [{**group, "name": plates.surface_name(group)} for group in record["groups"]]
     curvature = max(model["curvature_examples"] for model in record["models"])
     reading = {"rho": record["settings"]["rho"], "curvature_examples": curvature}

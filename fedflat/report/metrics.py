@@ -320,12 +320,14 @@ def epsilon_text(value: float | None, missing: str = NO_EPSILON, *, round_up: bo
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 1 else f"{value:.2f}"
 
 
-def rounds_to(run: Run, target: float) -> int | None:
-    """Rounds until the shared model's test accuracy (0 to 1) was first at least ``target``; None if it never was.
+def rounds_to(run: Run, target: float) -> float | None:
+    """Rounds until the shared model's test accuracy (0 to 1) was first at least ``target``; inf if it never was, None
+    without an evaluation.
 
     Read at the rounds that were evaluated (Liu et al. 2025, Tables II and III).
     """
-    return next((turn + 1 for turn, value in column(run.metrics, "test_accuracy") if value >= target), None)
+    points = column(run.metrics, "test_accuracy")
+    return next((turn + 1.0 for turn, value in points if value >= target), math.inf) if points else None
 
 
 def shown_round(run: Run, measure: str = "final") -> tuple[int, float] | None:

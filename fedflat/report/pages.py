@@ -155,21 +155,12 @@ def tick_text(value: float, percent: bool) -> str:
     return f"{value:.4g}"
 
 
-def _extent(figure: Figure) -> tuple[float, float]:
+def y_scale(figure: Figure) -> Scale:
+    """Return the axis of a figure's values, logarithmic where they are no shares and span much."""
     values = [value for line in figure.series for part in (line.y, line.low, line.high) for value in part]
     values += [value for _, value in figure.lines]
-    return min(values), max(values)
-
-
-def logarithmic_up(figure: Figure) -> bool:
-    """Return whether a figure's values are drawn on a logarithmic axis: they are no shares and span much."""
-    low, high = _extent(figure)
-    return low > 0 and high / low > RANGE and not figure.percent
-
-
-def _y_scale(figure: Figure) -> Scale:
-    low, high = _extent(figure)
-    if logarithmic_up(figure):
+    low, high = min(values), max(values)
+    if low > 0 and high / low > RANGE and not figure.percent:
         return logarithmic(low, high, BOTTOM, TOP)
     # An axis that began elsewhere would make a small step look like a climb.
     if figure.zero or (figure.percent and low >= 0):
@@ -180,7 +171,8 @@ def _y_scale(figure: Figure) -> Scale:
     return scale
 
 
-def _x_scale(figure: Figure, axis: str, end: float = RIGHT) -> Scale:
+def x_scale(figure: Figure, axis: str, end: float = RIGHT) -> Scale:
+    """Return the axis of a figure's rounds, ε or places."""
     values = [value for line in figure.over(axis) for value in line.x[axis]]
     if figure.kind == "bars":
         count = max(values) + 1
@@ -232,9 +224,9 @@ def end_labels(figure: Figure, axis: str, y: Scale) -> list[Label]:
 
 def draw(figure: Figure, axis: str) -> Markup:
     """Return the figure over one of its axes as an ``<svg>`` element, titled and described for screen readers."""
-    y = _y_scale(figure)
+    y = y_scale(figure)
     labels = end_labels(figure, axis, y)
-    x = _x_scale(figure, axis, RIGHT - LETTER * max((len(label.text) for label in labels), default=0))
+    x = x_scale(figure, axis, RIGHT - LETTER * max((len(label.text) for label in labels), default=0))
 
     def corners_of(series: Series) -> list[tuple[float, float]]:
         return [(x(across), y(value)) for across, value in zip(series.x[axis], series.y)]

@@ -13,7 +13,7 @@ import numpy as np
 from fedflat.core.checks import writing
 from fedflat.report.figures import Figure, Series
 from fedflat.report.groups import COLOURS, DASHES
-from fedflat.report.pages import DECADES, logarithmic_up
+from fedflat.report.pages import tick_text, x_scale, y_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,31 +90,21 @@ def drawn_as(sheet: Sheet, kind: str) -> bytes:
 
 
 def draw_on(axes: Axes, figure: Figure) -> None:
-    """Draw a figure's lines, bars or points with their titles; whoever calls adds the legend."""
-    from matplotlib.ticker import MaxNLocator
-
+    """Draw a figure's lines, bars or points with their titles on a page's axes; whoever calls adds the legend."""
     scale = 100 if figure.percent else 1
     drawn = [series for series in figure.series if series.y or series.low]
     for place, series in enumerate(drawn):
         _series(axes, figure.kind, series, scale, place, len(drawn))
     for label, value in figure.lines:
         axes.axhline(scale * value, color="black", lw=1, ls="--", label=label)
-    if logarithmic_up(figure):
-        axes.set_yscale("log")
-    every = [value for series in drawn for value in series.x["round"]]
-    if figure.kind == "points" and min(every) > 0 and max(every) / min(every) > DECADES:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-    elif all(value == int(value) for value in every):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if figure.names:
-        axes.set_xticks(range(len(figure.names)), figure.names)
+    across, up = x_scale(figure, "round"), y_scale(figure)
+    axes.set(xscale="log" if across.log else "linear", yscale="log" if up.log else "linear")
+    axes.minorticks_off()
+    axes.set_xticks(across.ticks, [figure.names[int(x)] if figure.names else f"{x:g}" for x in across.ticks])
+    axes.set_yticks([scale * value for value in up.ticks], [tick_text(value, figure.percent) for value in up.ticks])
     named = (figure.y_title or figure.title) + (f", {figure.unit}" if figure.unit else "")
     axes.set(title=textwrap.fill(figure.title, WRAP), xlabel=figure.x_title, ylabel=named)
-    if figure.percent and all(value >= 0 for series in drawn for value in (*series.y, *series.low)):
-        axes.set_ylim(bottom=0)
-    elif figure.zero and axes.get_yscale() == "linear":
-        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    axes.set_ylim(scale * up.low, scale * up.high)
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -80,9 +80,7 @@ def comparison_table(groups: Sequence[Group]) -> Comparison:
 
 
 def _row(group: Group, first: Group) -> Row:
-    def against(measure: Callable[[Run], float | None]) -> Difference | None:
-        return None if group is first else paired_difference(by_seed(first, measure), by_seed(group, measure))
-
+    accuracies = [by_seed(side, metrics.final_accuracy) for side in (first, group)]
     # Where seeds differ in ε, the largest is reported.
     reported = max(group.runs, key=metrics.bound)
     return Row(
@@ -93,7 +91,7 @@ def _row(group: Group, first: Group) -> Row:
         claimed_epsilon=metrics.claimed_epsilon(reported),
         delta=metrics.number(reported.privacy.get("delta")),
         randomness="seeded" if any(map(metrics.seeded, group.runs)) else "secret",
-        difference=against(metrics.final_accuracy),
+        difference=None if group is first else paired_difference(*accuracies),
         reasons=tuple(metrics.reasons(reported)),
         fates=tuple(ending for run in group.runs if (ending := metrics.fate(run))),
         against="" if group is first else first.label,

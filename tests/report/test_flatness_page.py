@@ -10,7 +10,7 @@ import pytest
 from test_report_browser import CHROMIUM, browse
 
 from fedflat.report import plates
-from fedflat.report.flatness import difference_notes, pair_text, render, spread_text, write_page
+from fedflat.report.flatness import difference_notes, pair_text, render, spread_text
 
 SIDE = 11
 
@@ -119,7 +119,8 @@ later(() => {
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_in_a_browser(tmp_path: Path) -> None:
-    page = write_page(found(group("a", 0), group("b", 1), group("b", 1, "client 3")), tmp_path / "landscape.html")
+    page = tmp_path / "landscape.html"
+    page.write_text(render(found(group("a", 0), group("b", 1), group("b", 1, "client 3"))), encoding="utf-8")
     _, messages = browse(page, tmp_path, f"--screenshot={(tmp_path / 'page.png')}")
     assert messages == []  # under the page's own policy
     text = re.sub(r"<meta http-equiv[^>]*>", "", page.read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ def test_equal_privacy_starts_at_nothing(tmp_path: Path) -> None:
 def test_an_axis_of_shares_begins_at_zero_and_marks_guessing(tmp_path: Path) -> None:
     """Accuracies of 94.3 and 95.0 % must not look like a climb, on the page or in a file."""
     high = Figure("accuracy", "", (Series("a", {"round": (1.0, 2.0, 3.0)}, (0.943, 0.948, 0.95)),), "%", percent=True)
-    assert pages._y_scale(high).low == 0.0
+    assert pages.y_scale(high).low == 0.0
     (folder,) = write_many(tmp_path / "runs", 1, 1, rounds=20)
     accuracy = figures_of_run(metrics.read_run(folder))[0]
     assert accuracy.lines == (("guessing", 0.1),) and ">guessing</text>" in pages.draw(accuracy, "round")
@@ -50,7 +50,7 @@ def test_a_lines_label_stands_where_no_curve_is() -> None:
 def test_line_ends_are_named_and_apart(count: int) -> None:
     lines = tuple(Series(f"m{k}", {"round": (1.0, 2.0)}, (0.1, 0.9 + k / 1e4), style=k) for k in range(count))
     figure = Figure("accuracy", "", lines, "%", percent=True, overlay=True)
-    labels = pages.end_labels(figure, "round", pages._y_scale(figure))
+    labels = pages.end_labels(figure, "round", pages.y_scale(figure))
     heights = [label.y for label in labels]
     assert {label.text for label in labels} == {series.label for series in lines}
     assert all(b - a >= pages.LINE_GAP - 1e-9 for a, b in pairwise(heights))

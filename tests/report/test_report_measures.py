@@ -27,7 +27,7 @@ def run_of(folder: Path, accuracies: list[float | None], hidden: list[Any] | Non
 
 def test_rounds_to_a_target(tmp_path: Path) -> None:
     run = run_of(tmp_path / "a", [0.1, None, 0.3, 0.25])
-    assert metrics.rounds_to(run, 0.3) == 3 and metrics.rounds_to(run, 0.31) is None
+    assert metrics.rounds_to(run, 0.3) == 3 and metrics.rounds_to(run, 0.31) == float("inf")
     assert metrics.rounds_to(run, 0.05) == 1
 
 

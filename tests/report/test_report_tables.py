@@ -175,7 +175,7 @@ def test_a_share_never_leaves_its_axis(tmp_path: Path) -> None:
     found = figures.figures_of_groups(groups.group_runs(map(metrics.read_run, paths)))
     clipped = next(figure for figure in found if figure.key == "clipped")
     assert max(clipped.series[0].high) == 1.0 and min(clipped.series[0].low) >= 0.0
-    scale = pages._y_scale(clipped)
+    scale = pages.y_scale(clipped)
     assert scale.high == 1.0 and max(scale.ticks) <= 1.0
 
 
