@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import InputError, RunError, require
+from fedflat.core.checks import InputError, RunError, becoming, require
 from fedflat.core.held import StateWatch, global_generators
 from fedflat.core.params import NOTHING, ClientContext, PersonalState
 from fedflat.core.process import set_meanwhile, using_threads
@@ -107,22 +107,19 @@ class Sequential:
         rows, device = self.data.parts[client], self.problem.device
         local_data = ClientBatches(self.data, client, Order(self.seed, broadcast.round, self.local.batch_size), rows)
         local, there, received = self.local.of(len(rows)), weights.to(device), sent(broadcast, device).for_one_client()
-        try:
-            with seeded_torch(self.seed, "dropout", broadcast.round, client):
-                before = global_generators()
-                moved = {name: state.to(device, copy=True) for name, state in states.items()}
-                context = ClientContext(moved, stream(self.seed, "pieces", broadcast.round, client))
-                result = train_client(self.algorithm, self.problem, received, local, local_data, there, context)
-                # torch's own is seeded for each client; NumPy's and Python's would go on from one client to the next.
-                found = "a draw from a global generator of NumPy or Python"
-                require(global_generators()[1:] == before[1:], "model or algorithm", found, "torch's own")
+        where = f"round {broadcast.round}, client {client}, local training"
+        # a user's piece or module may fail in any way
+        failed = becoming(lambda e: RunError(f"{where}: {e or type(e).__name__}"), left=(InputError, RunError))
+        with failed, seeded_torch(self.seed, "dropout", broadcast.round, client):
+            before = global_generators()
+            moved = {name: state.to(device, copy=True) for name, state in states.items()}
+            context = ClientContext(moved, stream(self.seed, "pieces", broadcast.round, client))
+            result = train_client(self.algorithm, self.problem, received, local, local_data, there, context)
+            # torch's own is seeded for each client; NumPy's and Python's would go on from one client to the next.
+            found = "a draw from a global generator of NumPy or Python"
+            require(global_generators()[1:] == before[1:], "model or algorithm", found, "torch's own")
             self.problem.restore_and_check()
             refuse_change(self._pieces, "algorithm", everything=self._own_pieces)
-        except (InputError, RunError):
-            raise
-        except Exception as error:  # a user's piece or module may fail in any way
-            where = f"round {broadcast.round}, client {client}, local training"
-            raise RunError(f"{where}: {error or type(error).__name__}") from error
         if weights.device == device:
             return result
         # The caller's vector is the one that is overwritten, wherever training was.

@@ -46,35 +46,19 @@ class Workers:
     inner: Sequential
     count: int
     name: str = "workers"
-    _pool: "_Pool | None" = field(default=None, repr=False)
+    processes: list[Any] = field(default_factory=list, repr=False)
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Train each client of the cohort in some process, and yield the results in client order."""
-        if self._pool is None:
-            self._pool = _Pool(self.inner, self.count, len(broadcast.vectors))
-        yield from self.inner.in_order(cohort, broadcast, partial(self._pool.train, broadcast, kept))
+        if not self.processes:
+            self._start(len(broadcast.vectors))
+        yield from self.inner.in_order(cohort, broadcast, partial(self._results, broadcast, kept))
 
-    def close(self) -> None:
-        """Stop the worker processes and wait for them to end."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-
-
-def spans_of(inner: Sequential) -> tuple[slice, ...]:
-    """Return where a client's message, its head and each of its states are in a slot."""
-    layout, method = inner.problem.layout, inner.algorithm
-    sizes = method.vectors * layout.dimension, layout.size - layout.dimension
-    return slices_of([*sizes, *(layout.dimension for _ in method.client_state)])
-
-
-class _Pool:
-    """The processes, their shared tensors and their queues."""
-
-    def __init__(self, inner: Sequential, count: int, vectors: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def _start(self, vectors: int) -> None:
+        """Start the processes, with their shared tensors and their queues."""
+        context, inner, count = multiprocessing.get_context("spawn"), self.inner, self.count
         layout, slots = inner.problem.layout, 2 * count + 1
-        self.spans, self.algorithm = spans_of(inner), inner.algorithm
+        self.spans = spans_of(inner)
         self.tasks: Any = context.Queue()
         self.answers: Any = context.Queue()
         self.slots = torch.zeros(slots, self.spans[-1].stop).share_memory_()
@@ -97,7 +81,7 @@ class _Pool:
         for row, vector in zip(self.shared[2:], broadcast.vectors.values()):
             row.copy_(vector)
 
-    def train(self, broadcast: Broadcast, heads: PersonalState, clients: list[int]) -> Iterator[LocalResult]:
+    def _results(self, broadcast: Broadcast, heads: PersonalState, clients: list[int]) -> Iterator[LocalResult]:
         """Yield the clients' results in their order, handing out tasks as slots come free."""
         self._share(broadcast)
         (message, head), ready = self.spans[:2], dict[int, tuple[int, list[Tensor]]]()
@@ -123,7 +107,7 @@ class _Pool:
             client, slot = waiting.pop(), self.free.pop()
             # The slot is free: its last message has been added.
             self.slots[slot, head] = heads.of(client)
-            for where, state in zip(states, states_of(self.algorithm, heads, client, self.shared[0]).values()):
+            for where, state in zip(states, states_of(self.inner.algorithm, heads, client, self.shared[0]).values()):
                 self.slots[slot, where] = state
             self.tasks.put((client, slot, small))
 
@@ -150,6 +134,13 @@ class _Pool:
             if process.is_alive():
                 process.kill()
         self.processes = []
+
+
+def spans_of(inner: Sequential) -> tuple[slice, ...]:
+    """Return where a client's message, its head and each of its states are in a slot."""
+    layout, method = inner.problem.layout, inner.algorithm
+    sizes = method.vectors * layout.dimension, layout.size - layout.dimension
+    return slices_of([*sizes, *(layout.dimension for _ in method.client_state)])
 
 
 def _share(data: FederatedData) -> FederatedData:

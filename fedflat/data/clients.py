@@ -1,11 +1,11 @@
-"""Hold a federation's data, and the order in which a client reads its own examples."""
+"""Hold a federation's data: one set of tensors, and which rows are whose."""
 
 import dataclasses
 import functools
 import hashlib
 import itertools
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -309,25 +309,6 @@ def hold_back(
         train.append(np.sort(part[~mask]).astype(np.int64))
         test.append(np.sort(part[mask]).astype(np.int64))
     return tuple(train), tuple(test)
-
-
-def batch_indices(size: int, steps: int, batch: int, generator: Callable[[], np.random.Generator]) -> Indices:
-    """Return the positions (0 ≤ · < size) of the examples of each local step: ``(steps, min(batch, size))``, -1 is
-    padding.
-
-    Every epoch is a fresh shuffle cut into ⌈size/batch⌉ batches, the last of which may be partial (padded at
-    its end); epochs follow each other until there are ``steps`` batches. With ``batch`` ≥ ``size`` every step
-    is the whole client in stored order and ``generator`` is not called: such a run is the same for every seed.
-    The first rows do not depend on ``steps``.
-    """
-    if batch >= size or steps == 0:
-        return np.tile(np.arange(size, dtype=np.int64), (steps, 1))[:, : min(batch, size)]
-    per_epoch = -(-size // batch)
-    epochs = -(-steps // per_epoch)
-    # One generator for all epochs, so that the first rows do not depend on ``steps``.
-    order = np.full((epochs, per_epoch * batch), -1, dtype=np.int64)
-    order[:, :size] = generator().permuted(np.tile(np.arange(size, dtype=np.int64), (epochs, 1)), axis=1)
-    return order.reshape(epochs * per_epoch, batch)[:steps]
 
 
 def _pair(where: str, pair: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedflat.config.sections import Partition
-from fedflat.core.checks import InputError, require, whole, wrong
+from fedflat.core.checks import InputError, becoming, require, whole, wrong
 from fedflat.core.rng import stream
 
 if TYPE_CHECKING:
@@ -43,7 +43,13 @@ def partition(
         raise wrong("data.clients", "nothing", allowed)
     require(clients <= len(labels), "data.clients", clients, f"at most {len(labels)}, the number of training examples")
     order = stream(seed, "partition order").permutation(len(labels))
-    parts = _run(_partitioner(how, np.unique(labels).size, clients, seed), labels[order], clients)
+    partitioner = _partitioner(how, np.unique(labels).size, clients, seed)
+    failed = f"data.partition: these examples cannot be split among {clients} clients: "
+    refused = becoming(lambda error: InputError(failed + " ".join(str(error).split())), (ValueError, AssertionError))
+    # No progress bars, no advice to change the partition: an empty client is allowed here.
+    with refused, warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
+        partitioner.dataset = _label_table(labels[order])
+        parts = [partitioner.load_partition(i) for i in range(clients)]
     return tuple(np.sort(order[part]).astype(np.int64) for part in parts)
 
 
@@ -59,18 +65,6 @@ def _partitioner(how: Partition, classes: int, clients: int, seed: int) -> Any:
     count = whole("data.partition.per_client", how.per_client or 2, 1, classes)
     # "first-deterministic": client i certainly has class i mod C, so no class is left out when M ≥ C
     return flwr.PathologicalPartitioner(clients, "label", count, class_assignment_mode="first-deterministic", **drawn)
-
-
-def _run(partitioner: Any, labels: npt.NDArray[Any], count: int) -> list[Indices]:
-    """Return the row numbers of every part."""
-    # No progress bars, no advice to change the partition: an empty client is allowed here.
-    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            partitioner.dataset = _label_table(labels)
-            return [partitioner.load_partition(i) for i in range(count)]
-        except (ValueError, AssertionError) as error:
-            cause = " ".join(str(error).split())
-            raise InputError(f"data.partition: these examples cannot be split among {count} clients: {cause}") from None
 
 
 def _label_table(labels: npt.NDArray[Any]) -> Any:

@@ -6,7 +6,7 @@ Public examples may be set apart from it: ae-dpfl's queries, and what Fed-SMP's 
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -125,16 +125,20 @@ def _without_test_clients(
 
 def _set_apart(data: FederatedData, share: float, seed: int) -> tuple[FederatedData, Pair | None]:
     """Return the federation without a share of its test rows, and those rows."""
-    inputs, targets = data.test_inputs, data.test_targets
     if not share:
         return data, None
-    if inputs is None or targets is None:
+    if data.test_targets is None:
         raise wrong("data.validation_fraction", share, f"0: {data.name} has no public test data to set apart")
-    order = torch.from_numpy(stream(seed, "validation split").permutation(len(targets)))
-    count = round(share * len(targets))
-    apart, rest = order[:count].sort().values, order[count:].sort().values
-    data = dataclasses.replace(data, test_inputs=inputs[rest], test_targets=targets[rest])
-    return data, (inputs[apart], targets[apart])
+    order = stream(seed, "validation split").permutation(len(data.test_targets))
+    return _without_tests(data, np.sort(order[: round(share * len(order))]))
+
+
+def _without_tests(data: FederatedData, taken: npt.NDArray[np.int64]) -> tuple[FederatedData, Pair]:
+    """Return the federation without some rows of its public test data, and those rows, in this order."""
+    x, y = cast(Tensor, data.test_inputs), cast(Tensor, data.test_targets)
+    rest = torch.from_numpy(np.setdiff1d(np.arange(len(y)), taken, assume_unique=True))
+    index = torch.from_numpy(taken)
+    return dataclasses.replace(data, test_inputs=x[rest], test_targets=y[rest]), (x[index], y[index])
 
 
 def _options(spec: DataSection | Mapping[str, Any]) -> DataSection:
@@ -258,13 +262,11 @@ def public_examples(
     if source != TEST:
         other = _elsewhere(data, source, seed)
         return data, other.inputs[torch.from_numpy(_chosen(len(other.inputs), count, seed, source))]
-    if data.test_inputs is None or data.test_targets is None:
+    if data.test_inputs is None:
         raise wrong("algorithm.public", TEST, "a data set: this federation has no public test set")
     taken = _chosen(max(len(data.test_inputs) - 1, 0), count, seed, "the public test set")
-    rest = torch.ones(len(data.test_inputs), dtype=torch.bool)
-    rest[torch.from_numpy(taken)] = False
-    without = dataclasses.replace(data, test_inputs=data.test_inputs[rest], test_targets=data.test_targets[rest])
-    return without, data.test_inputs[torch.from_numpy(taken)]
+    without, (queries, _) = _without_tests(data, taken)
+    return without, queries
 
 
 def public_training(

@@ -69,7 +69,6 @@ def read(
     owner = _natural_column(train, source, options)
     encoding = _encoding(kind, train, source, options, owner)
     frame = _frame(kind, train, encoding, owner)
-    vocabulary = padding = 0
     if kind != "image":
         # What is text is said by the recipe or by the types of the training file; a test split cannot change it.
         words = words_of("data.", options.max_length, options.vocabulary, options.tokenizer)
@@ -77,8 +76,7 @@ def read(
             encoding = dataclasses.replace(encoding, words=words or Words())
         else:
             encoding = encoding.for_texts("data.", words)
-        if encoding.words is not None:
-            _, vocabulary, padding = encoding.words.ids([])
+    _, vocabulary, padding = ((), 0, 0) if encoding.words is None else encoding.words.ids([])
     tables = [_table(kind, train, frame, encoding, owner)]
     if test is not None:
         test_table = _table(kind, test, _frame(kind, test, encoding, None), encoding, None)

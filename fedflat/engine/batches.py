@@ -1,6 +1,6 @@
 """Give the local loop a client's batches, or a block of clients': resident tensors and index matrices."""
 
-import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import wrong
-from fedflat.core.rng import Streams, stream
-from fedflat.data.clients import FederatedData, batch_indices
+from fedflat.core.rng import Streams
+from fedflat.data.clients import FederatedData
 from fedflat.engine.problem import Batch
 
 WHOLE_CHUNK = 512
@@ -35,10 +35,28 @@ class Order:
     round: int
     batch_size: int
 
-    def indices(self, client: int, size: int, phase: int, steps: int) -> np.ndarray:
-        """Return the positions ``(steps, b)`` into the client's data, -1 where a minibatch is short."""
-        draw = functools.partial(stream, self.seed, "batches", self.round, client, phase)
-        return batch_indices(size, steps, self.batch_size, draw)
+    def indices(self, clients: Sequence[int], sizes: np.ndarray, phase: int, steps: int, width: int) -> np.ndarray:
+        """Return the positions ``(n, steps, width)`` of each minibatch in each client's data, -1 where it is short.
+
+        Every epoch is a fresh shuffle cut into ⌈size/batch⌉ minibatches, the last of which may be short; epochs follow
+        each other until there are ``steps`` of these. Where a minibatch is the whole client, it has the stored order
+        and nothing is drawn. The first rows do not depend on ``steps``, and a client's not on who the others are.
+        """
+        draws, batch = Streams(self.seed, "batches", self.round), self.batch_size
+        plan = np.full((len(sizes), steps, width), -1, dtype=np.int64)
+        for size in np.unique(sizes).tolist():
+            of_size = np.flatnonzero(sizes == size)
+            if batch >= size:
+                plan[of_size, :, :size] = np.arange(size)
+                continue
+            per_epoch = -(-size // batch)
+            order = np.full((len(of_size), -(-steps // per_epoch), per_epoch * batch), -1, dtype=np.int64)
+            order[:, :, :size] = np.arange(size)
+            generators = draws.each((clients[index], phase) for index in of_size.tolist())
+            for place, generator in zip(order[:, :, :size], generators):
+                generator.permuted(place, axis=1, out=place)
+            plan[of_size, :, :batch] = order.reshape(len(of_size), -1, batch)[:, :steps]
+        return plan
 
 
 @dataclass(frozen=True)
@@ -52,9 +70,12 @@ class ClientBatches:
 
     def batches(self, phase: int, steps: int) -> Iterator[Batch]:
         """Yield K minibatches; short ones are short (no padding)."""
-        batch = self._take(self.rows) if self.order.batch_size >= len(self.rows) else None
-        for row in self.order.indices(self.client, len(self.rows), phase, steps):
-            yield batch if batch is not None else self._take(self.rows[row[row >= 0]])
+        width, sizes = self.order.batch_size, np.array([len(self.rows)])
+        if width >= len(self.rows):
+            yield from itertools.repeat(self._take(self.rows), steps)
+            return
+        for row in self.order.indices([self.client], sizes, phase, steps, width)[0]:
+            yield self._take(self.rows[row[row >= 0]])
 
     def everything(self) -> Iterator[tuple[Batch, Tensor]]:
         """Yield all of the client's data in pieces with their shares."""
@@ -104,33 +125,11 @@ class BlockBatches:
         # trace then knows that it is the same minibatch.
         if self.data.most is not None and self.order.batch_size >= self.data.most:
             batch = self._take(ramp(self._flat[2], 0, width_of(self.data, self.order.batch_size)))
-            yield from (batch for _ in range(steps))
+            yield from itertools.repeat(batch, steps)
             return
-        plan = self.plan(phase, steps)
+        plan = self.order.indices(self.clients, self._flat[2], phase, steps, width_of(self.data, self.order.batch_size))
         for step in range(steps):
             yield self._take(plan[:, step])
-
-    def plan(self, phase: int, steps: int) -> np.ndarray:
-        """Return the positions ``(n, K, b)`` into each client's rows, -1 for padding: ``Order.indices`` of every
-        client.
-        """
-        sizes, batch = self._flat[2], self.order.batch_size
-        draws = Streams(self.order.seed, "batches", self.order.round)
-        plan = np.full((len(sizes), steps, width_of(self.data, batch)), -1, dtype=np.int64)
-        for size in np.unique(sizes).tolist():
-            of_size = np.flatnonzero(sizes == size)
-            if batch >= size:
-                plan[of_size, :, :size] = np.arange(size)
-                continue
-            # ``batch_indices`` for all clients of one size, which shuffles one row of this after the other
-            per_epoch = -(-size // batch)
-            order = np.full((len(of_size), -(-steps // per_epoch), per_epoch * batch), -1, dtype=np.int64)
-            order[:, :, :size] = np.arange(size)
-            generators = draws.each((self.clients[index], phase) for index in of_size.tolist())
-            for place, generator in zip(order[:, :, :size], generators):
-                generator.permuted(place, axis=1, out=place)
-            plan[of_size] = order.reshape(len(of_size), -1, batch)[:, :steps]
-        return plan
 
     def everything(self) -> Iterator[tuple[Batch, Tensor]]:
         """Yield all data of the block in pieces of one public width, with each client's share; where a client has no

@@ -8,16 +8,16 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedflat.backends.in_process import Sequential
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import ServerSection
-from fedflat.core.checks import RunError, becoming, require, wrong
+from fedflat.core.checks import require, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Local, Mechanism, ServerView
@@ -36,6 +36,8 @@ from fedflat.pieces.mechanisms import GaussianNoise, gaussian
 NO_LABEL = -1
 CACHE_BYTES = 256 * 2**20
 _PIECE = 500
+LOCAL_MODEL = Algorithm("local model")
+"""What clients and the student train by: plain SGD."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,11 @@ class Voters:
     longest ago goes first, and is trained again (to the same bits) if it is drawn again. Clients train one by one, so
     that a client's answers depend on nobody else's data, nor on where a run was resumed.
 
-    answers: client -> its class ``(queries,)`` for every public example, and facts of its training.
+    inner: trains one client. answers: client -> its class ``(queries,)`` for every public example, and facts of its
+    training.
     """
 
-    problem: ModuleProblem
-    local: Local
-    data: FederatedData
-    seed: int
+    inner: Sequential
     first: Tensor
     queries: Tensor
     labels: int
@@ -144,7 +144,7 @@ class Voters:
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Give the votes of a draw's cohort (sorted ids) on the Q queries of that draw."""
-        start, sizes = broadcast.draw * self.labels, self.data.sizes[cohort]
+        start, sizes = broadcast.draw * self.labels, self.inner.data.sizes[cohort]
         present = cohort[sizes > 0].tolist()
         if len(present) < len(sizes):  # nothing to train on, so nothing to say
             yield Trained.nothing(len(sizes) - len(present), self.labels * self.classes)
@@ -156,24 +156,16 @@ class Voters:
             yield Trained(votes, sizes[sizes > 0].tolist(), facts=stats)
 
     def _train(self, client: int) -> tuple[Tensor, Mapping[str, Tensor]]:
-        rows, weights = self.data.parts[client], self.first.to(self.problem.device, copy=True)
-        local_data = ClientBatches(self.data, client, Order(self.seed, 0, self.local.batch_size), rows)
-        failed = becoming(lambda error: RunError(f"client {client}, local training: {error}"), RuntimeError)
-        with failed, seeded_torch(self.seed, "dropout", 0, client):
-            result = _fit(self.problem, self.local, local_data, weights)
+        weights = self.first.to(self.inner.problem.device, copy=True)
+        result = self.inner.one(client, Broadcast(0, self.first, math.inf, 1.0), weights)
         return self._predict(weights), {"train_loss": result.loss.cpu(), "train_accuracy": result.accuracy.cpu()}
 
     def _predict(self, weights: Tensor) -> Tensor:
-        self.problem.bind(weights)
-        with self.problem.evaluating(), torch.no_grad():
-            pieces = [self.problem.module(x).argmax(-1).to(self._kind) for x in torch.split(self.queries, _PIECE)]
+        problem = self.inner.problem
+        problem.bind(weights)
+        with problem.evaluating(), torch.no_grad():
+            pieces = [problem.module(x).argmax(-1).to(self._kind) for x in torch.split(self.queries, _PIECE)]
         return torch.cat(pieces).cpu()
-
-
-def _fit(problem: ModuleProblem, local: Local, local_data: ClientBatches, weights: Tensor) -> Any:
-    """Return the one local loop with plain SGD, from ``weights`` ``(D,)``, in place."""
-    start = Broadcast(0, weights.clone(), math.inf, 1.0)
-    return train_client(Algorithm("local model"), problem, start, local, local_data, weights)
 
 
 @dataclass(frozen=True)
@@ -212,9 +204,10 @@ class Student:
         inputs, targets, nothing = self.queries[labelled.to(device)], labels[labelled].to(device), np.empty(0, np.int64)
         data = FederatedData(inputs, targets, (rows,), (nothing,), None, None, self.classes, "student")
         steps = self.epochs * math.ceil(len(rows) / self.local.batch_size)
-        order = Order(self.seed, round, self.local.batch_size)
+        batches = ClientBatches(data, STUDENT, Order(self.seed, round, self.local.batch_size), rows)
+        local, start = replace(self.local, steps=steps), Broadcast(0, weights.clone(), math.inf, 1.0)
         with seeded_torch(self.seed, "dropout of the student", round):
-            _fit(self.problem, replace(self.local, steps=steps), ClientBatches(data, STUDENT, order, rows), weights)
+            train_client(LOCAL_MODEL, self.problem, start, local, batches, weights)
         return weights.cpu()
 
 
@@ -286,5 +279,6 @@ def with_votes(job: Job, queries: Tensor) -> Job:
     noise = VoteNoise(plan.draws, labels * classes, functools.partial(added.total_std, threshold), plan.releases)
     method, clip = replace(parts.algorithm, server=(student,)), VoteClip(labels)
     voting = replace(parts, algorithm=method, clip=clip, mechanism=noise, optimizer=lambda view: take)
-    voters = Voters(job.problem, parts.local, data, job.seed, first, queries, labels, classes)
+    one_by_one = Sequential(LOCAL_MODEL, job.problem, parts.local, data, job.seed)
+    voters = Voters(one_by_one, first, queries, labels, classes)
     return replace(job, parts=voting, backend=voters, threshold=threshold)

@@ -26,9 +26,9 @@ from fedflat.models.state import freeze_batch_norm, refuse_unclipped_state
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "linear": vision.linear, "mlp": vision.mlp, "cnn": vision.cnn, "cnn-2-layers": vision.cnn_2_layers,
-    "cnn-3": vision.cnn_3, "resnet10": vision.resnet10, "resnet18": vision.resnet18, "char-gru": text.char_gru,
-    "char-linear": text.char_linear, "bow-linear": text.bow_linear,
-    "bow-overlap": text.bow_overlap, "vit-base": pretrained.vit_base, "roberta-base": pretrained.roberta_base,
+    "cnn-3": vision.cnn_3, "resnet10": vision.resnet10, "resnet18": vision.resnet18, "char-gru": text.CharacterModel,
+    "char-linear": text.CharacterScores, "bow-linear": text.WordCounts, "bow-overlap": text.WordOverlap,
+    "vit-base": pretrained.vit_base, "roberta-base": pretrained.roberta_base,
     "text-encoder": pretrained.text_encoder, "image-encoder": image_encoder.image_encoder,
     "representation": representation.representation,
 }  # fmt: skip

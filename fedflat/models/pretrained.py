@@ -6,7 +6,7 @@ Needs the extra ``fedflat[language]``; the first use of the published weights do
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import InputError, first_line, one_of, require, turning, whole, wrong
+from fedflat.core.checks import InputError, becoming, first_line, one_of, require, turning, whole, wrong
 from fedflat.core.imports import hub, missing
 from fedflat.core.process import set_meanwhile
 from fedflat.models.representation import Headed
@@ -140,20 +140,15 @@ def _without_dropout(config: Any) -> None:
     config._attn_implementation = "sdpa"
 
 
-@contextmanager
-def readable(name: str, source: str) -> Iterator[None]:
+def readable(name: str, source: str) -> AbstractContextManager[None]:
     """Whatever transformers raises about missing or broken files as one sentence that names the remedy."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # transformers, the hub's client and safetensors raise unrelated types
-        allowed = (
-            "weights that the hub's client can download or has in its cache (HF_HOME), "
-            "or a folder that save_pretrained wrote, of the model and its processor or tokenizer (model.path)"
-        )
-        problem, hint = f"no readable weights at {source}", f"({first_line(error)})"
-        raise wrong(f"model {name}", problem, allowed, hint=hint) from error
+    where, problem = f"model {name}", f"no readable weights at {source}"
+    allowed = (
+        "weights that the hub's client can download or has in its cache (HF_HOME), "
+        "or a folder that save_pretrained wrote, of the model and its processor or tokenizer (model.path)"
+    )
+    # transformers, the hub's client and safetensors raise unrelated types
+    return becoming(lambda error: wrong(where, problem, allowed, hint=f"({first_line(error)})"), left=InputError)
 
 
 @contextmanager

@@ -51,41 +51,40 @@ class GRU(nn.Module):
 
 
 class CharacterModel(nn.Module):
-    """Next-character prediction: ids (b, T) int64 -> logits (b, T, vocabulary), one prediction per position."""
+    """A small GRU for next-character prediction: ids (b, T) int64 -> logits (b, T, classes), one for each position.
 
-    def __init__(self, vocabulary: int, embedding: int, hidden: int, layers: int) -> None:
+    ``classes`` is the vocabulary.
+    """
+
+    def __init__(
+        self, input_shape: Sequence[int], classes: int, *, embedding: int = 8, hidden: int = 128, layers: int = 1
+    ) -> None:
         super().__init__()
+        text_length("char-gru", input_shape)
         whole("model.embedding", embedding, 1)
         whole("model.hidden", hidden, 1)
         whole("model.layers", layers, 1, 8)
-        self.embedding = nn.Embedding(vocabulary, embedding)
+        self.embedding = nn.Embedding(classes, embedding)
         self.layers = nn.Sequential(*(GRU(n, hidden) for n in [embedding] + [hidden] * (layers - 1)))
-        self.head = nn.Linear(hidden, vocabulary)
+        self.head = nn.Linear(hidden, classes)
 
     def forward(self, ids: Tensor) -> Tensor:
         return cast(Tensor, self.head(self.layers(self.embedding(ids))))
 
 
-def char_gru(
-    input_shape: Sequence[int], classes: int, *, embedding: int = 8, hidden: int = 128, layers: int = 1
-) -> nn.Module:
-    """Return a small GRU for next-character prediction; ``classes`` is the vocabulary."""
-    text_length("char-gru", input_shape)
-    return CharacterModel(classes, embedding, hidden, layers)
-
-
 class CharacterScores(nn.Module):
-    """Next-character prediction from the last ``context`` characters alone: ids (b, T) -> logits (b, T, vocabulary).
+    """Multinomial logistic regression on the last ``context`` characters: ids (b, T) -> logits (b, T, classes).
 
-    A character, or the text's beginning, at each distance has a score for every next one; logits are their sum and a
-    bias, all 0 at the start.
+    ``classes`` is the vocabulary. A character, or the text's beginning, at each distance has a score for every next
+    one; logits are their sum and a bias, all 0 at the start.
     """
 
-    def __init__(self, vocabulary: int, context: int) -> None:
+    def __init__(self, input_shape: Sequence[int], classes: int, *, context: int = 3) -> None:
         super().__init__()
-        self.vocabulary, self.context = vocabulary, context
-        self.scores = nn.Parameter(torch.zeros(context * (vocabulary + 1), vocabulary))
-        self.bias = nn.Parameter(torch.zeros(vocabulary))
+        self.vocabulary = classes
+        self.context = whole("model.context", context, 1, text_length("char-linear", input_shape))
+        self.scores = nn.Parameter(torch.zeros(context * (classes + 1), classes))
+        self.bias = nn.Parameter(torch.zeros(classes))
 
     def forward(self, ids: Tensor) -> Tensor:
         total: Tensor = self.bias
@@ -95,22 +94,24 @@ class CharacterScores(nn.Module):
         return total
 
 
-def char_linear(input_shape: Sequence[int], classes: int, *, context: int = 3) -> nn.Module:
-    """Multinomial logistic regression on the last ``context`` characters; ``classes`` is the vocabulary."""
-    return CharacterScores(classes, whole("model.context", context, 1, text_length("char-linear", input_shape)))
-
-
 class WordCounts(Headed):
     """Logistic regression on a text's words: (b, T) -> (b, classes).
 
     Features: how often each id but ``padding`` is in the text (b, vocabulary), divided by the root of their number:
-    counts of different words have length 1.
+    counts of different words have length 1. ``vocabulary`` (required) counts the ids, ``padding`` included; in a recipe
+    both come from the data (hashing, or the tokenizer's own) unless they are given.
     """
 
-    def __init__(self, vocabulary: int, classes: int, padding: int = 0) -> None:
+    def __init__(
+        self, input_shape: Sequence[int], classes: int, *, vocabulary: int | None = None, padding: int = 0
+    ) -> None:
         super().__init__()
-        self.vocabulary, self.padding = vocabulary, padding
-        self.classifier = nn.Linear(vocabulary, classes)
+        text_length("bow-linear", input_shape)
+        allowed, hint = "the number of different ids, padding included", "bow-linear is for texts."
+        require(vocabulary is not None, "model.vocabulary", "nothing", allowed, hint=hint)
+        self.vocabulary = whole("model.vocabulary", vocabulary, 2)
+        self.padding = whole("model.padding", padding, 0)
+        self.classifier = nn.Linear(self.vocabulary, classes)
 
     def features(self, inputs: Tensor) -> Tensor:
         word = (inputs != self.padding).to(self.classifier.weight.dtype)
@@ -125,8 +126,11 @@ class WordOverlap(Headed):
     sentence ends at ``separator``. A head so small takes little noise.
     """
 
-    def __init__(self, classes: int, padding: int = 0, separator: int = 1) -> None:
+    def __init__(self, input_shape: Sequence[int], classes: int, *, padding: int = 0, separator: int = 1) -> None:
         super().__init__()
+        text_length("bow-overlap", input_shape)
+        if whole("model.separator", separator, 0) == whole("model.padding", padding, 0):
+            raise wrong("model.separator", separator, "the id between the two sentences, which is not the padding's")
         self.padding, self.separator = padding, separator
         self.classifier = nn.Linear(1, classes)
 
@@ -137,24 +141,3 @@ class WordOverlap(Headed):
         same = (inputs[:, :, None] == inputs[:, None, :]) & (second[:, :, None] != second[:, None, :])
         share = (word & ~(same & word[:, None, :]).any(2)).sum(1, keepdim=True) / word.sum(1, keepdim=True).clamp(min=1)
         return (2 * share - 1).to(self.classifier.weight.dtype)
-
-
-def bow_linear(
-    input_shape: Sequence[int], classes: int, *, vocabulary: int | None = None, padding: int = 0
-) -> nn.Module:
-    """Logistic regression on the words of a text; ``vocabulary`` (required) counts the ids, ``padding`` included.
-
-    In a recipe both come from the data (hashing, or the tokenizer's own) unless they are given.
-    """
-    text_length("bow-linear", input_shape)
-    allowed, hint = "the number of different ids, padding included", "bow-linear is for texts."
-    require(vocabulary is not None, "model.vocabulary", "nothing", allowed, hint=hint)
-    return WordCounts(whole("model.vocabulary", vocabulary, 2), classes, whole("model.padding", padding, 0))
-
-
-def bow_overlap(input_shape: Sequence[int], classes: int, *, padding: int = 0, separator: int = 1) -> nn.Module:
-    """Logistic regression on how far two sentences use the same words; ``separator``: the id between them."""
-    text_length("bow-overlap", input_shape)
-    if whole("model.separator", separator, 0) == whole("model.padding", padding, 0):
-        raise wrong("model.separator", separator, "the id between the two sentences, which is not the padding's")
-    return WordOverlap(classes, padding, separator)

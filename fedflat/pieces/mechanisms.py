@@ -77,16 +77,13 @@ class GaussianNoise(Mechanism):
         # Sound: a common mask is drawn before, and without, the round's private data.
         return drawn if broadcast.mask is None else torch.where(broadcast.mask, drawn, torch.zeros_like(drawn))
 
-    def count_noise(self, key: bytes, round: int) -> float:
-        """N(0, σ_b²), as the plan accounts it."""
-        return float(stream(key, "count noise", round).standard_normal() * self.count_std)
-
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """Return the adaptive clip's centred count with its noise; distributed: n/min_cohort·σ_b² of it, as for the
-        sum.
+        """Return the adaptive clip's centred count with N(0, σ_b²), as the plan accounts it; distributed:
+        n/min_cohort·σ_b² of it, as for the sum.
         """
         shares = aggregate.count / self.min_cohort if self.trust == "distributed" else 1.0
-        return aggregate.bits + self.count_noise(key, round) * math.sqrt(shares)
+        noise = float(stream(key, "count noise", round).standard_normal() * self.count_std)
+        return aggregate.bits + noise * math.sqrt(shares)
 
 
 Integers = NDArray[np.int64]

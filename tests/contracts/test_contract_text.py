@@ -85,13 +85,10 @@ class Together(WordCounts):
 def test_a_twin_with_two_clients_in_one_batch_of_features_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a batch is one client's, such a body is its own affair."""
 
-    def together(input_shape: Any, classes: int, vocabulary: int) -> nn.Module:
-        return Together(vocabulary, classes)
-
     def one_batch(module: nn.Module, inputs: Tensor, precision: str, owned: Any = None) -> Tensor:
         return computed(module, inputs, precision)
 
-    monkeypatch.setitem(BUILDERS, "bow-linear", together)
+    monkeypatch.setitem(BUILDERS, "bow-linear", Together)
     computed = features.computed
     for twin in (False, True):
         if twin:

@@ -19,7 +19,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.rng import Streams, stream
 from fedflat.data.clients import from_pairs
-from fedflat.engine.batches import BlockBatches, Order
+from fedflat.engine.batches import Order
 
 pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
@@ -263,11 +263,9 @@ def test_streams_and_plans_of_a_block_are_those_of_its_clients() -> None:
     for batch in (1, 4, 5, 12, 30):
         for steps in (1, 3, 7):
             order = Order(5, 2, batch)
-            plan = BlockBatches(data, range(len(present)), order, data.parts).plan(1, steps)
-            for client, rows in enumerate(data.parts):
-                alone = order.indices(client, len(rows), 1, steps)
-                assert (plan[client][:, : alone.shape[1]] == alone).all()
-                assert (plan[client][:, alone.shape[1] :] == -1).all()
+            plan = order.indices(range(len(present)), data.sizes, 1, steps, 30)
+            for client, size in enumerate(data.sizes):
+                assert (plan[client] == order.indices([client], np.array([size]), 1, steps, 30)[0]).all()
 
 
 def test_padding_never_shows_a_client_another_ones_data() -> None:

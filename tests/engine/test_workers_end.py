@@ -27,7 +27,7 @@ fedflat.run(
         "evaluation": {"every": 1000000},
     },
     on_start=lambda job: pids.append(job),
-    on_round=lambda *facts: print(*[p.pid for p in pids[0].backend._pool.processes], flush=True),
+    on_round=lambda *facts: print(*[p.pid for p in pids[0].backend.processes], flush=True),
 )
 """
 

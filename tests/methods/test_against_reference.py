@@ -239,7 +239,7 @@ def test_minibatches_in_the_documented_order(method: str, backend: str) -> None:
 
     def batches(round: int, client: int, phase: int, steps: int) -> list[ref.Batch]:
         x, y = clients[client]
-        rows = Order(SEED, round, 4).indices(client, len(y), phase, steps)
+        rows = Order(SEED, round, 4).indices([client], np.array([len(y)]), phase, steps, 4)[0]
         return [(x[row[row >= 0]], y[row[row >= 0]]) for row in rows]
 
     compare(setting(method, clip=0.2, steps=5), TANH, backend, clients, batches_of=batches, batch_size=4)

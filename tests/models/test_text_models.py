@@ -132,7 +132,7 @@ def test_the_share_of_words_that_one_sentence_has_alone(text: list[int], share: 
 
 
 def test_the_hashed_separator_is_the_one_that_sentences_end_at() -> None:
-    assert inspect.signature(text.bow_overlap).parameters["separator"].default == SEPARATOR
+    assert inspect.signature(text.WordOverlap).parameters["separator"].default == SEPARATOR
 
 
 def test_a_character_model_without_layers_adds_a_score_for_each_of_the_last_characters() -> None:
