@@ -147,8 +147,7 @@ def programs(result: Any, *, program: bool, onnx: bool) -> dict[str, bytes]:
     for name in ("onnx", "onnxscript") if onnx else ():  # which torch's exporter needs
         if importlib.util.find_spec(name) is None:
             raise missing("--onnx", name, "onnx")
-    if program or onnx:
-        traced = _traced(result, "--program" if program else "--onnx")
+    traced = _traced(result, "--program" if program else "--onnx")
     if program:
         buffer = io.BytesIO()
         with _quiet():
@@ -208,8 +207,7 @@ def attest(run: str | Path, out: str | Path, key: Path | None = None) -> list[st
     """
     source, target = Path(run), Path(out)
     _check_ended("attest", source, "the folder of a run that ended, or an exported one")
-    refuse_damage(source)
-    refuse_seeded("attest", json.loads((source / STATEMENT).read_bytes()))
+    refuse_seeded("attest", refuse_damage(source).statement or {})
     _check_new("attest", target)
     public = key if key is not None else own_key(source)
     with making("attest", target):

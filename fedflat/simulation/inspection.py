@@ -77,8 +77,9 @@ def check_selection(path: Path, key: Path | None, witness: Path | None) -> Itera
     yield from (check._replace(record=f"{WINNER}/{check.record}") for check in inspect_run(path / WINNER, key, witness))
 
 
-def refuse_damage(folder: Path) -> None:
-    """Ask the same checks before a run's records are used, without the second accountant; pages and modes may differ.
+def refuse_damage(folder: Path) -> Records:
+    """Return a run's records before they are used, once the same checks were asked without the second accountant; pages
+    and modes may differ.
 
     Raises:
         InputError: the first record that is not as it was written, or says what the run does not give.
@@ -97,6 +98,7 @@ def refuse_damage(folder: Path) -> None:
     if uncounted(run.statement or {}, run.entries):
         fewer, hint = f"a statement of fewer rounds than {LEDGER} charges", f"fedflat run --resume {folder} goes on."
         raise wrong(str(folder / STATEMENT), fewer, "a run at its end", hint=hint)
+    return run
 
 
 def check_opening(run: Records) -> Iterator[Check]:
