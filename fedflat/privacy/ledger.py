@@ -309,20 +309,19 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
                 return self._replay.pop(index)
         return self._write(plain)
 
-    def charge_again(self, reason: str, *, round: int | None = None) -> list[Entry]:
+    def charge_again(self, reason: str, *, round: int) -> list[Entry]:
         """Charge a round's events once more: it is about to be drawn again with other noise.
 
-        round: default, the last recorded one. Each repeated line carries ``attempt`` and ``reason``. The round's own
+        Each repeated line carries ``attempt`` and ``reason``. The round's own
         ``append`` that follows finds them and writes nothing more.
         """
-        drawn = max(self.rounds_recorded(), default=0) if round is None else round
         # All lines are written before the round is drawn, so a kill in between charges too much, never too little.
         spent: list[Entry] = []
         before = list(self.entries)
-        for entry in [entry for entry in before if entry["round"] == drawn and "attempt" not in entry]:
+        for entry in [entry for entry in before if entry["round"] == round and "attempt" not in entry]:
             again = {"attempt": _attempts(before, entry) + 1, "reason": reason}
             spent.append(self._write({**event(entry), **self._key, **again}))
-        self._replay = [entry for entry in self._replay if entry["round"] != drawn] + spent
+        self._replay = [entry for entry in self._replay if entry["round"] != round] + spent
         return spent
 
     def drawn_before(self, round: int) -> list[Entry]:
