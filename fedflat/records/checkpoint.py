@@ -51,11 +51,7 @@ def rounds_named(folder: Path) -> list[int]:
 
 
 def save(
-    folder: Path,
-    state: RoundState,
-    heads: PersonalState,
-    facts: Mapping[str, Any],
-    note: Callable[[str], object] | None = None,
+    folder: Path, state: RoundState, heads: PersonalState, facts: Mapping[str, Any], note: Callable[[str], object]
 ) -> Path:
     """Write the state after ``state.round`` finished rounds; keep the newest few. note: gets its checksum first."""
     path = path_of(folder, state.round)
@@ -70,8 +66,7 @@ def save(
         other.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         apart = {"round": state.round, "of": public["sha256"]}
         _write(other, hidden, {**apart, "sha256": _seal(hidden, apart)}, mode=0o600)
-    if note is not None:
-        note(public["sha256"])  # in tips.jsonl first: a checkpoint that no line names is refused
+    note(public["sha256"])  # in tips.jsonl first: a checkpoint that no line names is refused
     folder.mkdir(parents=True, exist_ok=True)
     _write(path, tensors, public)
     for old in sorted(folder.glob(_PATTERN))[:-KEPT]:

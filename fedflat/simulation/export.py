@@ -7,7 +7,6 @@ that needs nothing of fedflat.
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.util
 import io
 import json
@@ -24,6 +23,7 @@ import torch
 
 from fedflat.config.reading import dumped
 from fedflat.core.checks import InputError, RunError, becoming, first_line, making, require, wrong
+from fedflat.core.durable import digest_of_file
 from fedflat.core.imports import missing
 from fedflat.core.types import RoundState
 from fedflat.models.representation import FILE
@@ -71,7 +71,7 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
         for name, content in extra.items():
             (target / name).write_bytes(content)
         names = {path.name for path in target.iterdir()}
-        digests = {name: hashlib.sha256((target / name).read_bytes()).hexdigest() for name in sorted(names)}
+        digests = {name: digest_of_file(target / name) for name in sorted(names)}
         sums = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
         (target / SEALED).write_text(sums, encoding="utf-8")
     except BaseException:  # a disk that is full: half an export would stand in the way of the next try

@@ -209,11 +209,6 @@ def test_an_attempt_is_matched_once(path: Path) -> None:
         assert [ledger.append(payload(0))["line"] for _ in range(2)] == [1, 2]
 
 
-def test_charging_an_empty_ledger_again_charges_nothing(path: Path) -> None:
-    with Ledger.open(path) as ledger:
-        assert ledger.charge_again("nothing was open", round=0) == [] and ledger.entries == []
-
-
 def test_an_open_round_is_charged_with_its_reason_and_spends_as_any_other(path: Path) -> None:
     filled(path, 1)
     with Ledger.open(path) as ledger:
