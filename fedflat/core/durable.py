@@ -177,6 +177,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         Path(name).unlink(missing_ok=True)
 
 
+def digest_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes; "" where there is no file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
 def digest_of_json(value: Any) -> str:
     """Return the SHA-256 of the canonical JSON of a value: with its keys in order."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

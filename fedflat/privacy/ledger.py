@@ -259,14 +259,12 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
                 data = path.read_bytes()
                 stored = scan(path, data)
                 ledger = cls(path, file, lock, stored, key_id)
-                ledger._heal(data, stored)
+                ledger._heal(file, data, stored)
             undo.pop_all()
         return ledger
 
-    def _heal(self, data: bytes, stored: Scan) -> None:
+    def _heal(self, file: int, data: bytes, stored: Scan) -> None:
         """Set a torn last line aside (kept in ``ledger.torn``), or finish a whole one that lacks its newline."""
-        # Refused before anything is written, so that a closed ledger never looks like a charged round.
-        file = self._writable()
         if stored.torn:
             aside = self.path.with_suffix(".torn")
             append(aside, stored.torn.rstrip(b"\n") + b"\n", mode=0o644)
@@ -279,11 +277,6 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
             _write_all(file, b"\n")
         os.fsync(file)
         self._size = os.fstat(file).st_size
-
-    def _writable(self) -> int:
-        if self._file is None:
-            raise RunError(f"{self.path}: the ledger is not open for writing; the round was not released")
-        return self._file
 
     def rounds_recorded(self) -> set[int]:
         """The rounds that have at least one event."""
@@ -316,20 +309,19 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
                 return self._replay.pop(index)
         return self._write(plain)
 
-    def charge_again(self, reason: str, *, round: int | None = None) -> list[Entry]:
+    def charge_again(self, reason: str, *, round: int) -> list[Entry]:
         """Charge a round's events once more: it is about to be drawn again with other noise.
 
-        round: default, the last recorded one. Each repeated line carries ``attempt`` and ``reason``. The round's own
+        Each repeated line carries ``attempt`` and ``reason``. The round's own
         ``append`` that follows finds them and writes nothing more.
         """
-        drawn = max(self.rounds_recorded(), default=0) if round is None else round
         # All lines are written before the round is drawn, so a kill in between charges too much, never too little.
         spent: list[Entry] = []
         before = list(self.entries)
-        for entry in [entry for entry in before if entry["round"] == drawn and "attempt" not in entry]:
+        for entry in [entry for entry in before if entry["round"] == round and "attempt" not in entry]:
             again = {"attempt": _attempts(before, entry) + 1, "reason": reason}
             spent.append(self._write({**event(entry), **self._key, **again}))
-        self._replay = [entry for entry in self._replay if entry["round"] != drawn] + spent
+        self._replay = [entry for entry in self._replay if entry["round"] != round] + spent
         return spent
 
     def drawn_before(self, round: int) -> list[Entry]:
@@ -350,7 +342,8 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         return self._write({**self._normal(payload), "reason": reason})
 
     def _write(self, payload: Mapping[str, Any]) -> Entry:
-        file = self._writable()
+        if self._file is None:  # refused before anything is written: a closed ledger never looks like a charged round
+            raise RunError(f"{self.path}: the ledger is not open for writing; the round was not released")
         if self._run is not None and run_of(self.entries) != self._run:
             payload = {**payload, RUN: self._run}
         entry = seal(payload, len(self.entries), self._tip)
@@ -358,10 +351,10 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         try:
             # Another program may have replaced the file since; appending to the old one would lose the event.
             on_disk = os.stat(self.path)
-            if not os.path.samestat(on_disk, os.fstat(file)) or on_disk.st_size != self._size:
+            if not os.path.samestat(on_disk, os.fstat(self._file)) or on_disk.st_size != self._size:
                 raise OSError(0, "another program changed or replaced it")
-            _write_all(file, raw + b"\n")
-            os.fsync(file)
+            _write_all(self._file, raw + b"\n")
+            os.fsync(self._file)
             self._copy(raw + b"\n")
         except OSError as error:
             self.close()  # what is on disk is unknown now; opening it again verifies and heals it

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, require, turning, wrong
 from fedflat.core.cohorts import make_sampler
-from fedflat.privacy.accounting.curves import quiet, renyi, renyi_epsilon
+from fedflat.privacy.accounting.curves import quiet, rdp_accountant, renyi, renyi_epsilon
 from fedflat.privacy.trust import Guarantee, round_event
 
 Floats = NDArray[np.float64]
@@ -133,13 +133,8 @@ def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, sigma: float)
 
 def _by_library(selection: Selection, event: Any, rounds: int, delta: float) -> float:
     import dp_accounting
-    from dp_accounting import rdp
 
-    relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-    if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
-        relation = dp_accounting.NeighboringRelation.REPLACE_ONE
-    accountant = rdp.RdpAccountant(renyi(event, 1)[0], relation)
-    trial = dp_accounting.SelfComposedDpEvent(event, rounds)
+    accountant, trial = rdp_accountant(event), dp_accounting.SelfComposedDpEvent(event, rounds)
     with quiet():
         accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(trial, selection.mean, 1.0))
         return float(accountant.get_epsilon(delta))

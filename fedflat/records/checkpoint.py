@@ -8,7 +8,6 @@ one; a checkpoint counts once its public half has its name, which comes last.
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import InputError, reading
-from fedflat.core.durable import contents_of, flush, read_about
+from fedflat.core.durable import contents_of, flush, read_about, replace
 from fedflat.core.params import PersonalState
 from fedflat.core.types import RoundState
 
@@ -48,15 +47,11 @@ def rounds_named(folder: Path) -> list[int]:
     """Return the rounds that have a checkpoint by name: a damaged one still proves that its round was released, one
     that a kill left half-written does not.
     """
-    return [round_of(path) for path in folder.glob(f"{_PATTERN}*")]
+    return [round_of(path) for path in folder.glob(f"{_PATTERN}*") if path.suffix != ".part"]
 
 
 def save(
-    folder: Path,
-    state: RoundState,
-    heads: PersonalState,
-    facts: Mapping[str, Any],
-    note: Callable[[str], object] | None = None,
+    folder: Path, state: RoundState, heads: PersonalState, facts: Mapping[str, Any], note: Callable[[str], object]
 ) -> Path:
     """Write the state after ``state.round`` finished rounds; keep the newest few. note: gets its checksum first."""
     path = path_of(folder, state.round)
@@ -71,8 +66,7 @@ def save(
         other.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         apart = {"round": state.round, "of": public["sha256"]}
         _write(other, hidden, {**apart, "sha256": _seal(hidden, apart)}, mode=0o600)
-    if note is not None:
-        note(public["sha256"])  # in tips.jsonl first: a checkpoint that no line names is refused
+    note(public["sha256"])  # in tips.jsonl first: a checkpoint that no line names is refused
     folder.mkdir(parents=True, exist_ok=True)
     _write(path, tensors, public)
     for old in sorted(folder.glob(_PATTERN))[:-KEPT]:
@@ -82,20 +76,10 @@ def save(
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], facts: Facts, mode: int = 0o644) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    part = path.with_suffix(".part")
-    part.unlink(missing_ok=True)
-    # save_file makes a file that its owner alone may read: the mode is taken from a file made here under the umask.
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    allowed = os.fstat(descriptor).st_mode & 0o777  # a deployment's umask leaves it to its own account
-    os.close(descriptor)
     contiguous = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    save_file(contiguous, part, metadata={"state": json.dumps(facts)})
-    os.chmod(part, allowed)
-    flush(part)
-    os.replace(part, path)
-    flush(path.parent)
+    replace(path, save(contiguous, metadata={"state": json.dumps(facts)}), mode)
     flush(path.parent.parent)  # which has this folder's name since its first file
 
 

@@ -84,8 +84,7 @@ class RunFolder:
             flush(path)
 
     def _add(self, name: str, text: str) -> None:
-        mode = 0o600 if name.startswith("private/") else 0o644
-        descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
+        descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _mode(name))
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
 
@@ -120,10 +119,13 @@ class RunFolder:
             gone = f"round {', '.join(map(str, missing[:5]))} lost" if missing else "every round's line is there"
             notes.append(f"{name} is not as it was written ({gone}); set aside as {' and '.join(aside) or 'nothing'}")
         lines = {r: f"{r} {self._seal(name, sound[r])}\n" if r in sound else f"{r} {_LOST}\n" for r in range(finished)}
-        private = name.startswith("private/")
-        durable.replace(path, "".join(sound[r] for r in sorted(sound)), mode=0o600 if private else 0o644)
-        durable.replace(seals, "".join(lines.values()), mode=0o600 if private else 0o644)
+        durable.replace(path, "".join(sound[r] for r in sorted(sound)), _mode(name))
+        durable.replace(seals, "".join(lines.values()), _mode(name))
         return [json.loads(sound[r]) for r in sorted(sound)]
+
+
+def _mode(name: str) -> int:
+    return 0o600 if name.startswith("private/") else 0o644
 
 
 def _numbered(path: Path) -> tuple[dict[int, str], int]:
@@ -135,18 +137,21 @@ def _numbered(path: Path) -> tuple[dict[int, str], int]:
     lines: dict[int, str] = {}
     strange, newest = 0, -1
     for raw in raw_lines:
-        round = _round(raw)
-        if round is None or round <= newest:
+        record = _record(raw)
+        if record is None or record["round"] <= newest:
             strange += 1
-            continue
-        lines[round], newest = raw.decode() + "\n", round
+        else:
+            newest = record["round"]
+            lines[newest] = raw.decode() + "\n"
     return lines, strange
 
 
-def _round(raw: bytes) -> int | None:
-    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-        round = json.loads(raw.decode("utf-8"))["round"]
-        return round if isinstance(round, int) and not isinstance(round, bool) and round >= 0 else None
+def _record(raw: bytes) -> dict[str, Any] | None:
+    """Return a round's record from its line; None where the line is torn, or none, or has a key twice."""
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(raw.decode(), object_pairs_hook=single_keys)
+        round = record.get("round") if isinstance(record, dict) else None
+        return record if isinstance(round, int) and not isinstance(round, bool) and round >= 0 else None
     return None
 
 
@@ -252,13 +257,9 @@ def metrics_digest(folder: Path) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of rounds in a JSON-lines file, up to the first line that is torn or has a key twice."""
-    records: list[Any] = []
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    with contextlib.suppress(ValueError, RecursionError):
-        for line in text.splitlines():
-            records.append(json.loads(line, object_pairs_hook=single_keys))
-    return [record for record in records if isinstance(record, dict) and isinstance(record.get("round"), int)]
+    """Return the records of rounds in a JSON-lines file; a line that is torn, or none, or has a key twice is none."""
+    raw_lines = path.read_bytes().split(b"\n") if path.exists() else []
+    return [record for record in map(_record, raw_lines) if record is not None]
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]] | None:

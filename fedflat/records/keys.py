@@ -136,9 +136,9 @@ class Mark:
 
     def begin(self, round: int, checksum: str) -> None:
         """Note the checkpoint that a run goes on from ("": none), without lines that are damaged. Raises RunError."""
-        lines = self._lines()
-        good = [line for line in lines if _CHECKPOINT.fullmatch(line)]
-        if checksum or len(good) < len(lines):
+        noted = self._noted()
+        good = [part[0] for part in noted if part]
+        if checksum or len(good) < len(noted):
             new = [f"{round} {checksum}".encode()] if checksum else []
             with writing(self._begun, FAILED, "nothing was released"):
                 durable.replace(self._begun, b"".join(line + b"\n" for line in (*good, *new)))
@@ -147,16 +147,16 @@ class Mark:
         """Return the checksums of the checkpoints after ``round`` finished rounds, oldest first; none where none were
         noted, as before 1.0. Where the file is damaged the last one is "", which is nobody's.
         """
-        parts = [_CHECKPOINT.fullmatch(line) for line in self._lines()]
-        checksums = [part[2].decode() for part in parts if part and int(part[1]) == round]
-        return checksums if all(parts) else [*checksums, ""]
+        noted = self._noted()
+        checksums = [part[2].decode() for part in noted if part and int(part[1]) == round]
+        return checksums if all(noted) else [*checksums, ""]
 
     def newest(self) -> int:
         """Return how many rounds had finished at the newest checkpoint that was noted; 0 where none was."""
-        return max((int(part[1]) for part in map(_CHECKPOINT.fullmatch, self._lines()) if part), default=0)
+        return max((int(part[1]) for part in self._noted() if part), default=0)
 
-    def _lines(self) -> list[bytes]:
-        return (_read(self._begun, MARK) or b"").splitlines()
+    def _noted(self) -> list[re.Match[bytes] | None]:
+        return [*map(_CHECKPOINT.fullmatch, (_read(self._begun, MARK) or b"").splitlines())]
 
     def forget(self) -> None:
         """Delete the mark of a run whose folder is deleted too."""

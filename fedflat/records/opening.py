@@ -95,13 +95,13 @@ class Opening:
         entropy. run: the name of the key file, if there is one."""
         secret, name = digest(key, "secret of a run").hex(), digest(key, "name of a run").hex()[:32]
         digests, file = keyed(identity, secret), hashlib.sha256(recipe_text.encode()).hexdigest()
-        return cls(run or name, secret, 1, digests, file, dict(software), engine=identity.engine, terms=dict(terms))
+        return cls(run or name, secret, 1, digests, file, software, engine=identity.engine, terms=terms)
 
     @property
     def public(self) -> dict[str, Any]:
         """What the ledger's lines carry."""
         facts = {"format": self.format, "id": self.run, "attempt": self.attempt, **self.digests}
-        return {**facts, "software": dict(self.software), "terms": dict(self.terms)}
+        return {**facts, "software": self.software, "terms": self.terms}
 
     def differing(self, identity: Identity) -> list[str]:
         """Return which parts of a run are not those it was opened with."""
@@ -114,9 +114,8 @@ class Opening:
 
     def write(self, folder: Path) -> None:
         """Write private/run.json, readable by its owner only; a kill leaves the old one or the new one."""
-        body = {**vars(self), "digests": dict(self.digests), "software": dict(self.software), "terms": dict(self.terms)}
         (folder / OPENING).parent.mkdir(mode=0o700, exist_ok=True)
-        text = json.dumps({**body, "checksum": durable.digest_of_json(body)}, indent=1)
+        text = json.dumps({**vars(self), "checksum": durable.digest_of_json(vars(self))}, indent=1)
         durable.replace(folder / OPENING, text + "\n", mode=0o600)
 
     @classmethod

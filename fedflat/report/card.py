@@ -10,7 +10,6 @@ somebody to read and hand in.
 """
 
 import datetime
-import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ import yaml
 from markupsafe import Markup
 
 from fedflat.core.checks import InputError, readable, require, wrong
+from fedflat.core.durable import digest_of_file
 from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.statement import FALSE_POSITIVES, SEEDED, refuse_seeded, true_positives
 from fedflat.privacy.together import Published, total
@@ -69,14 +69,13 @@ def card(run: Run, others: Sequence[Run] = ()) -> Card:
     every = _with_ledgers([run, *others])
     entries = every[0].entries
     epsilon, delta = metrics.proven_epsilon(run), number(run.privacy.get("delta"))
-    ledger = run.path / "ledger.jsonl"
     values = _stated(run) | {
         "epsilon": epsilon,
         "delta": delta,
         "entries": entries,
         "laws": sorted({f"{e.get('sampling')}, q = {e['q']:g}" for e in entries if number(e.get("q")) is not None}),
         "charged_again": extra_rounds(entries),
-        "digest": hashlib.sha256(ledger.read_bytes()).hexdigest() if ledger.is_file() else "",
+        "digest": digest_of_file(run.path / "ledger.jsonl"),
     }
     if others:
         combined = total(every)

@@ -7,7 +7,6 @@ that needs nothing of fedflat.
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.util
 import io
 import json
@@ -24,6 +23,7 @@ import torch
 
 from fedflat.config.reading import dumped
 from fedflat.core.checks import InputError, RunError, becoming, first_line, making, require, wrong
+from fedflat.core.durable import digest_of_file
 from fedflat.core.imports import missing
 from fedflat.core.types import RoundState
 from fedflat.models.representation import FILE
@@ -71,7 +71,7 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
         for name, content in extra.items():
             (target / name).write_bytes(content)
         names = {path.name for path in target.iterdir()}
-        digests = {name: hashlib.sha256((target / name).read_bytes()).hexdigest() for name in sorted(names)}
+        digests = {name: digest_of_file(target / name) for name in sorted(names)}
         sums = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
         (target / SEALED).write_text(sums, encoding="utf-8")
     except BaseException:  # a disk that is full: half an export would stand in the way of the next try
@@ -147,8 +147,7 @@ def programs(result: Any, *, program: bool, onnx: bool) -> dict[str, bytes]:
     for name in ("onnx", "onnxscript") if onnx else ():  # which torch's exporter needs
         if importlib.util.find_spec(name) is None:
             raise missing("--onnx", name, "onnx")
-    if program or onnx:
-        traced = _traced(result, "--program" if program else "--onnx")
+    traced = _traced(result, "--program" if program else "--onnx")
     if program:
         buffer = io.BytesIO()
         with _quiet():
@@ -208,8 +207,7 @@ def attest(run: str | Path, out: str | Path, key: Path | None = None) -> list[st
     """
     source, target = Path(run), Path(out)
     _check_ended("attest", source, "the folder of a run that ended, or an exported one")
-    refuse_damage(source)
-    refuse_seeded("attest", json.loads((source / STATEMENT).read_bytes()))
+    refuse_seeded("attest", refuse_damage(source).statement or {})
     _check_new("attest", target)
     public = key if key is not None else own_key(source)
     with making("attest", target):

@@ -7,7 +7,6 @@ Example::
     ok ledger.jsonl 20 events in an unbroken chain
 """
 
-import hashlib
 import math
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedflat.config.reading import dumped
 from fedflat.core.checks import InputError, counted, require, wrong
-from fedflat.core.durable import digest_of, read_tensors
+from fedflat.core.durable import digest_of, digest_of_file, read_tensors
 from fedflat.models.representation import FILE, KEPT
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import checksum
@@ -77,8 +76,9 @@ def check_selection(path: Path, key: Path | None, witness: Path | None) -> Itera
     yield from (check._replace(record=f"{WINNER}/{check.record}") for check in inspect_run(path / WINNER, key, witness))
 
 
-def refuse_damage(folder: Path) -> None:
-    """Ask the same checks before a run's records are used, without the second accountant; pages and modes may differ.
+def refuse_damage(folder: Path) -> Records:
+    """Return a run's records before they are used, once the same checks were asked without the second accountant; pages
+    and modes may differ.
 
     Raises:
         InputError: the first record that is not as it was written, or says what the run does not give.
@@ -97,6 +97,7 @@ def refuse_damage(folder: Path) -> None:
     if uncounted(run.statement or {}, run.entries):
         fewer, hint = f"a statement of fewer rounds than {LEDGER} charges", f"fedflat run --resume {folder} goes on."
         raise wrong(str(folder / STATEMENT), fewer, "a run at its end", hint=hint)
+    return run
 
 
 def check_opening(run: Records) -> Iterator[Check]:
@@ -341,7 +342,9 @@ def check_sums(run: Records) -> Iterator[Check]:
         yield Check(name, "wrong", f"not in {SEALED}: nobody exported it")
     for digest, name in wanted:
         # A name that is none of the folder's files may lead out of it.
-        yield _same(name or SEALED, name in run.files and _sha256(path / name) == digest != "", "as it was exported")
+        yield _same(
+            name or SEALED, name in run.files and digest_of_file(path / name) == digest != "", "as it was exported"
+        )
     if run.recipe is not None and (path / RECIPE).read_bytes() != dumped(run.recipe).encode():
         yield Check(RECIPE, "wrong", "has a comment, or another form than an export writes")
     if files.whole_lines(path / METRICS) is None:
@@ -405,7 +408,7 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
         return
     predicate, subjects = payload.get("predicate") or {}, payload["subjects"]
     ours = {
-        LEDGER: _sha256(path / LEDGER), STATEMENT: _sha256(path / STATEMENT),
+        LEDGER: digest_of_file(path / LEDGER), STATEMENT: digest_of_file(path / STATEMENT),
         "weights": recomputed.released_digest(path, run.finished_rounds), "metrics": files.metrics_digest(path),
         MADE_FOR: recomputed.made_for_digest(run),
     }  # fmt: skip
@@ -443,10 +446,6 @@ def _witnessed(run: Records, public: Ed25519PublicKey | None, witness: Path) -> 
         return "wrong", f"the client saw {events} events, and not these are in the ledger, of {len(run.entries)}"
     by = "" if public is not None else ", by a key that was not given"
     return "ok", f"the {events} events that the client saw are in the ledger{by}"
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def check_pages(run: Records) -> Iterator[Check]:

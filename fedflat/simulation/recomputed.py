@@ -30,6 +30,7 @@ from fedflat.records import folder as files
 from fedflat.records.folder import LEDGER, METRICS, OPENING, RECIPE, REPORT, SEALED, STATEMENT, locked, read_lines
 from fedflat.records.opening import Opening, refuse_older, versions
 from fedflat.records.signing import tips_of
+from fedflat.report.metrics import read_run
 
 HERE = versions(("fedflat",))["fedflat"]
 PREPARATION = "preparation.json"
@@ -518,7 +519,6 @@ OTHER = "shows something else than the records; fedflat report or card makes it 
 def check_page(run: Records) -> tuple[Verdict, str]:
     """Compare report.html with the page that these records give, whatever the folder is called."""
     from fedflat.report.html import public, render
-    from fedflat.report.metrics import read_run
 
     text, released = (run.folder / REPORT).read_text("utf-8", "replace"), public(read_run(run.folder))
     names = {released.name, str(released.recipe.get("name") or released.algorithm)}
@@ -555,7 +555,6 @@ def _of_any_folder(text: str) -> str:
 def check_card(run: Records, name: str) -> tuple[Verdict, str]:
     """Compare a card with the one that these records give; what ``--with`` added is not covered."""
     from fedflat.report import card as making
-    from fedflat.report.metrics import read_run
 
     card, text = making.card(read_run(run.folder)), (run.folder / name).read_text("utf-8", "replace")
     again = making.html(card) if name.endswith(".html") else making.markdown(card)

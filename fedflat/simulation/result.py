@@ -28,12 +28,12 @@ from fedflat.models import build
 from fedflat.models.representation import FILE, KEPT
 from fedflat.privacy.statement import is_seeded
 from fedflat.records import checkpoint
-from fedflat.records.folder import LOCKED, METRICS, PRIVATE, RECIPE, STATEMENT, locked, read_lines
+from fedflat.records.folder import LOCKED, PRIVATE, RECIPE, STATEMENT, read_lines
 from fedflat.report.metrics import own_metrics
 from fedflat.report.summary import cautions, summary_rows
 from fedflat.simulation.export import Exported, programs, write_export
 from fedflat.simulation.inspection import refuse_damage
-from fedflat.simulation.recomputed import MODEL
+from fedflat.simulation.recomputed import MODEL, Records
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -179,15 +179,15 @@ def load(path: str | Path, model: nn.Module | str | None = None) -> Result:
     require((folder / RECIPE).is_file(), "load", placed(folder), "the folder of a run, or an exported one")
     hint = f"Go on with: fedflat run --resume {path}"
     require((folder / STATEMENT).is_file(), "load", f"{path} without {STATEMENT}", "a run that ended", hint=hint)
-    refuse_damage(folder)
-    recipe, history = Recipe.load(folder), read_lines(folder / METRICS)
-    weights, facts, heads = _released(folder)
-    if locked(folder):
+    run = refuse_damage(folder)
+    recipe, history = run.parsed, run.metrics
+    weights, facts, heads = _released(run)
+    if run.locked:
         left = "private_history and personal parts are left out, and the seals that lie there were not compared"
         warnings.warn(f"{folder}: {LOCKED}: {left}", stacklevel=2)
     return Result(
-        history=history, private_history=[] if locked(folder) else read_lines(folder / PRIVATE), recipe=recipe,
-        privacy=json.loads((folder / STATEMENT).read_bytes()), folder=folder, heads=heads, stages={}, made_for=facts,
+        history=history, private_history=[] if run.locked else read_lines(folder / PRIVATE), recipe=recipe,
+        privacy=run.statement or {}, folder=folder, heads=heads, stages={}, made_for=facts,
         stopped="" if len(history) >= recipe.rounds else f"stopped after {counted(len(history), 'round')}",
         make_module=functools.partial(_module, recipe, weights, facts, model, folder),
     )  # fmt: skip
@@ -199,12 +199,13 @@ def _path(where: str, given: Any) -> Path:
         return Path(given)
 
 
-def _released(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[int, Tensor]]:
+def _released(run: Records) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[int, Tensor]]:
     """Return the last weights by parameter name, what the module was made for, and the personal heads there are."""
+    folder = run.folder
     if (folder / MODEL).is_file():
         weights, metadata = contents_of(folder / MODEL)
         return weights, json.loads(metadata.get("made_for", "{}")), {}
-    newest = checkpoint.newest(folder / "checkpoints", hidden=not locked(folder))
+    newest = checkpoint.newest(folder / "checkpoints", hidden=not run.locked)
     if newest is None:
         raise wrong("load", f"{folder} without a sound checkpoint", "a run with released weights")
     _, heads, facts = newest

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import fedflat
+from fedflat.core import durable
 from fedflat.engine import resume
 from fedflat.privacy.ledger import Ledger
 from fedflat.records import checkpoint, keys
@@ -159,6 +160,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
     fedflat.run(small, out=tmp_path / "torn", should_stop=lambda: next(count) > 2)
     newest = sorted((tmp_path / "torn" / "checkpoints").glob("*.safetensors"))[-1]
     newest.write_bytes(newest.read_bytes()[:200])
+    newest.with_name("round-000004.safetensors.part").write_bytes(b"")  # half-written: it proves no release
     found = fedflat.run(small, out=tmp_path / "torn", resume=True)
     assert without_seconds(found.history) == without_seconds(whole.history)
     for a, b in zip(whole.model.parameters(), found.model.parameters()):
@@ -273,7 +275,7 @@ POINTS: dict[str, Any] = {
     "between the metric files": (RunFolder, "_line", _killing(RunFolder._line, True, 5)),
     "inside a metric line": (RunFolder, "_line", _torn_line),
     "before the checkpoint": (checkpoint, "save", _killing(checkpoint.save, False, 3)),
-    "before the checkpoint has its name": (checkpoint.os, "replace", _killing(os.replace, False, 5)),
+    "before the checkpoint has its name": (os, "replace", _killing(os.replace, False, 5)),
     "after the checkpoint": (checkpoint, "save", _killing(checkpoint.save, True, 3)),
 }
 
@@ -309,7 +311,7 @@ def test_killed_between_any_two_writes(point: str, tmp_path: Path, whole_run: Pa
 def test_a_record_s_name_is_on_disk_with_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut may take a new file's name away as long as its folder was not flushed after it was made."""
     order: list[str] = []
-    for module in (folder_module, checkpoint):
+    for module in (folder_module, durable, checkpoint):
         monkeypatch.setattr(module, "flush", lambda path: order.append(str(path.relative_to(tmp_path))))
     fedflat.run(recipe("dp2-fedsam") | {"rounds": 1}, out=tmp_path / "run")
     for name in ("metrics.jsonl", "private/private.jsonl", "private/private.seals", "checkpoints", "private/heads"):

@@ -33,10 +33,10 @@ def _arguments(setting: Row, trust: str, sampling: str, accountant: str) -> Row:
     arguments = {**setting, "trust": trust, "sampling": law, "accountant": accountant}
     if sampling == "truncated" and arguments.get("max_cohort") is None:
         raise InputError("needs the largest cohort (max_cohort)")
-    dropped = set() if sampling == "truncated" else {"max_cohort"}
-    dropped |= set() if trust == "distributed" else {"min_cohort", "colluders"}
-    dropped |= set() if trust == "local" else {"max_participations"}
-    return {name: value for name, value in arguments.items() if name not in dropped}
+    distributed = trust == "distributed"
+    applies = {"max_cohort": sampling == "truncated", "min_cohort": distributed, "colluders": distributed,
+               "max_participations": trust == "local"}  # fmt: skip
+    return {name: value for name, value in arguments.items() if applies.get(name, True)}
 
 
 def budget_table(*, only: Mapping[str, str] = MappingProxyType({}), **setting: Any) -> list[Row]:

@@ -143,16 +143,20 @@ def quiet() -> Iterator[None]:
 @lru_cache(maxsize=16)
 def _renyi(event: Any) -> tuple[tuple[float, ...], NDArray[np.float64]]:
     """Orders and the library's Rényi divergences ``(n,)`` of one repetition; kept."""
-    from dp_accounting import NeighboringRelation, rdp
-
-    # The library accepts one relation for these events, and another one for all others.
-    replaced = _kind(event)[0] == "fixed"
-    relation = NeighboringRelation.REPLACE_ONE if replaced else NeighboringRelation.ADD_OR_REMOVE_ONE
-    orders = WITHOUT_REPLACEMENT_ORDERS if replaced else RDP_ORDERS
-    accountant = rdp.RdpAccountant(orders, relation)
+    accountant = rdp_accountant(event)
     with quiet():
         accountant.compose(event)
-    return tuple(float(order) for order in orders), accountant.rdp
+    return tuple(float(order) for order in accountant.orders), accountant.rdp
+
+
+def rdp_accountant(event: Any) -> Any:
+    """Return the library's Rényi accountant for such events, with nothing composed yet."""
+    from dp_accounting import NeighboringRelation, rdp
+
+    # The library accepts one relation for cohorts without replacement, and another one for all others.
+    if _kind(event)[0] == "fixed":
+        return rdp.RdpAccountant(WITHOUT_REPLACEMENT_ORDERS, NeighboringRelation.REPLACE_ONE)
+    return rdp.RdpAccountant(RDP_ORDERS, NeighboringRelation.ADD_OR_REMOVE_ONE)
 
 
 def compose_epsilon(event: Any, rounds: int, delta: float, accountant: str = "pld") -> float:

@@ -200,17 +200,8 @@ def _bracket(
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest n in [0, most] with ``fits(n)``, for a condition that once false stays false; 0 is assumed to fit.
-
-    Doubling, then bisection: about 2·log₂(n) questions.
-    """
-    high = 1
-    while high < most and fits(high):
-        high *= 2
-    if high >= most and fits(most):
-        return most
-    low = high // 2
-    return low + bisect_left(range(low + 1, min(high, most) + 1), True, key=lambda n: not fits(n))
+    """The largest n in [0, most] with ``fits(n)``, for a condition that once false stays false; 0 is taken to fit."""
+    return most if fits(most) else bisect_left(range(1, most), True, key=lambda n: not fits(n))
 
 
 def split_noise(sigma: float, count_sigma: float) -> float:

@@ -7,7 +7,6 @@ T releases of Gaussian noise with multiplier σ (std / sensitivity) are one rele
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,8 +69,12 @@ def schedule_epsilon(rounds: int, q: float, multiplier: float, delta: float) -> 
 
     if multiplier == 0:
         return math.inf
+    law = binom(rounds, q)
     # Counts that are left out could be worst cases, so their whole chance is charged to δ.
-    counts, weights, missing = _support(binom(rounds, q), rounds, delta)
+    high = min(rounds, int(law.isf(delta * 1e-4)) + 1)
+    counts, missing = np.arange(high + 1, dtype=np.float64), float(law.sf(high))
+    weights: Floats = np.asarray(law.pmf(counts), dtype=np.float64)
+    counts, weights = counts[weights > 0], weights[weights > 0]
     if counts[-1] == 0:
         return 0.0
     mus = np.sqrt(np.maximum(counts, 1)) / multiplier
@@ -79,12 +82,3 @@ def schedule_epsilon(rounds: int, q: float, multiplier: float, delta: float) -> 
     return _solve(
         lambda e: float(weights @ np.exp(log_delta(e, mus))) + missing, delta, _ceiling(float(mus[-1]), delta / 2)
     )
-
-
-def _support(law: Any, rounds: int, delta: float) -> tuple[Floats, Floats, float]:
-    """Counts with all but 1e-4·δ of the upper tail, their probabilities, and the mass left out above them."""
-    high = min(rounds, int(law.isf(delta * 1e-4)) + 1)
-    counts = np.arange(high + 1, dtype=np.float64)
-    weights: Floats = np.asarray(law.pmf(counts), dtype=np.float64)
-    keep = weights > 0
-    return counts[keep], weights[keep], float(law.sf(high))
