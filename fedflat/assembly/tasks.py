@@ -124,8 +124,10 @@ def _check_targets(data: FederatedData, task: str, targets: Tensor, place: Calla
     if targets.is_floating_point() and targets.numel():
         hint = "For numbers to be predicted: task: regression; for several labels: task: multilabel."
         allowed = f"whole numbers (class numbers from 0), for task: {task}"
-        row = int((targets != targets.round()).reshape(len(targets), -1).any(1).to(torch.uint8).argmax())
-        raise wrong(f"{place(row)}, target", f"{targets[row].flatten()[0]:g}", allowed, hint=hint)
+        fractional = (targets != targets.round()).reshape(len(targets), -1).any(1).to(torch.uint8)
+        row = int(fractional.argmax())
+        problem = f"{targets[row].flatten()[0]:g}" + ("" if fractional[row] else f" of type {targets.dtype}")
+        raise wrong(f"{place(row)}, target", problem, allowed, hint=hint)
     if task == "next-token" and targets.dim() != 2:
         shape = f"shape {tuple(targets.shape[1:])} per example"
         raise wrong(f"{place(0)}, target", shape, "(T,), a token id for each place, for task: next-token")

@@ -323,6 +323,8 @@ def _column(values: pd.Series, feature: Any) -> Column:
         return facts | _text(present, distinct)
     if values.dtype.kind == "b":
         return facts | {"becomes": "0 or 1", "number": True}
+    if values.dtype.kind in "iu" and max(-int(present.min()), int(present.max())) > 1 << 53:
+        facts["fault"] = "whole numbers beyond 2^53 lose their last digits; a number that names something is no input"
     return facts | _numbers(present.astype(float))
 
 

@@ -45,6 +45,10 @@ def run(
     """
     if resume is not None:
         _check_resumed(resume, beside=recipe is not None or bool(override) or out is not None)
+    elif out is not None:
+        from fedflat.records.folder import check_new
+
+        check_new(out)  # here too, before torch takes seconds to load
     parsed = recipe_of(resume or recipe, override)
     from fedflat.report.progress import Progress
 

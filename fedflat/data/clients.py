@@ -330,6 +330,8 @@ def _pair(where: str, pair: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _finite(where: str, values: torch.Tensor) -> torch.Tensor:
     """As float32 or int64. Raises InputError, naming the row, for a number that is not finite as such."""
     require(not values.is_complex(), where, f"dtype {values.dtype}", "floating-point or whole numbers")
+    if values.dtype == torch.uint64 and bool((values.view(torch.int64) < 0).any()):
+        raise wrong(where, "a whole number of 2^63 or more", "whole numbers of 64 bits with a sign")
     values = values.to(torch.float32 if values.is_floating_point() else torch.int64)
     if not bool(torch.isfinite(values).all()):
         raise wrong(f"{where}[{_first_row(~torch.isfinite(values))}]", "a NaN or infinite value", "finite numbers")
