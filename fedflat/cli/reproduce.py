@@ -135,9 +135,8 @@ def _fill(table: tables.Table, request: Request) -> None:
 
 
 def _draw(figure: figures.PaperFigure, request: Request) -> None:
-    """Draw a figure, on a page and as SVG, PNG and PDF beside it; its runs are trained, or only planned."""
+    """Draw a figure; its runs are trained, or only planned."""
     from fedflat.papers import figures
-    from fedflat.report import flatness
     from fedflat.report.progress import ExperimentProgress
 
     overrides, folder = request.override or (), request.out or Path("runs")
@@ -148,7 +147,13 @@ def _draw(figure: figures.PaperFigure, request: Request) -> None:
         drawn = figures.draw(
             figure, folder, request.size, overrides, request.seeds, request.processes, progress.update, progress.say
         )
-    folder = folder / f"reproduce-{figure.paper}-{figure.name}"
+    write_drawn(drawn, folder / f"reproduce-{figure.paper}-{figure.name}")
+
+
+def write_drawn(drawn: figures.Drawn, folder: Path) -> None:
+    """Write a page, and each drawing as SVG, PNG and PDF beside it; print the files, and what differs."""
+    from fedflat.report import flatness
+
     for page in write_pages(drawn, folder):
         print(page)
     curves = [curve for record in drawn.landscapes for curve in flatness.figures(record)]
