@@ -68,9 +68,10 @@ class Workers:
         files = Made(load_files, user_files())  # before all else that is unpacked there
         common = (files, shared_inner, self.tasks, self.answers, self.slots, self.shared)
         with _worker_environment(), _without_main():
-            self.processes = [context.Process(target=_work, args=common, daemon=True) for _ in range(count)]
-            for process in self.processes:
+            for _ in range(count):
+                process = context.Process(target=_work, args=common, daemon=True)
                 process.start()
+                self.processes.append(process)  # close() joins those that did start
         atexit.register(self.close)
 
     def _share(self, broadcast: Broadcast) -> None:
