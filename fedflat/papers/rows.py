@@ -234,8 +234,10 @@ def _share(cell: Cell, run: Run, first: Run | None) -> float | None:
 
 def _counted(cell: Cell, run: Run, first: Run | None) -> float | None:
     """Return the rounds to the target, or how many times as many the first method takes."""
-    target = (cell.target or 0.0) / 100
-    rounds, baseline = (None if one is None else metrics.rounds_to(one, target) for one in (run, first))
+    rounds, baseline = (
+        None if one is None or cell.target is None else metrics.rounds_to(one, cell.target / 100)
+        for one in (run, first)
+    )
     if rounds is None or cell.measure == "rounds":
         return rounds
     if baseline is None or math.isinf(baseline):
