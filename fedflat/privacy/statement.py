@@ -43,10 +43,10 @@ def rounds_charged(rounds_run: int, entries: Sequence[Mapping[str, Any]]) -> int
 def least_noise(plan: Plan, entries: Sequence[Mapping[str, Any]]) -> float:
     """The least multiplier that the plan or any ledger line says: that of all charged rounds, which bounds them.
 
-    A run's own lines all have its plan's.
+    A run's own lines all have its plan's; those of a published procedure, which are about one message, name it apart.
     """
-    recorded = [float(entry["noise_multiplier"] or 0.0) for entry in entries if "noise_multiplier" in entry]
-    return min([plan.event_multiplier, *recorded])
+    name = "published_noise_multiplier" if plan.protocol == "published" else "noise_multiplier"
+    return min([plan.event_multiplier, *(float(entry[name] or 0.0) for entry in entries if name in entry)])
 
 
 def statement(
