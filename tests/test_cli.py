@@ -148,7 +148,7 @@ def test_resume_goes_on_from_the_folders_own_recipe(
     assert said.status == 128 + number and "fedflat run --resume parts" in said.out
     assert len(Path("parts/metrics.jsonl").read_text().splitlines()) == 1
     with monkeypatch.context() as patch:  # stopped once more, before its first round
-        patch.setattr("fedflat.simulation.planning.drowned", lambda *given: signal.raise_signal(number) or [])
+        patch.setattr("fedflat.assembly.planning.drowned", lambda *given: signal.raise_signal(number) or [])
         said = fedflat("run", "--resume", "parts")
         assert "ended already" not in said.out and "fedflat run --resume parts" in said.out
     said = fedflat("run", "--resume", "parts")

@@ -11,16 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 import fedflat
-from fedflat.cli import filled, main
-from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError
-from fedflat.core.cohorts import Fixed, Truncated
-from fedflat.core.rounding import ROUNDING
-from fedflat.data.clients import from_pairs
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
-from fedflat.privacy.plan import Plan, build_plan
-from fedflat.simulation import planning
-from fedflat.simulation.planning import (
+from fedflat.assembly import planning
+from fedflat.assembly.planning import (
     ALTERNATIVES,
     Best,
     Changed,
@@ -31,6 +23,14 @@ from fedflat.simulation.planning import (
     forecast,
     made_up,
 )
+from fedflat.cli import filled, main
+from fedflat.config.recipe import Recipe
+from fedflat.core.checks import InputError
+from fedflat.core.cohorts import Fixed, Truncated
+from fedflat.core.rounding import ROUNDING
+from fedflat.data.clients import from_pairs
+from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+from fedflat.privacy.plan import Plan, build_plan
 
 RECIPE: dict[str, Any] = {
     "rounds": 6, "data": {"dataset": "digits", "clients": 40}, "model": {"name": "mlp", "hidden": 8},

@@ -11,6 +11,6 @@ Example::
 
 ``inputs`` builds the federation and the module, ``plans`` the method, the privacy plan and other public numbers, and
 ``tasks`` the loss and the metrics; ``piece_check`` tries a user's own pieces on made-up numbers. ``jobs`` puts all of
-it together, for a simulation as for a deployment. ``records`` writes down what the run is before its first draw, and
-``stating`` makes its privacy statement, in the run and again in ``fedflat verify``.
+it together, for a simulation as for a deployment; ``planning`` says what it will cost. ``records`` writes down what the
+run is before its first draw, and ``stating`` makes its privacy statement, in the run and again in ``fedflat verify``.
 """

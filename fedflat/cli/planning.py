@@ -28,8 +28,8 @@ def plan(
         no_trial: Do not time local training on made-up data.
     """
     parsed = recipe_of(recipe, override)  # before torch takes seconds to load
+    from fedflat.assembly.planning import forecast
     from fedflat.privacy.ledger import plain_json
-    from fedflat.simulation.planning import forecast
 
     facts, planned = forecast(parsed, trial=not no_trial)
     if as_json:

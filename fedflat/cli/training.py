@@ -94,8 +94,8 @@ def _check_resumed(folder: Path, beside: bool) -> None:
 
 def _callbacks(recipe: Recipe, progress: Progress) -> dict[str, Any]:
     """Return what is called before the first round, and after each one."""
+    from fedflat.assembly.planning import drowned
     from fedflat.report.summary import DivergenceWatch
-    from fedflat.simulation.planning import drowned
 
     divergence = DivergenceWatch()
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fedflat.assembly.planning import drowned
 from fedflat.assembly.stating import Terms
 from fedflat.config import reading
 from fedflat.core import durable
@@ -44,7 +45,6 @@ from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, RunFolder
 from fedflat.records.opening import Opening, refuse_older, versions
-from fedflat.simulation.planning import drowned
 from fedflat.simulation.run import write_beginning, write_ending
 
 log = logging.getLogger("fedflat.server")

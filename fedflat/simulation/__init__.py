@@ -13,6 +13,6 @@ Example::
     fedflat.load("runs/first").predict(rows)
 
 ``run`` gives a ``result``; ``experiment`` runs many and compares them; ``tuning`` chooses settings and pays for that;
-``settings`` says which; ``planning`` says what a recipe will cost before it is run. ``inspection`` checks every record
-against every other, with what ``recomputed`` makes again from the others; ``export`` makes folders to hand over.
+``settings`` says which. ``inspection`` checks every record against every other, with what ``recomputed`` makes again
+from the others; ``export`` makes folders to hand over.
 """
