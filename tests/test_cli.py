@@ -86,6 +86,7 @@ def test_run_as_json_prints_json_only(fedflat: Any, recipe: str) -> None:
         (["-o", "privacy.accountant=rpd"], ["rpd"]),
         (["--resume", "there"], ["--resume", "alone"]),
         (["--ot", "x"], ["--ot"]),
+        (["-o", "a\x1b[2J"], ["-o: found a?[2J;"]),  # nothing that was typed steers the terminal
     ],
 )
 def test_bad_input_is_one_line_and_status_2(fedflat: Any, recipe: str, words: list[str], parts: list[str]) -> None:

@@ -18,7 +18,7 @@ from typer import Option
 from fedflat import __version__
 from fedflat.cli import as_command
 from fedflat.core import process
-from fedflat.core.checks import InputError, RunError, nearest, require
+from fedflat.core.checks import InputError, RunError, nearest, readable, require
 
 app = typer.Typer(
     name="fedflat",
@@ -190,7 +190,7 @@ def _ascii(letter: str) -> str:
 
 
 def _complain(text: str, status: int) -> None:
-    print(f"fedflat: {text}", file=sys.stderr)
+    print(f"fedflat: {readable(text, '?')}", file=sys.stderr)
     sys.exit(status)
 
 
