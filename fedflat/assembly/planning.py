@@ -10,7 +10,7 @@ whole run would be √T times as large.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -82,76 +82,47 @@ def drowning(ratio: Best | None) -> str:
     )
 
 
-class Changed(NamedTuple):
-    """A setting with something changed: its plan before calibration, its coordinates, and what else it costs."""
-
-    plan: Plan
-    coordinates: int
-    cost: str = ""
-
-
-def _full(plan: Plan, coordinates: int) -> Changed | None:
-    sampler = plan.sampler
-    if sampler.q >= 1:
-        return None
-    everybody = float(sampler.clients)
-    full = replace(sampler, size=everybody) if isinstance(sampler, Fixed) else Poisson(sampler.clients, everybody)
-    return Changed(_with(plan, full), coordinates, f"{1 / sampler.q:.3g} times the training and the traffic of a round")
-
-
-def _larger_cohort(plan: Plan, coordinates: int) -> Changed | None:
-    # From half of the clients on, full participation is as much.
-    if plan.sampler.q >= 0.5:
-        return None
-    return Changed(_with(plan, _times(plan.sampler, cohort=2)), coordinates, "twice the training of a round")
-
-
-def _twice_all(plan: Plan, coordinates: int) -> Changed:
-    return Changed(_with(plan, _times(plan.sampler, 2, 2)), coordinates, "δ stays; 0.1/M would be half of it")
-
-
-def _fewer_parameters(plan: Plan, coordinates: int) -> Changed | None:
-    changed = Changed(plan, coordinates // 10, "fewer features, or a linear head on public ones")
-    return changed if coordinates >= 100 else None
-
-
-def _fewer_rounds(plan: Plan, coordinates: int) -> Changed | None:
-    half = plan.rounds // 2
-    return Changed(replace(plan, rounds=half), coordinates, "half the steps") if half else None
-
-
-def _bands(plan: Plan, coordinates: int) -> Changed | None:
-    """Return a public round-robin with banded noise, in place of secret coins."""
-    sampler = plan.sampler
-    apart, size = int(sampler.clients / sampler.size), int(sampler.size)
-    if plan.trust != "central" or plan.count_std is not None or apart < 2 or size != sampler.size:
-        return None
-    law = MinSeparation(sampler.clients, size, apart)
-    kind = "banded" if plan.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
-    banded = replace(plan, sampler=law, mechanism=scheduled_plan(law, plan.rounds, kind))
-    return Changed(banded, coordinates, f"no secret sampling; a client comes every {apart} rounds at most")
-
-
-Maker = Callable[[Plan, int], Changed | None]
-ALTERNATIVES: tuple[tuple[str, Maker], ...] = (
-    ("full participation", _full), ("twice the cohort", _larger_cohort),
-    ("twice the clients, twice the cohort", _twice_all), ("a tenth of the parameters", _fewer_parameters),
-    ("half the rounds", _fewer_rounds), ("correlated noise, clients in turns", _bands),
-)  # fmt: skip
-"""What is tried, and how the setting changes; None where it does not apply."""
-
 FEATURES = 1280
-"""Of EfficientNet-Lite, whose linear head is what ``on_public_body`` compares with."""
+"""Of EfficientNet-Lite, with whose linear head other models of images are compared."""
+Change = tuple[str, Callable[[], Plan], int, str]
+"""A change's name, what makes the plan with it before calibration, its coordinates, and what else it costs."""
 
 
-def on_public_body(classes: int) -> tuple[str, Maker]:
-    """Return the change to a frozen public image network, for a recipe that trains another model on images."""
+def changes(plan: Plan, coordinates: int, classes: int | None) -> Iterator[Change]:
+    """Yield what may help, where it applies. classes: of images whose model has no public body; None of others."""
+    sampler, half, head = plan.sampler, plan.rounds // 2, (FEATURES + 1) * (classes or 0)
+    apart = int(sampler.clients / sampler.size)
+    if 0 < head < coordinates:
+        cost = "model: {name: image-encoder, body: efficientnet-lite0}, fedflat[vision]"
+        yield "a linear head on a public network", lambda: plan, head, cost
+    if sampler.q < 1:
+        cost = f"{1 / sampler.q:.3g} times the training and the traffic of a round"
+        yield "full participation", lambda: _with(plan, _everybody(sampler)), coordinates, cost
+    if sampler.q < 0.5:  # from half of the clients on, full participation is as much
+        larger = "twice the training of a round"
+        yield "twice the cohort", lambda: _with(plan, _times(sampler, cohort=2)), coordinates, larger
+    more = "twice the clients, twice the cohort"
+    yield more, lambda: _with(plan, _times(sampler, 2, 2)), coordinates, "δ stays; 0.1/M would be half of it"
+    if coordinates >= 100:
+        fewer = "fewer features, or a linear head on public ones"
+        yield "a tenth of the parameters", lambda: plan, coordinates // 10, fewer
+    if half:
+        yield "half the rounds", lambda: replace(plan, rounds=half), coordinates, "half the steps"
+    if plan.trust == "central" and plan.count_std is None and apart >= 2 and sampler.size == int(sampler.size):
+        cost = f"no secret sampling; a client comes every {apart} rounds at most"
+        yield "correlated noise, clients in turns", lambda: _in_turns(plan, apart), coordinates, cost
 
-    def make(plan: Plan, coordinates: int) -> Changed | None:
-        head, cost = (FEATURES + 1) * classes, "model: {name: image-encoder, body: efficientnet-lite0}, fedflat[vision]"
-        return Changed(plan, head, cost) if head < coordinates else None
 
-    return "a linear head on a public network", make
+def _everybody(sampler: Any) -> Any:
+    everybody = float(sampler.clients)
+    return replace(sampler, size=everybody) if isinstance(sampler, Fixed) else Poisson(sampler.clients, everybody)
+
+
+def _in_turns(plan: Plan, apart: int) -> Plan:
+    """Return a public round-robin with banded noise, in place of secret coins."""
+    law = MinSeparation(plan.sampler.clients, int(plan.sampler.size), apart)
+    kind = "banded" if plan.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
+    return replace(plan, sampler=law, mechanism=scheduled_plan(law, plan.rounds, kind))
 
 
 CLIP = (
@@ -160,25 +131,22 @@ CLIP = (
 )
 
 
-def alternatives(
-    plan: Plan, coordinates: int, noise: Noise, makers: Sequence[tuple[str, Maker]] = ALTERNATIVES
-) -> list[dict[str, Any]]:
+def alternatives(plan: Plan, coordinates: int, noise: Noise, classes: int | None = None) -> list[dict[str, Any]]:
     """Return what each change would give at the plan's own ε and δ; nothing for laws other than the Gaussian sum.
 
+    classes: of a recipe that trains another model on images than a head on a public network; None for others.
     A change that is not possible has no noise_multiplier, and the reason as its note.
     """
     target = plan.epsilon()
     if not plan.private or plan.mechanism or plan.noise_cohort or not 0 < target < math.inf:
         return []
     rows = []
-    for name, make in makers:
+    for name, make, changed, note in changes(plan, coordinates, classes):
         sigma, ratio = None, None
         try:
-            if not (changed := make(plan, coordinates)):
-                continue
             # Fewer parameters need no other noise.
-            calibrated = plan if changed.plan is plan else changed.plan.calibrated(target)
-            sigma, ratio, note = calibrated.noise_multiplier, best(calibrated, changed.coordinates, noise), changed.cost
+            calibrated = plan if changed != coordinates else make().calibrated(target)
+            sigma, ratio = calibrated.noise_multiplier, best(calibrated, changed, noise)
         except InputError as error:
             note = f"not possible: {error}"
         ratios = ratio._asdict() if ratio else {}
@@ -244,7 +212,6 @@ def _outlook(recipe: Recipe, job: Job, data: FederatedData) -> tuple[dict[str, A
     ratio = best(plan, coordinates, noise)
     drowned = drowning(ratio)
     scratch = drowned and len(data.input_shape) == 3 and not getattr(job.problem.pristine, "frozen", False)
-    makers = (*([on_public_body(data.classes)] if scratch else []), *ALTERNATIVES)
     turns = [] if plan.protocol == "published" or not plan.private else _by_round(plan)
     epsilon = None if why else turns[-1]["epsilon"]
     seeded = recipe.privacy.randomness == "seeded"  # whoever has the seed can take the noise off again
@@ -257,7 +224,7 @@ def _outlook(recipe: Recipe, job: Job, data: FederatedData) -> tuple[dict[str, A
         "true_positives": None if epsilon is None or seeded else true_positives(epsilon, plan.delta),
         "false_positives": FALSE_POSITIVES, "noise_over_clip": ratio and 1 / ratio.round,
         "signal_to_noise_at_best": ratio and ratio._asdict(),
-        "alternatives": alternatives(plan, coordinates, noise, makers),
+        "alternatives": alternatives(plan, coordinates, noise, data.classes if scratch else None),
     }  # fmt: skip
     return facts, tuple(filter(None, [*why, drowned, *plan.warnings, CLIP if drowned else ""]))
 
