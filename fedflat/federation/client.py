@@ -76,37 +76,37 @@ class Client:
         """
         content = without_tip(content, self.store.folder, self.operator)
         with becoming(lambda fault: Refused(f"the server's message is malformed: {fault.reason}"), Malformed):
-            if "stage" in (content.get(wire.FACTS) or {}):
-                return answer_stage(self, content)
-            if self.job.parts.plan.trust == "distributed":
+            _, facts = wire.parts_of(content)
+            round, client = wire.number(facts, "round"), wire.number(facts, "client")
+            insist(client == self.number, Refused(f"the server asks client {client}, this is client {self.number}"))
+            insist(facts.get("pin") == self.task.pin, Refused("the server runs another recipe, task or roster"))
+            nonce, plan = wire.sixteen(facts, "nonce"), self.job.parts.plan
+            insist(round < plan.rounds, Refused(f"the server asks for round {round} of {plan.rounds}"))
+            if "stage" in facts:
+                insist(plan.trust == "distributed", Refused("the recipe's trust model is not distributed"))
+                return answer_stage(self, content, round, nonce)
+            if plan.trust == "distributed":
                 raise Refused("the server asks for an update without secure aggregation")
-            ask = wire.read_request(content, self.job.parts.layout.dimension, self.job.parts.broadcast)
-        self.check(ask)
-        update, examples = self.update(ask.broadcast)
-        if self.job.parts.plan.trust == "local":
-            self.store.note_participation(ask.broadcast.round)
-        return wire.write_answer(wire.Answer(ask.broadcast.round, ask.nonce, update.numpy(), examples))
+            broadcast = self.read_broadcast(content)
+        update, examples = self.update(broadcast)
+        if plan.trust == "local":
+            self.store.note_participation(round)
+        return wire.write_answer(wire.Answer(round, nonce, update.numpy(), examples))
 
-    def check_question(self, client: Any, pin: Any, round: int) -> None:
-        """Refuse a question to another client, about another recipe, task or roster, or beyond the last round."""
-        insist(client == self.number, Refused(f"the server asks client {client}, this is client {self.number}"))
-        insist(pin == self.task.pin, Refused("the server runs another recipe, task or roster"))
-        if round >= self.job.parts.plan.rounds:
-            raise Refused(f"the server asks for round {round} of {self.job.parts.plan.rounds}")
-
-    def check(self, ask: wire.Request) -> None:
-        """Check what a client must not take the server's word for."""
+    def read_broadcast(self, content: Any) -> Broadcast:
+        """Return what a message broadcasts, if it is what a client need not take the server's word for."""
         plan, clip = self.job.parts.plan, self.job.parts.clip
-        self.check_question(ask.client, ask.pin, ask.broadcast.round)
-        if not clip.moves and ask.broadcast.clip != self.job.threshold:
+        broadcast = wire.read_broadcast(content, self.job.parts.layout.dimension, self.job.parts.broadcast)
+        if not clip.moves and broadcast.clip != self.job.threshold:
             raise Refused("the server asks for another clip than the recipe's")
         if plan.trust != "local":
-            return
-        if ask.broadcast.round in self.store.answered():  # a second noised answer would be one more than is charged
-            raise Answered(f"this client's answer to round {ask.broadcast.round} has left already")
+            return broadcast
+        if broadcast.round in self.store.answered():  # a second noised answer would be one more than is charged
+            raise Answered(f"this client's answer to round {broadcast.round} has left already")
         allowed = plan.rounds if plan.max_participations is None else plan.max_participations
         if len(self.store.answered()) >= allowed:
             raise Answered(f"this client has taken part {allowed} times, which is all its guarantee allows")
+        return broadcast
 
     def update(self, broadcast: Broadcast) -> tuple[Tensor, int]:
         """Return the clipped update ``(k·d,)``, noised under local trust, and the sample count if it is asked for."""

@@ -105,8 +105,8 @@ def test_a_state_folder_is_one_clients_and_its_answers_are_what_it_wrote(tmp_pat
 def test_local_trust_noise_is_never_drawn_twice(tmp_path: Path) -> None:
     _, clients = deployed(tmp_path / "fed", small(privacy={"trust": "local", "noise_multiplier": 2.0}))
     size = clients[0].job.parts.layout.dimension
-    ask = wire.read_request(ask_of(clients[0]), size)  # below the rule that it is answered once
-    one, two = (clients[0].update(ask.broadcast)[0] for _ in range(2))
+    broadcast = wire.read_broadcast(ask_of(clients[0]), size)  # below the rule that it is answered once
+    one, two = (clients[0].update(broadcast)[0] for _ in range(2))
     assert (one - two).std() == pytest.approx(2**0.5 * 0.2, rel=0.2)
 
 
