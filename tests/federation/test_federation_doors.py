@@ -364,9 +364,10 @@ def test_a_handshake_that_was_cut_is_tried_again(patient: bool, monkeypatch: pyt
     import httpx
     from flwr.supernode import fleet_http_connection as connection
 
-    monkeypatch.setattr(connection, "make_simple_http_retry_invoker", connection.make_simple_http_retry_invoker)
+    for name in ("make_simple_http_retry_invoker", "NodeAuthHttpInterceptor", "flwr_exit"):  # put back after the test
+        monkeypatch.setattr(connection, name, getattr(connection, name))
     if patient:
-        supernode.ask_again()
+        supernode.mend_connection("host:1", 1)
     invoker = connection.make_simple_http_retry_invoker()
     invoker.wait_function = lambda seconds: None
     left = [
@@ -389,8 +390,9 @@ def test_a_node_that_the_superlink_does_not_know_ends_with_a_sentence(monkeypatc
 
     answers = mock.Mock(**{"return_value.intercept.return_value.status_code": 412})
     monkeypatch.setattr(connection, "NodeAuthHttpInterceptor", type("Signer", (), {"intercept": answers().intercept}))
-    monkeypatch.setattr(connection, "flwr_exit", None)
-    supernode.say_why("host:1")
+    for name in ("flwr_exit", "make_simple_http_retry_invoker"):  # put back after the test
+        monkeypatch.setattr(connection, name, getattr(connection, name))
+    supernode.mend_connection("host:1", 1)
     with pytest.raises(RunError, match="another SuperNode has this client's key"):
         connection.NodeAuthHttpInterceptor().intercept(mock.Mock(rpc_method="/ActivateNode"), None)  # type: ignore[call-arg]
     answers.return_value.intercept.return_value.status_code = 401
@@ -644,7 +646,7 @@ def test_a_gate_keeps_few_strangers_and_each_for_a_short_time(caplog: pytest.Log
     for one in (known, first, *others, *many):
         one[0].close()
         one[1].close()
-    assert not gate._strangers and not gate._guests
+    assert not gate._open
     assert caplog.text.count("connections have shown") == caplog.text.count("are closed after") == 1
     gate.close()
 
