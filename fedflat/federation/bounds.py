@@ -221,9 +221,7 @@ class ReplyKeeper:
             if reply is not None:
                 reply.length += len(content)
                 if reply.length > self.limit.total:
-                    self.state._cleanup_push_session(session, cleanup_messages=True)
-                    del self._sessions[session]
-                    self._refuse(reply.message)
+                    self._drop(session)
                     return False
         return bool(session and self._put(run_id, session, object_id, content))
 
@@ -240,15 +238,21 @@ class ReplyKeeper:
 
     def blame(self, key: bytes) -> None:
         """Refuse whatever the node of a key has declared or was asked: the door did not read what it sent."""
+        from flwr.app import Message, RecordDict
+
         node = self.state.get_node_id_by_public_key(key)
         with self._lock:
-            for name, reply in self._incomplete().items():
+            for session, reply in self._incomplete().items():
                 if reply.message.metadata.src_node_id == node:
-                    self.state._cleanup_push_session(name, cleanup_messages=True)
-                    self._refuse(reply.message)
+                    self._drop(session)
             for number, question in list(self.state.message_ins_store.items()):
                 if question.metadata.dst_node_id == node and number not in self.state.message_ins_id_to_message_res_id:
-                    self._refuse(answer_to(question))
+                    self._refuse(Message(RecordDict(), reply_to=question))
+
+    def _drop(self, session: str) -> None:
+        """Refuse a reply of which a part is kept; what is there of it goes."""
+        self.state._cleanup_push_session(session, cleanup_messages=True)
+        self._refuse(self._sessions.pop(session).message)
 
     def _refuse(self, message: Any) -> tuple[bool, list[str]]:
         log.warning(
@@ -262,13 +266,6 @@ class ReplyKeeper:
             if self.state.store_message_res(error) is not None:
                 self.state._store_generated_message(error)
         return False, []
-
-
-def answer_to(question: Any) -> Any:
-    """Return an empty reply to a message, as from the node that it was for."""
-    from flwr.app import Message, RecordDict
-
-    return Message(RecordDict(), reply_to=question)
 
 
 def refusal(metadata: Any, reason: str) -> Any:

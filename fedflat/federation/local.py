@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -27,10 +26,9 @@ if __name__ == "__main__":  # until the programs' own way to end is set: no trac
 from fedflat.core.checks import RunError, counted, making, reading, require, turning, wrong
 from fedflat.core.durable import lock_file
 from fedflat.core.process import how_it_ended, waiting
-from fedflat.federation import processes, project
+from fedflat.federation import processes
 from fedflat.federation.lock import ADDRESSES_FILE, Addresses
 from fedflat.federation.project import PACKAGE, REASON, STATUS, environment, superlink_command, supernode_command
-from fedflat.federation.secagg.client import signing_key
 from fedflat.federation.task import Task
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.report.progress import Progress
@@ -42,8 +40,6 @@ NODE = 350
 """MB that one SuperNode takes at most with a small model (338 in the quick start)."""
 LOOK = 0.2
 """Seconds between looks whether the SuperLink listens: it takes several to start."""
-BESIDE = re.compile("ERROR ends with the process beside it: (.*)")
-"""What a SuperLink or a SuperNode says before it ends for that reason, in order and with status 0."""
 TOKEN = "run `python -m fedflat.federation.lock .` in the project's folder"
 """What makes the operator's token anew; Flower names its own login, which there is none of here."""
 
@@ -78,11 +74,8 @@ class Federation:
     def start(self, clients: Sequence[int] | None = None) -> None:
         """Start SuperLink and the SuperNodes of ``clients`` (default: all); nothing is started if one port is taken."""
         chosen = range(self.task.form.clients) if clients is None else clients
-        for host, port in (self.addresses.listen, self.addresses.control):
-            processes.must_be_free(str(self.project / ADDRESSES_FILE), host, port)
-        processes.check_trusted(self.project / "certificates", self.host)
-        for client in chosen:  # said now, and not by one that has ended
-            signing_key(project.client_folder(self.project, client) / "auth.key")
+        for address in (self.addresses.listen, self.addresses.control):
+            processes.must_be_free(str(self.project / ADDRESSES_FILE), *address)
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         print(announced(len(chosen), memory >> 20), file=sys.stderr)
         self.start_superlink()
@@ -101,14 +94,14 @@ class Federation:
         raise RunError(f"the SuperLink did not start; see {self.log}")
 
     def check_alive(self) -> None:
-        """Raise RunError, with the last line of its log, if a process that was started here has ended by itself."""
+        """Raise RunError, with the last error in its log, if a process that was started here has ended by itself."""
         for name, process in self.processes.items():
             if process.poll() is not None:
                 output = (self.logs / f"{name}.log").read_bytes()[self.begun[name] :].decode(errors="replace").strip()
-                last = output.splitlines()[-1].strip().removeprefix("error: ") if output else "no word"
+                lines = output.splitlines() or ["no word"]
+                last = ([line for line in lines if "error" in line.lower()] or lines)[-1].removeprefix("error: ")
                 last = last if process.returncode >= 0 else how_it_ended(process.returncode, output)
-                last = last if process.returncode else (*BESIDE.findall(output), "it was told to, by a signal")[0]
-                raise RunError(f"{name} has ended: {last} (see {self.logs / name}.log)")
+                raise RunError(f"{name} has ended: {last.strip()} (see {self.logs / name}.log)")
 
     def start_node(self, client: int) -> None:
         """Start (again) the SuperNode of one client."""

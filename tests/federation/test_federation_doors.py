@@ -6,7 +6,6 @@ to find on a disk. Everything that fails against what ``fedflat deploy`` makes w
 
 import base64
 import json
-import shutil
 import socket
 import ssl
 import subprocess
@@ -258,7 +257,7 @@ def test_a_wrong_address_or_lock_is_refused_before_a_start(tmp_path: Path, capsy
 
 
 def test_a_port_that_is_taken_is_one_line_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fed, port = tmp_path / "fed", free_port()
     write_project(small(), fed, port=port)
@@ -272,12 +271,6 @@ def test_a_port_that_is_taken_is_one_line_before_anything_starts(
         found = capsys.readouterr().err
         assert f"found 127.0.0.1:{taken}, which another program uses; allowed: a free port." in found
         assert found.count("\n") == 1
-    for host, days in (("127.0.0.1", -1e-3), ("fed.example.org", 90)):  # one has expired, the other is another host's
-        shutil.rmtree(fed / "certificates")
-        monkeypatch.setattr(lock, "DAYS", days)
-        lock.write_authority_and_server(fed / "certificates", [host])
-        assert local.main([str(fed)]) == 2
-        assert "server.crt: found" in capsys.readouterr().err
     assert not list(fed.rglob("*.log"))
     with pytest.raises(InputError, match="up to 65535"):
         must_be_free("--port", "127.0.0.1", 65536)

@@ -132,7 +132,7 @@ def test_one_server_on_copies_of_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "fed"
     task, clients = deployed(folder, small(**TURNS))
     with pytest.raises(RunError, match="connected"):  # opened, and nobody there
-        server.serve(grid_of(task, []), task, settings(folder, nodes=1))
+        server.serve(grid_of(task, []), task, settings(folder, wait_for_nodes=1))
     (lock,) = (tmp_path / "state-home" / "fedflat" / "locks").iterdir()
     copy = tmp_path / "copy"
     shutil.copytree(folder / "run", copy)
