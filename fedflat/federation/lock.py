@@ -130,13 +130,9 @@ class Addresses:
 
 
 def address_text(address: tuple[str, int]) -> str:
-    """Return an address as Flower takes it."""
-    return f"{bracketed(address[0])}:{address[1]}"
-
-
-def bracketed(host: str) -> str:
-    """Return a host as it stands before a port: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host else host
+    """Return an address as Flower takes it: an IPv6 address in brackets, before its port."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 DAYS = 90
