@@ -7,6 +7,7 @@ and for tests; every process that is started here is stopped here.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -25,7 +26,7 @@ if __name__ == "__main__":  # until the programs' own way to end is set: no trac
 
 from fedflat.core.checks import RunError, counted, making, reading, require, turning, wrong
 from fedflat.core.durable import lock_file
-from fedflat.core.process import how_it_ended, waiting
+from fedflat.core.process import free_memory, how_it_ended, waiting
 from fedflat.federation import processes
 from fedflat.federation.lock import ADDRESSES_FILE, Addresses
 from fedflat.federation.project import PACKAGE, REASON, STATUS, environment, superlink_command, supernode_command
@@ -76,8 +77,10 @@ class Federation:
         chosen = range(self.task.form.clients) if clients is None else clients
         for address in (self.addresses.listen, self.addresses.control):
             processes.must_be_free(str(self.project / ADDRESSES_FILE), *address)
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        print(announced(len(chosen), memory >> 20), file=sys.stderr)
+        print(f"starting {counted(len(chosen), 'client')}, each a process of about {NODE} MB", file=sys.stderr)
+        need, free = len(chosen) * NODE / 1024, (free_memory() or math.inf) / (1 << 30)
+        if need > free:
+            print(f"Warning: that is {need:.0f} GB, of {free:.0f} free: processes may be killed", file=sys.stderr)
         self.start_superlink()
         for client in chosen:
             self.start_node(client)
@@ -229,14 +232,6 @@ def _whole_run(project: Path) -> None:
         print(status)
         if status != "finished:completed":
             raise RunError(f"the run has no result: {federation.status(run, REASON)} (see {federation.log})")
-
-
-def announced(clients: int, memory: int) -> str:
-    """Return what is said before so many clients are started on a machine with ``memory`` MB."""
-    line = f"starting {counted(clients, 'client')}, each a process of about {NODE} MB"
-    if (need := clients * NODE) > memory:
-        line += f"\nWarning: that is {need >> 10} GB, and this machine has {memory >> 10}: processes may be killed"
-    return line
 
 
 def _folder_of_run(project: Path) -> Path:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -92,7 +93,7 @@ class Store:
     def of_client(self, number: int) -> None:
         """Note whose folder this is. Raises InputError if it is another client's, whose answers it counts."""
         owner = _read(self.folder / OWNER)
-        if owner is None:
+        if not owner:
             durable.replace(self.folder / OWNER, json.dumps({"client": number}).encode())
         elif owner != {"client": number}:
             raise wrong("state", f"{self.folder}, with {OWNER} of another client", f"a folder of client {number}'s own")
@@ -116,8 +117,7 @@ class Store:
 
     def session(self) -> dict[str, Any]:
         """Return the session that is open; an empty one where there is none, or where its file is damaged."""
-        session = _read(self.folder / SESSION)
-        return session if isinstance(session, dict) else {}
+        return _read(self.folder / SESSION)
 
     def end_session(self) -> None:
         """Forget a session's secrets, also in a file that a kill left half written."""
@@ -126,8 +126,7 @@ class Store:
 
     def node(self) -> int | None:
         """Return Flower's number of this client's SuperNode, if it was ever asked anything."""
-        note = _read(self.folder / NODE)
-        node = note.get("node") if isinstance(note, dict) else None
+        node = _read(self.folder / NODE).get("node")
         return node if isinstance(node, int) else None
 
     def note_node(self, node: int) -> None:
@@ -141,9 +140,9 @@ class Store:
             durable.append(self.folder / ROUNDS, json.dumps({"round": round}).encode() + b"\n")
 
 
-def _read(path: Path) -> Any:
-    """Return the JSON in a file; None if there is none, or it is damaged."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
+def _read(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is none, or the file is damaged."""
+    with suppress(OSError, ValueError, RecursionError):
+        value = json.loads(path.read_bytes())
+        return value if isinstance(value, dict) else {}
+    return {}

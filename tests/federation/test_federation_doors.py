@@ -303,13 +303,19 @@ def test_what_ended_by_itself_is_named_with_the_reason(
     assert capsys.readouterr().err.endswith(f"no luck (see {tmp_path / 'fed' / 'logs' / 'superlink.log'})\n")
 
 
-def test_a_launcher_reads_how_a_run_stands(tmp_path: Path) -> None:
+def test_a_launcher_reads_how_a_run_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It asks no door, which may be full; before the SuperLink has noted anything, nothing is known."""
     with pytest.raises(InputError, match=r"found .*nothing; allowed: a folder that fedflat deploy wrote"):
         local._whole_run(tmp_path / "nothing")
-    assert "Warning: that is 92 GB" in local.announced(270, 24_000) and "Warning" not in local.announced(60, 24_000)
     write_project(small(), tmp_path / "fed", port=free_port())
     federation = Federation(tmp_path / "fed")
+    with mock.patch.object(Federation, "_spawn"), mock.patch.object(Federation, "start_superlink"):
+        for free, said in ((0.5, "Warning: that is 1 GB, of 0 free"), (1.5, "starting 4 clients, each a process")):
+            monkeypatch.setattr(local, "free_memory", lambda free=free: free * 2**30)
+            federation.start()
+            assert capsys.readouterr().err.splitlines()[-1].startswith(said)
     federation.logs.touch()
     with pytest.raises(InputError, match=r"logs \(File exists\)"), federation:
         pass
