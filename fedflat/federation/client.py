@@ -75,7 +75,7 @@ class Client:
             Refused: the ask is malformed, meant for another client or another recipe, or beyond what was agreed.
         """
         content = without_tip(content, self.store.folder, self.operator)
-        with becoming(lambda fault: Refused(f"the server's message is malformed: {fault.reason}"), Malformed):
+        with becoming(lambda fault: Refused(f"the server's message is malformed: {fault}"), Malformed):
             _, facts = wire.parts_of(content)
             round, client = wire.number(facts, "round"), wire.number(facts, "client")
             insist(client == self.number, Refused(f"the server asks client {client}, this is client {self.number}"))

@@ -82,13 +82,13 @@ class ReplyTracker:
         try:
             return self._checked(reply)
         except Malformed as fault:
-            if fault.reason == UNREACHABLE:
+            if (reason := str(fault)) == UNREACHABLE:
                 return None
-            self.refused[fault.reason] += 1
+            self.refused[reason] += 1
             pending = self._closed.get(reply.metadata.reply_to_message_id)
-            at_fault = fault.reason in PROTOCOL_FAULTS and fault.reason != "duplicate"
+            at_fault = reason in PROTOCOL_FAULTS and reason != "duplicate"
             if at_fault and pending is not None and reply.metadata.src_node_id == pending.node:
-                self.blamed.setdefault(pending.client, fault.reason)
+                self.blamed.setdefault(pending.client, reason)
             return None
 
     def _checked(self, reply: Any) -> tuple[int, Any]:

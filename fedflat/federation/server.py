@@ -26,6 +26,7 @@ from fedflat.core.cohorts import MinSeparation
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
 from fedflat.core.types import RoundState
+from fedflat.engine.device import return_large_blocks
 from fedflat.engine.job import Job, Outcome
 from fedflat.engine.resume import first_start
 from fedflat.engine.train import train
@@ -37,7 +38,7 @@ from fedflat.federation.secagg.rounds import ClientShares, SecureFlower
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Roster, Task, check_deployable
 from fedflat.federation.tips import new_run, operator_file, operator_key, restore_lines, tip_record
-from fedflat.federation.transport import ClientNoise, Flower, limit_replies, note_refusals, return_large_blocks
+from fedflat.federation.transport import ClientNoise, Flower, limit_replies, note_refusals
 from fedflat.methods.ddgauss import SharedDiscreteNoise
 from fedflat.pieces.clipping import MethodScale, whole_vector
 from fedflat.privacy.ledger import read as read_ledger

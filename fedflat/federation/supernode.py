@@ -160,9 +160,7 @@ def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection,
 
     _, receive, send, get_run, get_fab, pull, push, confirm = connection
 
-    @lru_cache(maxsize=16)
-    def difference_of(run: int) -> str:
-        return difference(get_fab(get_run(run).fab_hash, run).content, app)
+    difference_of = lru_cache(maxsize=16)(lambda run: difference(get_fab(get_run(run).fab_hash, run).content, app))
 
     def answer_to(message: Any, tree: Any) -> Any:
         run, number = message.metadata.run_id, message.metadata.message_id
@@ -195,7 +193,7 @@ def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection,
         except RunNotRunningException:
             log.info("a message of a run that has ended is not answered")
         except Malformed as refused:
-            log.error("refused: a message of another size or form than was agreed (%s)", refused.reason)
+            log.error("refused: a message of another size or form than was agreed (%s)", refused)
         except Exception as error:  # whatever the SuperLink, or the way to it, does with one message
             # Without a node of this key at the SuperLink, no later message comes either.
             if received is None or isinstance(error, RunError):

@@ -4,11 +4,8 @@ A back end like any other (``engine.train.Backend``): it asks, waits as long as 
 what is left to the accumulator, one by one. What it holds of clients at any time is a handful of replies.
 """
 
-import contextlib
-import ctypes
 import json
 import logging
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -45,22 +42,6 @@ AT_ONCE = 16
 """Messages pushed or pulled together: what the server holds of a cohort at any time, beside one sum."""
 
 
-def return_large_blocks() -> None:
-    """Tell glibc to map each block over 64 KiB by itself, and to give it back when it is freed.
-
-    A server frees every reply at once and keeps a few small facts of it; from one heap, those keep the heap from
-    shrinking, and memory grows by about a model with every client. Local training wants the opposite
-    (``engine.device``).
-    """
-    if sys.platform.startswith("linux"):
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
-
-
-_MMAP_THRESHOLD, _LARGE = -3, 1 << 16
-"""The parameter's number in glibc's malloc.h, and 64 KiB: above the small facts, below every model's update."""
-
-
 REFUSED = (
     "the clients refuse this run: their app, recipe or roster is another one, or its ledger or signature is not what "
     "they were shown (their logs say which; a folder put back without the state folder's marks needs another one)"
@@ -93,7 +74,7 @@ def limit_replies(grid: Any, limit: Limit) -> Any:
                 message.metadata.__dict__.update(origin)
                 replies.append(message)
             except Malformed as fault:
-                replies.append(refusal(metadata, fault.reason))
+                replies.append(refusal(metadata, str(fault)))
             client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(message_object_id=metadata.message_id, **run))
         return replies
 

@@ -26,11 +26,7 @@ VECTOR = "vector."
 
 
 class Malformed(ValueError):
-    """A message that is not what the protocol says; ``reason`` is one of a few fixed words, never its content."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A message that is not what the protocol says; what it says itself is one of a few fixed words, never content."""
 
 
 class Refused(RunError):

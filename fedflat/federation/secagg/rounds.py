@@ -107,7 +107,7 @@ class SecureFlower(Flower):
             try:
                 add(client, answer)
             except (wire.Malformed, Aborted) as fault:
-                reason = fault.reason if isinstance(fault, wire.Malformed) else "form"
+                reason = str(fault) if isinstance(fault, wire.Malformed) else "form"
                 self._refused[reason] += 1
                 self._excluded.setdefault(client, reason)
 
