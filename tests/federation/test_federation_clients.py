@@ -108,6 +108,8 @@ def test_local_trust_noise_is_never_drawn_twice(tmp_path: Path) -> None:
     broadcast = wire.read_broadcast(ask_of(clients[0]), size)  # below the rule that it is answered once
     one, two = (clients[0].update(broadcast)[0] for _ in range(2))
     assert (one - two).std() == pytest.approx(2**0.5 * 0.2, rel=0.2)
+    write_examples(clients[1].data, *(side[:0] for side in read_examples(clients[1].data)))
+    assert clients[1].update(broadcast)[0].std() == pytest.approx(0.2, rel=0.2)  # of who has no examples, too
 
 
 def test_the_reply_to_a_failure_says_nothing(
