@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 if __name__ == "__main__":  # until the programs' own way to end is set: no traceback of the imports
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -194,13 +193,6 @@ class Federation:
                 )
 
 
-def _only_one(federation: Federation) -> IO[bytes]:
-    """Return the lock that a run on this machine holds; InputError if another one holds it."""
-    taken = f"{federation.project}, which runs already"
-    with turning(BlockingIOError, wrong("PROJECT", taken, "one run of it at a time")):
-        return lock_file(federation.logs / "local.lock", wait=False)
-
-
 @processes.program("local PROJECT")
 def main(folder: str) -> None:
     """Run a project on this machine; exit status 0 if the run completed."""
@@ -211,7 +203,8 @@ def main(folder: str) -> None:
 
 
 def _whole_run(project: Path) -> None:
-    with Federation(project) as federation, _only_one(federation):
+    taken = wrong("PROJECT", f"{project}, which runs already", "one run of it at a time")
+    with Federation(project) as federation, lock_file(federation.logs / "local.lock", taken):
         records = _folder_of_run(project) / METRICS
         seen = len(read_lines(records))
         if seen >= federation.task.recipe.rounds:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core import durable
-from fedflat.core.checks import making, reading, require, turning, writing, wrong
+from fedflat.core.checks import making, reading, require, writing, wrong
 
 HEAD, ROUNDS = "head.safetensors", "rounds.jsonl"
 SESSION, NODE, LOCK, RUNNING, OWNER = "session.json", "node.json", "answer.lock", "supernode.lock", "client.json"
@@ -52,13 +52,12 @@ class Store:
 
     def answer_lock(self) -> IO[bytes]:
         """Return the lock of the folder: one answer at a time, which counts what it counts before the next asks."""
-        return durable.lock_file(self.folder / LOCK, wait=True)
+        return durable.lock_file(self.folder / LOCK)
 
     def node_lock(self) -> IO[bytes]:
         """Return the lock that this client's SuperNode holds while it runs; InputError if another one holds it."""
         taken = f"{self.folder}, of a SuperNode that is running"
-        with turning(BlockingIOError, wrong("state", taken, "one SuperNode a client")):
-            return durable.lock_file(self.folder / RUNNING, wait=False)
+        return durable.lock_file(self.folder / RUNNING, wrong("state", taken, "one SuperNode a client"))
 
     def personal(self, first: Tensor, round: int) -> Personal:
         """Return what a round starts from.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, making, require, turning, writing
+from fedflat.core.checks import InputError, RunError, making, require, writing
 from fedflat.core.rng import KEY_BYTES, fresh_key
 from fedflat.privacy.ledger import Entry, LedgerError, scan
 
@@ -60,9 +60,9 @@ def alone(out: Path, run: str = "") -> IO[bytes]:
     """
     path = lock_of(run) if run else out / "server.lock"
     running = RunError(f"{out}: another process is running this run, or a copy of its folder")
-    with making("out", path.parent), turning(BlockingIOError, running):
+    with making("out", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        return durable.lock_file(path, wait=False)
+        return durable.lock_file(path, running)
 
 
 def create(run: str) -> bytes:
