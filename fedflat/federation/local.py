@@ -29,6 +29,7 @@ from fedflat.core.process import free_memory, how_it_ended, waiting
 from fedflat.federation import processes
 from fedflat.federation.lock import ADDRESSES_FILE, Addresses
 from fedflat.federation.project import PACKAGE, REASON, STATUS, environment, superlink_command, supernode_command
+from fedflat.federation.store import read_note
 from fedflat.federation.task import Task
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.report.progress import Progress
@@ -132,10 +133,8 @@ class Federation:
 
         suffix: ``REASON``, for why the run ended instead.
         """
-        path = self.project / "server" / STATUS
-        with suppress(OSError, ValueError, AttributeError):  # none yet, or damaged: the SuperLink writes it anew
-            return str(json.loads(path.read_bytes()).get(f"run {run}{suffix}", "unknown"))
-        return "unknown"
+        # None yet, or damaged: the SuperLink writes it anew.
+        return str(read_note(self.project / "server" / STATUS).get(f"run {run}{suffix}", "unknown"))
 
     def wait(self, run: int, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> str:
         """Wait until a run is finished; return its last status.

@@ -91,7 +91,7 @@ class Store:
 
     def of_client(self, number: int) -> None:
         """Note whose folder this is. Raises InputError if it is another client's, whose answers it counts."""
-        owner = _read(self.folder / OWNER)
+        owner = read_note(self.folder / OWNER)
         if not owner:
             durable.replace(self.folder / OWNER, json.dumps({"client": number}).encode())
         elif owner != {"client": number}:
@@ -116,7 +116,7 @@ class Store:
 
     def session(self) -> dict[str, Any]:
         """Return the session that is open; an empty one where there is none, or where its file is damaged."""
-        return _read(self.folder / SESSION)
+        return read_note(self.folder / SESSION)
 
     def end_session(self) -> None:
         """Forget a session's secrets, also in a file that a kill left half written."""
@@ -125,7 +125,7 @@ class Store:
 
     def node(self) -> int | None:
         """Return Flower's number of this client's SuperNode, if it was ever asked anything."""
-        node = _read(self.folder / NODE).get("node")
+        node = read_note(self.folder / NODE).get("node")
         return node if isinstance(node, int) else None
 
     def note_node(self, node: int) -> None:
@@ -139,7 +139,7 @@ class Store:
             durable.append(self.folder / ROUNDS, json.dumps({"round": round}).encode() + b"\n")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_note(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if there is none, or the file is damaged."""
     with suppress(OSError, ValueError, RecursionError):
         value = json.loads(path.read_bytes())
