@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from fedflat.core import durable
-from fedflat.core.checks import reading, require, turning, wrong
+from fedflat.core.checks import owners_only, reading, require, turning, wrong
 from fedflat.federation.processes import program
 
 LOCK = "operator.sha256"
@@ -63,9 +63,9 @@ def write_lock(lock: Path, credentials: Path, address: str) -> None:
 def read_lock(path: Path) -> bytes:
     """Return the hash of the operator's token; InputError if there is none, or if others could change or read it."""
     with reading(path, "no lock", "the file that fedflat deploy wrote"):
-        token_hash, mode = bytes.fromhex(path.read_text(encoding="ascii").strip()), path.stat().st_mode
+        token_hash = bytes.fromhex(path.read_text(encoding="ascii").strip())
     require(len(token_hash) == 32, str(path), f"{len(token_hash)} bytes", "the hash of the operator's token")
-    require(not mode & 0o077, str(path), f"mode {mode & 0o777:04o}", "0600, for the SuperLink's account alone")
+    owners_only(path, "0600, for the SuperLink's account alone")
     return token_hash
 
 

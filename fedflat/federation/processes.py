@@ -20,7 +20,7 @@ from contextlib import suppress
 from importlib import metadata, resources
 from pathlib import Path
 
-from fedflat.core.checks import InputError, RunError, becoming, require, turning, wrong
+from fedflat.core.checks import InputError, RunError, becoming, owners_only, require, turning, wrong
 from fedflat.core.imports import missing
 from fedflat.core.process import how_it_ended, waiting
 
@@ -88,8 +88,7 @@ def must_be_free(where: str, host: str, port: int) -> None:
 def check_private(key: Path, option: str = "") -> None:
     """Raise InputError unless a private key is there, and its owner's only."""
     require(key.is_file(), f"{option}{key}", "no such file", "a private key, 0600")
-    if key.stat().st_mode & 0o077:
-        raise wrong(f"{option}{key}", f"mode {key.stat().st_mode & 0o777:04o}", "a private key, 0600")
+    owners_only(key, "a private key, 0600", option)
 
 
 def check_authority(path: Path) -> None:

@@ -8,13 +8,12 @@ each was used for: a second copy of the run's ledger, which a backup of the fold
 
 import os
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, making, require, writing
+from fedflat.core.checks import InputError, RunError, making, owners_only, require, writing
 from fedflat.core.rng import KEY_BYTES, fresh_key
 from fedflat.privacy.ledger import Entry, LedgerError, scan
 
@@ -87,8 +86,7 @@ def load(run: str) -> bytes | None:
     path = path_of(run)
     if (key := _read(path, "the noise key")) is None:
         return None
-    mode = stat.S_IMODE(path.stat().st_mode)
-    require(not mode & 0o077, str(path), f"mode {mode:04o}", "0600, or no file: the run then goes on with a fresh key")
+    owners_only(path, "0600, or no file: the run then goes on with a fresh key")
     if len(key) != KEY_BYTES:
         forget(run)
         return None
