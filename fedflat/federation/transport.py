@@ -123,7 +123,9 @@ class Flower:
         tracker = ReplyTracker(broadcast.round, read, self._refused, self._excluded)
         for _, answer in self.exchange(tracker, asked, common, lambda _: {}):
             answered = True
-            yield Trained(torch.from_numpy(answer.update)[None], [max(answer.examples, 1)])
+            # Zeros are what a client without examples sends: with ½ for it in the adaptive clip's count, presence would
+            # move that by 1.
+            yield Trained(torch.from_numpy(answer.update)[None], [answer.examples or int(answer.update.any())])
         self._end_round(broadcast.round)
         self._against = 0 if answered else self._against + self._refused["refuses"]
         # One may be a client that has not heard of a new roster. Before this round is charged, or another one.

@@ -16,8 +16,9 @@ from stand_in import deployed, grid_of, pem, settings, small
 
 from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
+from fedflat.engine.reduce import Trained
 from fedflat.federation import client as client_module
-from fedflat.federation import lock, wire
+from fedflat.federation import lock, server, transport, wire
 from fedflat.federation import project as project_module
 from fedflat.federation.client import Client, Refused, client_of, reply_to
 from fedflat.federation.lock import write_client_keys
@@ -219,6 +220,25 @@ def test_a_head_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def node(number: int, key: str) -> Any:
     return SimpleNamespace(node_id=number, public_key=pem(key))
+
+
+def test_a_client_without_examples_is_not_in_the_adaptive_clips_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor has it a weight; the server knows it by its zeros. With ½ for it, presence would move the count by 1."""
+    task, clients = deployed(
+        tmp_path, small(rounds=1, privacy={"clip": {"kind": "adaptive", "initial": 0.1}, "noise_multiplier": 0.3})
+    )
+    write_examples(clients[1].data, *(side[:0] for side in read_examples(clients[1].data)))
+    counted: list[int] = []
+
+    def noted(messages: torch.Tensor, sizes: list[int]) -> Trained:
+        counted.extend(sizes)
+        return Trained(messages, sizes)
+
+    monkeypatch.setattr(transport, "Trained", noted)
+    server.serve(grid_of(task, clients), task, settings(tmp_path))
+    assert sorted(counted) == [0] + [1] * (len(counted) - 1) and len(counted) > 1
 
 
 def test_only_keys_of_the_roster_are_clients(tmp_path: Path) -> None:
