@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from torch import Tensor
 
 from fedflat.core import durable
@@ -78,12 +77,10 @@ class Store:
         return head, states
 
     def keep_personal(self, round: int, before: Personal, after: Personal) -> None:
-        """Store durably what a round began with and what it left; a personal part that is not finite is not kept."""
+        """Store durably what a round began with and what it left (``PersonalState`` keeps nothing that diverged)."""
         from safetensors.torch import save
 
-        # A head that diverged would be trained from in every later round.
-        left = after if torch.isfinite(after[0]).all() else (before[0], after[1])
-        both = (("before", before), ("after", left))
+        both = (("before", before), ("after", after))
         held = {when + name: value for when, (head, states) in both for name, value in {"": head, **states}.items()}
         if any(value.numel() for value in held.values()):
             tensors = {name: value.contiguous().clone() for name, value in held.items()}

@@ -296,6 +296,12 @@ def test_what_ended_by_itself_is_named_with_the_reason(
         monkeypatch.setattr(federation, "_flwr", lambda command: refused)
         with pytest.raises(RunError, match=r"Please run `python -m fedflat\.federation\.lock \.`"):
             federation.run()
+    monkeypatch.setattr(Federation, "_spawn", mock.Mock())
+    monkeypatch.setattr(Federation, "start_superlink", mock.Mock())
+    for free, said in ((0.5, "Warning: that is 1 GB, of 0 free"), (1.5, "starting 4 clients, each a process")):
+        monkeypatch.setattr(local, "free_memory", lambda free=free: free * 2**30)
+        federation.start()
+        assert capsys.readouterr().err.splitlines()[-1].startswith(said)
     (tmp_path / "fed" / "server" / "status.json").write_text('{"run 1": "finished:failed", "run 1: why": "no luck"}')
     for name, found in {"start": None, "run": 1}.items():
         monkeypatch.setattr(Federation, name, lambda self, found=found: found)
@@ -303,19 +309,12 @@ def test_what_ended_by_itself_is_named_with_the_reason(
     assert capsys.readouterr().err.endswith(f"no luck (see {tmp_path / 'fed' / 'logs' / 'superlink.log'})\n")
 
 
-def test_a_launcher_reads_how_a_run_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launcher_reads_how_a_run_stands(tmp_path: Path) -> None:
     """It asks no door, which may be full; before the SuperLink has noted anything, nothing is known."""
     with pytest.raises(InputError, match=r"found .*nothing; allowed: a folder that fedflat deploy wrote"):
         local._whole_run(tmp_path / "nothing")
     write_project(small(), tmp_path / "fed", port=free_port())
     federation = Federation(tmp_path / "fed")
-    with mock.patch.object(Federation, "_spawn"), mock.patch.object(Federation, "start_superlink"):
-        for free, said in ((0.5, "Warning: that is 1 GB, of 0 free"), (1.5, "starting 4 clients, each a process")):
-            monkeypatch.setattr(local, "free_memory", lambda free=free: free * 2**30)
-            federation.start()
-            assert capsys.readouterr().err.splitlines()[-1].startswith(said)
     federation.logs.touch()
     with pytest.raises(InputError, match=r"logs \(File exists\)"), federation:
         pass
