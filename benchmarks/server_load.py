@@ -21,10 +21,11 @@ import torch
 
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Broadcast
+from fedflat.engine.device import return_large_blocks
 from fedflat.engine.reduce import Accumulator
 from fedflat.federation import wire
 from fedflat.federation.replies import Culprits
-from fedflat.federation.transport import Flower, return_large_blocks
+from fedflat.federation.transport import Flower
 from fedflat.pieces.clipping import whole_vector
 
 

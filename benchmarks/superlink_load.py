@@ -27,7 +27,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.federation import wire
 from fedflat.federation.local import Federation
 from fedflat.federation.project import client_folder, write_project
-from fedflat.federation.supernode import PAUSE, ask_again, ask_seldom
+from fedflat.federation.supernode import EACH_SECOND, PAUSE, mend_connection
 from fedflat.records.folder import METRICS, read_lines
 
 ROUNDS, IDLE = 2, 20.0
@@ -104,8 +104,7 @@ def crowd(clients: range, folder: Path, address: str, certificates: str, dimensi
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-    ask_again()
-    done, pause = threading.Event(), ask_seldom(len(clients))
+    done, pause = threading.Event(), mend_connection(address, len(clients))
     for number in clients:
         words = (number, folder, address, certificates, dimension, pause, done)
         threading.Thread(target=client, args=words, daemon=True).start()
@@ -195,7 +194,7 @@ def report(
     print(f"rounds, the first with its start: {rounds}; run {wall:.0f} s")
     told = {line["round"]: clients - lost(line) for line in operator_lines() if "excluded" not in line}
     print(f"answers added: {', '.join(f'{told[round]} of {clients}' for round in sorted(told))}")
-    pause = ask_seldom(clients)
+    pause = max(PAUSE, clients / EACH_SECOND)
     print(f"SuperLink, no run: {100 * share:.0f} % of a core for SuperNodes that look every {pause:g} s")
     work = paid[0] - idle[0]
     print(f"SuperLink: {work:.1f} s of CPU in the run, {1000 * (work - share * wall) / asked:.0f} ms for each answer")

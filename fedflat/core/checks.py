@@ -49,6 +49,12 @@ def require(holds: bool, where: str, found: Any, allowed: str, *, hint: str = ""
         raise wrong(where, found, allowed, hint=hint)
 
 
+def owners_only(path: Path, allowed: str, option: str = "") -> None:
+    """Raise the error sentence where others than a file's owner may read it. option: stands before its path."""
+    mode = path.stat().st_mode & 0o777
+    require(not mode & 0o077, f"{option}{path}", f"mode {mode:04o}", allowed)
+
+
 def placed(path: Path) -> str:
     """Return a path as a message shows it, which says so where nothing is there."""
     return f"{path}{'' if path.exists() else ', no such file or folder'}"

@@ -78,15 +78,18 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def lock_file(path: Path, *, wait: bool, mode: int = 0o600) -> IO[bytes]:
-    """Return the lock file, locked for this process until it is closed; BlockingIOError if it is locked elsewhere."""
+def lock_file(path: Path, taken: Exception | None = None, mode: int = 0o600) -> IO[bytes]:
+    """Return the lock file, locked for this process until it is closed. taken: is raised where another has it locked;
+    None waits for that one."""
     import fcntl
 
     file = open(os.open(path, os.O_RDWR | os.O_CREAT, mode), "rb+")  # noqa: SIM115  # its holder closes it
     try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        fcntl.flock(file, fcntl.LOCK_EX if taken is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
         file.close()
+        if taken is not None and isinstance(error, BlockingIOError):
+            raise taken from error
         raise
     return file
 

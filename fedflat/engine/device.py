@@ -11,7 +11,7 @@ import resource
 import signal
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -270,9 +270,9 @@ def _distance(fast: ModuleProblem, plain: ModuleProblem, weights: Tensor, batch:
     return distance if distance >= 0 else float("inf")
 
 
-_MALLOPT = {-3: 1 << 30, -1: 1 << 30, -8: 1}
-"""``mallopt``'s numbers in glibc's malloc.h of the thresholds of mmap and trim (1 GiB is more than any block that
-training takes), and of how many arenas there are at most."""
+_MMAP, _TRIM, _ARENAS = -3, -1, -8
+"""``mallopt``'s numbers in glibc's malloc.h: from how many bytes on a block is mapped by itself, how many free ones at
+its end the heap keeps, and how many arenas there are at most."""
 
 
 def at_fault(module: nn.Module) -> bool:
@@ -305,11 +305,24 @@ def _laid_out(data: FederatedData, layout: torch.memory_format) -> FederatedData
 def keep_freed_memory() -> None:
     """Tell glibc to keep freed memory: local training frees and takes the same sizes all the time.
 
-    One arena for all threads: a thread's own is too small for a block of clients and would ask the system each time.
-
-    Elsewhere than on glibc this does nothing.
+    1 GiB is more than any block that it takes. One arena for all threads: a thread's own is too small for a block of
+    clients and would ask the system each time.
     """
+    _tell_malloc({_MMAP: 1 << 30, _TRIM: 1 << 30, _ARENAS: 1})
+
+
+def return_large_blocks() -> None:
+    """Tell glibc to map each block over 64 KiB by itself, and to give it back when it is freed.
+
+    A server frees every reply at once and keeps a few small facts of it; from one heap, those keep the heap from
+    shrinking, and memory grows by about a model with every client. Every model's update is larger than 64 KiB.
+    """
+    _tell_malloc({_MMAP: 1 << 16})
+
+
+def _tell_malloc(options: Mapping[int, int]) -> None:
+    """Set options of glibc's malloc; elsewhere than on glibc this does nothing."""
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        for number, value in _MALLOPT.items():
+        for number, value in options.items():
             mallopt(number, value)

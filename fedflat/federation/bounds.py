@@ -163,10 +163,12 @@ def limit_answers(limit: Limit) -> None:
 
 @dataclass
 class _Reply:
-    """What a SuperLink has of one reply. tree: its objects, as they were declared first."""
+    """What a SuperLink has of one reply. tree: its objects, as they were declared first. session: Flower's, in which
+    they come; length: bytes that came so far."""
 
     message: Any
     tree: bytes
+    session: str = ""
     length: int = 0
 
 
@@ -182,7 +184,6 @@ class ReplyKeeper:
         self._keep, self._put = state.store_message_and_object_tree, state.store_object
         self._give = state.get_message_res
         self._replies: dict[str, _Reply] = {}
-        self._sessions: dict[str, _Reply] = {}
         self._lock = threading.RLock()
         state.store_message_and_object_tree, state.store_object = self.declare, self.store
         state.get_message_res = self.complete
@@ -196,16 +197,15 @@ class ReplyKeeper:
                 return self._refuse(message)
             stored: tuple[bool, list[str]] = self._keep(message, tree, session)
             if asked and stored[0]:
-                self._sessions[session] = self._replies[asked]
+                self._replies[asked].session = session
             elif asked:
                 self._replies.pop(asked)
             return stored
 
     def _is_honest(self, message: Any, tree: Any, asked: str) -> bool:
         """Return whether a reply's tree is within the limit, its own, and the one that was declared before."""
-        asks, pushes = self.state.message_ins_store, self.state._object_push_sessions
-        self._replies = {number: reply for number, reply in self._replies.items() if number in asks}
-        self._sessions = {session: reply for session, reply in self._sessions.items() if session in pushes}
+        questions = self.state.message_ins_store
+        self._replies = {number: reply for number, reply in self._replies.items() if number in questions}
         try:
             self.limit.names(tree)
         except Malformed:
@@ -217,38 +217,41 @@ class ReplyKeeper:
     def store(self, run_id: int, session: str, object_id: str, content: bytes) -> bool:
         """Take one object's content; return whether it is kept."""
         with self._lock:
-            reply = self._sessions.get(session)
-            if reply is not None:
+            for reply in [one for one in self._replies.values() if session and one.session == session]:
                 reply.length += len(content)
                 if reply.length > self.limit.total:
-                    self.state._cleanup_push_session(session, cleanup_messages=True)
-                    del self._sessions[session]
-                    self._refuse(reply.message)
+                    self._drop(reply)
                     return False
         return bool(session and self._put(run_id, session, object_id, content))
 
     def _incomplete(self) -> dict[str, _Reply]:
-        """Return the replies that have not all arrived, by push session."""
-        pushes = self.state._object_push_sessions
-        return {name: one for name, one in self._sessions.items() if name in pushes and pushes[name].pending_object_ids}
+        """Return the replies that have not all arrived, by their questions."""
+        pending = {name for name, push in self.state._object_push_sessions.items() if push.pending_object_ids}
+        return {number: reply for number, reply in self._replies.items() if reply.session in pending}
 
     def complete(self, message_ids: set[str], run_id: int) -> Any:
         """Return the replies to some questions whose objects have all arrived: a slow upload holds nobody up."""
         with self._lock:
-            pending = {reply.message.metadata.reply_to_message_id for reply in self._incomplete().values()}
+            pending = self._incomplete().keys()
         return self._give(set(message_ids) - pending, run_id)
 
     def blame(self, key: bytes) -> None:
         """Refuse whatever the node of a key has declared or was asked: the door did not read what it sent."""
+        from flwr.app import Message, RecordDict
+
         node = self.state.get_node_id_by_public_key(key)
         with self._lock:
-            for name, reply in self._incomplete().items():
+            for reply in self._incomplete().values():
                 if reply.message.metadata.src_node_id == node:
-                    self.state._cleanup_push_session(name, cleanup_messages=True)
-                    self._refuse(reply.message)
+                    self._drop(reply)
             for number, question in list(self.state.message_ins_store.items()):
                 if question.metadata.dst_node_id == node and number not in self.state.message_ins_id_to_message_res_id:
-                    self._refuse(answer_to(question))
+                    self._refuse(Message(RecordDict(), reply_to=question))
+
+    def _drop(self, reply: _Reply) -> None:
+        """Refuse a reply of which a part is kept; what is there of it goes."""
+        self.state._cleanup_push_session(reply.session, cleanup_messages=True)
+        self._refuse(reply.message)
 
     def _refuse(self, message: Any) -> tuple[bool, list[str]]:
         log.warning(
@@ -262,13 +265,6 @@ class ReplyKeeper:
             if self.state.store_message_res(error) is not None:
                 self.state._store_generated_message(error)
         return False, []
-
-
-def answer_to(question: Any) -> Any:
-    """Return an empty reply to a message, as from the node that it was for."""
-    from flwr.app import Message, RecordDict
-
-    return Message(RecordDict(), reply_to=question)
 
 
 def refusal(metadata: Any, reason: str) -> Any:

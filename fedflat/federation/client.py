@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,10 +16,9 @@ from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
 from fedflat.core.types import Broadcast
-from fedflat.engine.client import LocalResult
 from fedflat.engine.device import exact
 from fedflat.engine.job import Job
-from fedflat.engine.reduce import Accumulator, RoundSum, Trained, states_of
+from fedflat.engine.reduce import Accumulator, RoundSum, states_of
 from fedflat.engine.round import accumulator_of, noisy_sum
 from fedflat.federation import wire
 from fedflat.federation.bounds import REFUSES
@@ -75,73 +75,66 @@ class Client:
             Refused: the ask is malformed, meant for another client or another recipe, or beyond what was agreed.
         """
         content = without_tip(content, self.store.folder, self.operator)
-        with becoming(lambda fault: Refused(f"the server's message is malformed: {fault.reason}"), Malformed):
-            if "stage" in (content.get(wire.FACTS) or {}):
-                return answer_stage(self, content)
-            if self.job.parts.plan.trust == "distributed":
+        with becoming(lambda fault: Refused(f"the server's message is malformed: {fault}"), Malformed):
+            _, facts = wire.parts_of(content)
+            round, client = wire.number(facts, "round"), wire.number(facts, "client")
+            insist(client == self.number, Refused(f"the server asks client {client}, this is client {self.number}"))
+            insist(facts.get("pin") == self.task.pin, Refused("the server runs another recipe, task or roster"))
+            nonce, plan = wire.sixteen(facts, "nonce"), self.job.parts.plan
+            insist(round < plan.rounds, Refused(f"the server asks for round {round} of {plan.rounds}"))
+            if "stage" in facts:
+                insist(plan.trust == "distributed", Refused("the recipe's trust model is not distributed"))
+                return answer_stage(self, content, round, nonce)
+            if plan.trust == "distributed":
                 raise Refused("the server asks for an update without secure aggregation")
-            ask = wire.read_request(content, self.job.parts.layout.dimension, self.job.parts.broadcast)
-        self.check(ask)
-        update, examples = self.update(ask.broadcast)
-        if self.job.parts.plan.trust == "local":
-            self.store.note_participation(ask.broadcast.round)
-        return wire.write_answer(wire.Answer(ask.broadcast.round, ask.nonce, update.numpy(), examples))
+            broadcast = self.read_broadcast(content)
+        update, examples = self.update(broadcast)
+        if plan.trust == "local":
+            self.store.note_participation(round)
+        return wire.write_answer(wire.Answer(round, nonce, update.numpy(), examples))
 
-    def check_question(self, client: Any, pin: Any, round: int) -> None:
-        """Refuse a question to another client, about another recipe, task or roster, or beyond the last round."""
-        insist(client == self.number, Refused(f"the server asks client {client}, this is client {self.number}"))
-        insist(pin == self.task.pin, Refused("the server runs another recipe, task or roster"))
-        if round >= self.job.parts.plan.rounds:
-            raise Refused(f"the server asks for round {round} of {self.job.parts.plan.rounds}")
-
-    def check(self, ask: wire.Request) -> None:
-        """Check what a client must not take the server's word for."""
+    def read_broadcast(self, content: Any) -> Broadcast:
+        """Return what a message broadcasts, if it is what a client need not take the server's word for."""
         plan, clip = self.job.parts.plan, self.job.parts.clip
-        self.check_question(ask.client, ask.pin, ask.broadcast.round)
-        if not clip.moves and ask.broadcast.clip != self.job.threshold:
+        broadcast = wire.read_broadcast(content, self.job.parts.layout.dimension, self.job.parts.broadcast)
+        if not clip.moves and broadcast.clip != self.job.threshold:
             raise Refused("the server asks for another clip than the recipe's")
         if plan.trust != "local":
-            return
-        if ask.broadcast.round in self.store.answered():  # a second noised answer would be one more than is charged
-            raise Answered(f"this client's answer to round {ask.broadcast.round} has left already")
+            return broadcast
+        if broadcast.round in self.store.answered():  # a second noised answer would be one more than is charged
+            raise Answered(f"this client's answer to round {broadcast.round} has left already")
         allowed = plan.rounds if plan.max_participations is None else plan.max_participations
         if len(self.store.answered()) >= allowed:
             raise Answered(f"this client has taken part {allowed} times, which is all its guarantee allows")
+        return broadcast
 
     def update(self, broadcast: Broadcast) -> tuple[Tensor, int]:
-        """Return the clipped update ``(k·d,)``, noised under local trust, and the sample count if it is asked for."""
-        job = self.job
-        parts, rows = job.parts, job.data.parts[self.number]
-        head, stored = self.store.personal(job.initial_weights[parts.layout.dimension :], broadcast.round)
-        if len(rows) == 0:  # it answers all the same: who has no examples is nobody's to know
-            return torch.zeros(parts.message_length), 0
-        backend = Sequential(parts.algorithm, job.problem, parts.local, job.data, job.seed)
-        personal = PersonalState(head, states={name: {self.number: state} for name, state in stored.items()})
-        states = states_of(parts.algorithm, personal, self.number, broadcast.shared)
-        # One thread and exact arithmetic: a client's message has the same bits here as in the simulation.
-        with using_threads(1), exact(job.problem.device):
-            result = backend.one(self.number, broadcast, torch.cat([broadcast.shared, head]), states)
-        outgoing = self._outgoing(result, broadcast, personal)
-        after = personal.of(self.number), states_of(parts.algorithm, personal, self.number, broadcast.shared)
-        self.store.keep_personal(broadcast.round, (head, states), after)
-        return outgoing, len(rows) if parts.weighted else 0
+        """Return the clipped update ``(k·d,)``, noised under local trust, and the sample count if it is asked for.
 
-    def _outgoing(self, result: LocalResult, broadcast: Broadcast, personal: PersonalState) -> Tensor:
-        """Return what leaves: clipped here already; as it is where the server counts clipped messages (adaptive clip).
-
-        What stays goes to ``personal``; a state is moved by the message as clipped here.
+        One without examples answers as any other, noise included: who has none is nobody's to know. Where the server
+        counts clipped messages (adaptive clip), the message leaves as it is. A state is moved by it as clipped here.
         """
-        parts, key = self.job.parts, fresh_key()  # never stored: nobody can draw this noise again
+        job, parts, key = self.job, self.job.parts, fresh_key()  # never stored: nobody can draw this noise again
         noised = parts.plan.trust == "local" and parts.plan.private
         plain = Accumulator(parts.clip, broadcast.clip, parts.message_tensors, parts.message_length)
-        accumulator = accumulator_of(parts, broadcast, key) if noised else plain
-        trained = Trained.of([self.number], [len(self.job.data.parts[self.number])], result)
-        RoundSum(parts.algorithm, parts.local, broadcast, accumulator, personal).add(trained)
+        total = accumulator_of(parts, broadcast, key) if noised else plain
+        head, stored = self.store.personal(job.initial_weights[parts.layout.dimension :], broadcast.round)
+        personal = PersonalState(head, states={name: {self.number: state} for name, state in stored.items()})
+        before = states_of(parts.algorithm, personal, self.number, broadcast.shared)
+        reduced = RoundSum(parts.algorithm, parts.local, broadcast, total, personal)
+        backend = Sequential(parts.algorithm, job.problem, parts.local, job.data, job.seed)
+        part: Any
+        # One thread and exact arithmetic: a client's message has the same bits here as in the simulation.
+        with using_threads(1), exact(job.problem.device):
+            (part,) = backend.train(np.array([self.number]), broadcast, personal, reduced.clipped)
+            reduced.add(part)
+        after = personal.of(self.number), states_of(parts.algorithm, personal, self.number, broadcast.shared)
+        self.store.keep_personal(broadcast.round, (head, before), after)
         if noised:
-            return noisy_sum(parts, broadcast, accumulator.result(), key).to(torch.float32)
-        if parts.clip.moves:
-            return result.message.to(torch.float32)
-        return plain.result().total.to(torch.float32)
+            update = noisy_sum(parts, broadcast, total.result(), key)
+        else:
+            update = part.messages[0].cpu() if parts.clip.moves else plain.result().total
+        return update.to(torch.float32), len(job.data.parts[self.number]) if parts.weighted else 0
 
 
 CONFIG_KEYS = ("client", "data", "state", "pin", "key", "operator", "log")

@@ -39,9 +39,11 @@ Door = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class Guest(socket.socket):
-    """An accepted connection. gone: called when it is closed."""
+    """An accepted connection. gone: called when it is closed. key: whose it is, once that was shown."""
 
-    gone: Callable[[], None] | None = None
+    gone: Callable[[], object] | None = None
+    key: Any = None
+    since = 0.0
 
     def close(self) -> None:
         """Close the connection; tell the gate once."""
@@ -61,8 +63,7 @@ class Gate(socket.socket):
     def __init__(self, name: str, host: str, port: int, strangers: int = STRANGERS, seconds: float = SECONDS) -> None:
         super().__init__(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.name, self.most, self.seconds = name, strangers, seconds
-        self._strangers: dict[Any, tuple[Guest, float]] = {}
-        self._guests: dict[Any, dict[Any, Guest]] = {}
+        self._open: dict[Any, Guest] = {}
         self._logged: dict[str, float] = {}
         self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.bind((host, port))
@@ -76,31 +77,31 @@ class Gate(socket.socket):
             level = socket.SOL_SOCKET if option.startswith("SO_") else socket.IPPROTO_TCP
             guest.setsockopt(level, getattr(socket, option), ALIVE[option])
         place = address[:2]
-        guest.gone = lambda: self._forget(place)
-        if len(self._strangers) >= self.most:
+        guest.gone, guest.since = partial(self._open.pop, place, None), time.monotonic()
+        strangers = [place for place, other in self._open.items() if other.key is None]
+        if len(strangers) >= self.most:
             self.say("connections", f"{self.most} connections have shown no credential; the oldest are closed")
             # Of the host that has most: one flooding machine closes its own connections, not a new client's.
-            hosts = Counter(host for host, _ in self._strangers)
-            busiest = max(hosts.values())
-            self._close(next(place for place in self._strangers if hosts[place[0]] == busiest))
-        self._strangers[place] = guest, time.monotonic()
+            hosts = Counter(host for host, _ in strangers)
+            self._close(max(strangers, key=lambda place: hosts[place[0]]))
+        self._open[place] = guest
         return guest, address
 
     def welcome(self, place: Any, key: Any) -> None:
         """Take the connection from ``place`` (host, port) for one of ``key``, which it has shown."""
-        guest, _ = self._strangers.pop(tuple(place), (None, 0.0))
-        if guest is None:
+        guest = self._open.get(tuple(place))
+        if guest is None or guest.key is not None:
             return
-        guests = self._guests.setdefault(key, {})
-        if len(guests) >= EACH:
+        keyed = [place for place, other in self._open.items() if other.key == key]
+        if len(keyed) >= EACH:
             self.say("key", f"one key has {EACH} connections; its oldest are closed")
-            _shut(guests.pop(next(iter(guests))))
-        guests[tuple(place)] = guest
+            self._close(keyed[0])
+        guest.key = key
 
     async def sweep(self) -> None:
         """Close strangers who have said nothing for too long; to be called every second."""
         late = time.monotonic() - self.seconds
-        for place in [place for place, (_, since) in self._strangers.items() if since < late]:
+        for place in [place for place, one in self._open.items() if one.key is None and one.since < late]:
             self.say("time", f"connections without a credential are closed after {self.seconds:g} seconds")
             self._close(place)
 
@@ -112,18 +113,8 @@ class Gate(socket.socket):
             log.warning("%s: %s", self.name, message)
 
     def _close(self, place: Any) -> None:
-        _shut(self._strangers.pop(place)[0])
-
-    def _forget(self, place: Any) -> None:
-        self._strangers.pop(place, None)
-        for key, guests in list(self._guests.items()):
-            if guests.pop(place, None) is not None and not guests:
-                del self._guests[key]
-
-
-def _shut(guest: Guest) -> None:
-    with suppress(OSError):
-        guest.shutdown(socket.SHUT_RDWR)  # its owner, asyncio, sees an end and closes it
+        with suppress(OSError):
+            self._open.pop(place).shutdown(socket.SHUT_RDWR)  # its owner, asyncio, sees an end and closes it
 
 
 def fleet_only(

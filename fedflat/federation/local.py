@@ -7,8 +7,8 @@ and for tests; every process that is started here is stopped here.
 from __future__ import annotations
 
 import json
+import math
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -19,18 +19,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 if __name__ == "__main__":  # until the programs' own way to end is set: no traceback of the imports
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from fedflat.core.checks import RunError, counted, making, reading, require, turning, wrong
 from fedflat.core.durable import lock_file
-from fedflat.core.process import how_it_ended, waiting
-from fedflat.federation import processes, project
+from fedflat.core.process import free_memory, how_it_ended, waiting
+from fedflat.federation import processes
 from fedflat.federation.lock import ADDRESSES_FILE, Addresses
 from fedflat.federation.project import PACKAGE, REASON, STATUS, environment, superlink_command, supernode_command
-from fedflat.federation.secagg.client import signing_key
+from fedflat.federation.store import read_note
 from fedflat.federation.task import Task
 from fedflat.records.folder import METRICS, read_lines
 from fedflat.report.progress import Progress
@@ -42,8 +41,6 @@ NODE = 350
 """MB that one SuperNode takes at most with a small model (338 in the quick start)."""
 LOOK = 0.2
 """Seconds between looks whether the SuperLink listens: it takes several to start."""
-BESIDE = re.compile("ERROR ends with the process beside it: (.*)")
-"""What a SuperLink or a SuperNode says before it ends for that reason, in order and with status 0."""
 TOKEN = "run `python -m fedflat.federation.lock .` in the project's folder"
 """What makes the operator's token anew; Flower names its own login, which there is none of here."""
 
@@ -78,13 +75,12 @@ class Federation:
     def start(self, clients: Sequence[int] | None = None) -> None:
         """Start SuperLink and the SuperNodes of ``clients`` (default: all); nothing is started if one port is taken."""
         chosen = range(self.task.form.clients) if clients is None else clients
-        for host, port in (self.addresses.listen, self.addresses.control):
-            processes.must_be_free(str(self.project / ADDRESSES_FILE), host, port)
-        processes.check_trusted(self.project / "certificates", self.host)
-        for client in chosen:  # said now, and not by one that has ended
-            signing_key(project.client_folder(self.project, client) / "auth.key")
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        print(announced(len(chosen), memory >> 20), file=sys.stderr)
+        for address in (self.addresses.listen, self.addresses.control):
+            processes.must_be_free(str(self.project / ADDRESSES_FILE), *address)
+        print(f"starting {counted(len(chosen), 'client')}, each a process of about {NODE} MB", file=sys.stderr)
+        need, free = len(chosen) * NODE / 1024, (free_memory() or math.inf) / (1 << 30)
+        if need > free:
+            print(f"Warning: that is {need:.0f} GB, of {free:.0f} free: processes may be killed", file=sys.stderr)
         self.start_superlink()
         for client in chosen:
             self.start_node(client)
@@ -101,14 +97,14 @@ class Federation:
         raise RunError(f"the SuperLink did not start; see {self.log}")
 
     def check_alive(self) -> None:
-        """Raise RunError, with the last line of its log, if a process that was started here has ended by itself."""
+        """Raise RunError, with the last error in its log, if a process that was started here has ended by itself."""
         for name, process in self.processes.items():
             if process.poll() is not None:
                 output = (self.logs / f"{name}.log").read_bytes()[self.begun[name] :].decode(errors="replace").strip()
-                last = output.splitlines()[-1].strip().removeprefix("error: ") if output else "no word"
+                lines = output.splitlines() or ["no word"]
+                last = ([line for line in lines if "error" in line.lower()] or lines)[-1].removeprefix("error: ")
                 last = last if process.returncode >= 0 else how_it_ended(process.returncode, output)
-                last = last if process.returncode else (*BESIDE.findall(output), "it was told to, by a signal")[0]
-                raise RunError(f"{name} has ended: {last} (see {self.logs / name}.log)")
+                raise RunError(f"{name} has ended: {last.strip()} (see {self.logs / name}.log)")
 
     def start_node(self, client: int) -> None:
         """Start (again) the SuperNode of one client."""
@@ -137,10 +133,8 @@ class Federation:
 
         suffix: ``REASON``, for why the run ended instead.
         """
-        path = self.project / "server" / STATUS
-        with suppress(OSError, ValueError, AttributeError):  # none yet, or damaged: the SuperLink writes it anew
-            return str(json.loads(path.read_bytes()).get(f"run {run}{suffix}", "unknown"))
-        return "unknown"
+        # None yet, or damaged: the SuperLink writes it anew.
+        return str(read_note(self.project / "server" / STATUS).get(f"run {run}{suffix}", "unknown"))
 
     def wait(self, run: int, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> str:
         """Wait until a run is finished; return its last status.
@@ -198,13 +192,6 @@ class Federation:
                 )
 
 
-def _only_one(federation: Federation) -> IO[bytes]:
-    """Return the lock that a run on this machine holds; InputError if another one holds it."""
-    taken = f"{federation.project}, which runs already"
-    with turning(BlockingIOError, wrong("PROJECT", taken, "one run of it at a time")):
-        return lock_file(federation.logs / "local.lock", wait=False)
-
-
 @processes.program("local PROJECT")
 def main(folder: str) -> None:
     """Run a project on this machine; exit status 0 if the run completed."""
@@ -215,7 +202,8 @@ def main(folder: str) -> None:
 
 
 def _whole_run(project: Path) -> None:
-    with Federation(project) as federation, _only_one(federation):
+    taken = wrong("PROJECT", f"{project}, which runs already", "one run of it at a time")
+    with Federation(project) as federation, lock_file(federation.logs / "local.lock", taken):
         records = _folder_of_run(project) / METRICS
         seen = len(read_lines(records))
         if seen >= federation.task.recipe.rounds:
@@ -236,14 +224,6 @@ def _whole_run(project: Path) -> None:
         print(status)
         if status != "finished:completed":
             raise RunError(f"the run has no result: {federation.status(run, REASON)} (see {federation.log})")
-
-
-def announced(clients: int, memory: int) -> str:
-    """Return what is said before so many clients are started on a machine with ``memory`` MB."""
-    line = f"starting {counted(clients, 'client')}, each a process of about {NODE} MB"
-    if (need := clients * NODE) > memory:
-        line += f"\nWarning: that is {need >> 10} GB, and this machine has {memory >> 10}: processes may be killed"
-    return line
 
 
 def _folder_of_run(project: Path) -> Path:

@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from fedflat.core import durable
-from fedflat.core.checks import reading, require, turning, wrong
+from fedflat.core.checks import owners_only, reading, require, turning, wrong
 from fedflat.federation.processes import program
 
 LOCK = "operator.sha256"
@@ -63,9 +63,9 @@ def write_lock(lock: Path, credentials: Path, address: str) -> None:
 def read_lock(path: Path) -> bytes:
     """Return the hash of the operator's token; InputError if there is none, or if others could change or read it."""
     with reading(path, "no lock", "the file that fedflat deploy wrote"):
-        token_hash, mode = bytes.fromhex(path.read_text(encoding="ascii").strip()), path.stat().st_mode
+        token_hash = bytes.fromhex(path.read_text(encoding="ascii").strip())
     require(len(token_hash) == 32, str(path), f"{len(token_hash)} bytes", "the hash of the operator's token")
-    require(not mode & 0o077, str(path), f"mode {mode & 0o777:04o}", "0600, for the SuperLink's account alone")
+    owners_only(path, "0600, for the SuperLink's account alone")
     return token_hash
 
 
@@ -86,7 +86,10 @@ def is_loopback(host: str) -> bool:
 
 
 class OperatorOnly:
-    """Flower's plugin for the Control interface (a ControlAuthnPlugin): one account, one token; nobody else."""
+    """Flower's plugin for the Control interface (a ControlAuthnPlugin): one account, one token; nobody else.
+
+    Nobody logs in, since the token is a file: what a plugin has for that is left out.
+    """
 
     def __init__(self, lock: bytes) -> None:
         self.lock = lock
@@ -104,16 +107,6 @@ class OperatorOnly:
     def is_token(self, token: str) -> bool:
         """Return whether this is the operator's token."""
         return hmac.compare_digest(hashlib.sha256(token.encode()).digest(), self.lock)
-
-    def get_login_details(self) -> None:
-        """Nobody logs in: the token is a file."""
-
-    def get_auth_tokens(self, device_code: str) -> None:
-        """No token is given to anybody."""
-
-    def refresh_tokens(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[None, None]:
-        """No token is renewed either."""
-        return None, None
 
 
 @dataclass(frozen=True)
@@ -137,13 +130,9 @@ class Addresses:
 
 
 def address_text(address: tuple[str, int]) -> str:
-    """Return an address as Flower takes it."""
-    return f"{bracketed(address[0])}:{address[1]}"
-
-
-def bracketed(host: str) -> str:
-    """Return a host as it stands before a port: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host else host
+    """Return an address as Flower takes it: an IPv6 address in brackets, before its port."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 DAYS = 90

@@ -20,7 +20,7 @@ from contextlib import suppress
 from importlib import metadata, resources
 from pathlib import Path
 
-from fedflat.core.checks import InputError, RunError, becoming, require, turning, wrong
+from fedflat.core.checks import InputError, RunError, becoming, owners_only, require, turning, wrong
 from fedflat.core.imports import missing
 from fedflat.core.process import how_it_ended, waiting
 
@@ -88,39 +88,23 @@ def must_be_free(where: str, host: str, port: int) -> None:
 def check_private(key: Path, option: str = "") -> None:
     """Raise InputError unless a private key is there, and its owner's only."""
     require(key.is_file(), f"{option}{key}", "no such file", "a private key, 0600")
-    if key.stat().st_mode & 0o077:
-        raise wrong(f"{option}{key}", f"mode {key.stat().st_mode & 0o777:04o}", "a private key, 0600")
+    owners_only(key, "a private key, 0600", option)
 
 
-def check_authority(path: Path) -> ssl.SSLContext:
-    """Return TLS as a client of an authority has it; InputError unless a file holds its certificate."""
+def check_authority(path: Path) -> None:
+    """Raise InputError unless a file holds an authority's certificate."""
     where, allowed = f"--root-certificates {path}", "the authority's certificate (ca.crt)"
     with becoming(lambda error: wrong(where, error.strerror, allowed), OSError):  # which an SSLError is
-        return ssl.create_default_context(cafile=path)
+        ssl.create_default_context(cafile=path)
 
 
-def check_pair(folder: Path) -> ssl.SSLContext:
-    """Return TLS as the server has it; InputError unless server.crt in a folder is a certificate, and server.key its
-    private key, 0600."""
+def check_pair(folder: Path) -> None:
+    """Raise InputError unless server.crt in a folder is a certificate, and server.key its private key, 0600."""
     certificate, key = folder / "server.crt", folder / "server.key"
     check_private(key)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     where, allowed = f"{certificate} and server.key", "a certificate in PEM and its key"
     with becoming(lambda error: wrong(where, error.strerror, allowed), OSError):
-        context.load_cert_chain(certificate, key)
-    return context
-
-
-def check_trusted(folder: Path, host: str) -> None:
-    """Raise InputError unless whoever trusts ca.crt in a folder takes server.crt and server.key there for a host's."""
-    sent, answered = ssl.MemoryBIO(), ssl.MemoryBIO()
-    server = check_pair(folder).wrap_bio(sent, answered, server_side=True)
-    client = check_authority(folder / "ca.crt").wrap_bio(answered, sent, server_hostname=host)
-    where, allowed = f"{folder / 'server.crt'}", f"a certificate for {host}, valid today and signed by ca.crt"
-    with becoming(lambda e: wrong(where, getattr(e, "verify_message", None) or e.reason, allowed), ssl.SSLError):
-        for end in (client, server, client):
-            with suppress(ssl.SSLWantReadError):
-                end.do_handshake()
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
 
 
 def raise_descriptor_limit() -> int:

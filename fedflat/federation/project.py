@@ -16,7 +16,7 @@ from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.records import settled
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, require, turning, wrong
+from fedflat.core.checks import making, require, turning, wrong
 from fedflat.core.types import Algorithm
 from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job
@@ -72,20 +72,17 @@ def write_project(recipe: Recipe, out: Path, nodes: int | None = None, port: int
         unused = "a deployment measures no personal accuracy, and what is held back of a client's examples stays unused"
         warnings.warn(f"data.client_test_fraction: {unused}; 0 trains on all", stacklevel=2)
     job = prepare(recipe, features=False)  # each client computes its own
-    allowed, begun = "a folder you may write to", False
-    try:
-        (out / "app" / PACKAGE).mkdir(parents=True)  # refused where another project has come here meanwhile
-        begun = True
-        _write(recipe, job, out, port, host)
-    except BaseException as error:
-        if begun:  # half a project would look like one
-            shutil.rmtree(out, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise InputError(f"--out: found {out} ({error.strerror}); allowed: {allowed}.") from error
-        raise
     plan = job.parts.plan
     epsilon = plan.epsilon() if plan.private else float("inf")
-    return Project(out, job.data.clients, plan.rounds, epsilon if epsilon < float("inf") else None, plan.delta, note)
+    project = Project(out, job.data.clients, plan.rounds, epsilon if epsilon < float("inf") else None, plan.delta, note)
+    with making("--out", out):
+        (out / "app" / PACKAGE).mkdir(parents=True)  # refused where another project has come here meanwhile
+        try:
+            _write(recipe, job, project, port, host)
+        except BaseException:
+            shutil.rmtree(out, ignore_errors=True)  # half a project would look like one
+            raise
+    return project
 
 
 def _for_nodes(recipe: Recipe, nodes: int | None) -> Recipe:
@@ -125,21 +122,20 @@ def _taking_turns(recipe: Recipe, unnamed: bool) -> tuple[Recipe, str]:
 def _unfit(recipe: Recipe, method: Algorithm, trust: str, clients: int) -> str:
     """Return why a schedule with correlated noise cannot stand in; empty where it can."""
     privacy, cohort = recipe.privacy, recipe.cohort
-    if privacy.epsilon is None:
-        return "privacy.noise_multiplier is that of a round, and no privacy.epsilon is given"
-    if trust != "central" or method.kind != "update":
-        return f"a schedule is proven for trust: central and plain Gaussian noise, not for {method.name}, {trust}"
-    if privacy.clipping.kind == "adaptive":
-        return "correlated noise needs one constant clip"
-    if privacy.noise.kind != "independent" or privacy.noise_cohort is not None or cohort.min or cohort.max:
-        return "other keys of the recipe belong to secret coins"
-    if cohort.size != int(cohort.size) or 2 * cohort.size > clients:
-        return "the cohort is no whole number of at most half of the clients"
-    return ""
+    proven = f"a schedule is proven for trust: central and plain Gaussian noise, not for {method.name}, {trust}"
+    coins = privacy.noise.kind != "independent" or privacy.noise_cohort is not None or cohort.min or cohort.max
+    reasons = {
+        "privacy.noise_multiplier is that of a round, and no privacy.epsilon is given": privacy.epsilon is None,
+        proven: trust != "central" or method.kind != "update",
+        "correlated noise needs one constant clip": privacy.clipping.kind == "adaptive",
+        "other keys of the recipe belong to secret coins": coins,
+        "the cohort is no whole number of at most half of the clients": cohort.size % 1 or 2 * cohort.size > clients,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
-def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
-    data, app = job.data, out / "app" / PACKAGE
+def _write(recipe: Recipe, job: Job, project: Project, port: int, host: str) -> None:
+    data, plan, out, app = job.data, job.parts.plan, project.folder, project.folder / "app" / PACKAGE
     out.chmod(0o700)
     lock.write_authority_and_server(out / "certificates", list(dict.fromkeys([host, HERE, "localhost"])))
     keys = [_write_client(client_folder(out, client), data, client) for client in range(data.clients)]
@@ -165,8 +161,16 @@ def _write(recipe: Recipe, job: Job, out: Path, port: int, host: str) -> None:
         _fill(app / f"{side}_app.py", "app.txt", {"side": side, "title": side.capitalize()})
     _fill(out / lock.ADDRESSES_FILE, "superlink.toml", facts)
     _fill(out / "flower" / "config.toml", "flower.toml", facts)
-    pin = Task.read(app).pin
-    _fill(out / "README.md", "README.md", _readme(recipe, out, job, _places(out, 0, host, port, pin, at="")))
+    places = _places("", 0, str(facts["listen"]), Task.read(app).pin)
+    typed = _template("supernode.txt").strip().replace("\n    --", " \\\n    --")  # a line for each option
+    exports = (f"export {k}={v.replace(str(out.absolute()), '$PWD')}" for k, v in environment(out).items())
+    readme = {
+        **places, "name": recipe.name, "clients": data.clients, "exports": "\n    ".join(exports), "trust": plan.trust,
+        "epsilon": "infinite" if project.epsilon is None else f"{project.epsilon:.4g}", "delta": f"{plan.delta:g}",
+        "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds, "method": job.parts.algorithm.name,
+        "node": typed.replace("\n", "\n    ").format_map(places),
+    }  # fmt: skip
+    _fill(out / "README.md", "README.md", readme)
 
 
 def client_folder(out: Path, client: int) -> Path:
@@ -192,15 +196,13 @@ def superlink_command(out: Path) -> list[str]:
 
 def supernode_command(out: Path, client: int, host: str, port: int, pin: str) -> list[str]:
     """Return the command of one client's SuperNode: TLS to the SuperLink, its own key, data, state and app."""
-    return words_of("supernode.txt", _places(out, client, host, port, pin))
+    return words_of("supernode.txt", _places(f"{out.absolute()}/", client, lock.address_text((host, port)), pin))
 
 
-def _places(out: Path, client: int, host: str, port: int, pin: str = "", at: str | None = None) -> dict[str, Any]:
-    """Return what the commands of one client name. at: the project's folder, where it is not the absolute path."""
-    at = f"{out.absolute()}/" if at is None else at
+def _places(at: str, client: int, superlink: str, pin: str) -> dict[str, Any]:
+    """Return what the command of one client's SuperNode names. at: the project's folder, as it stands before a path."""
     folder = f"{at}{client_folder(Path(), client)}"
-    where = {"host": lock.bracketed(host), "port": port}
-    return {"at": at, "folder": folder, "client": client, "pin": pin, "package": PACKAGE, **where}
+    return {"at": at, "folder": folder, "client": client, "superlink": superlink, "pin": pin, "package": PACKAGE}
 
 
 def words_of(template: str, places: Mapping[str, Any]) -> list[str]:
@@ -208,26 +210,8 @@ def words_of(template: str, places: Mapping[str, Any]) -> list[str]:
     return [" ".join(word.split()).format_map(places) for word in shlex.split(_template(template))]
 
 
-def _as_typed(template: str, places: Mapping[str, Any]) -> str:
-    """Return a command as one types it: an option to a line, but for the lines inside quotes."""
-    return _template(template).strip().replace("\n    --", " \\\n    --").replace("\n", "\n    ").format_map(places)
-
-
 def _template(name: str) -> str:
     return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
-
-
-def _readme(recipe: Recipe, out: Path, job: Job, places: dict[str, Any]) -> dict[str, Any]:
-    """Return what the project's README.md says of it."""
-    clients, plan = job.data.clients, job.parts.plan
-    exports = (f"export {k}={v.replace(str(out.absolute()), '$PWD')}" for k, v in environment(out).items())
-    epsilon = plan.epsilon() if plan.private else float("inf")
-    return {
-        **places, "name": recipe.name, "clients": clients, "exports": "\n    ".join(exports), "trust": plan.trust,
-        "epsilon": f"{epsilon:.4g}" if epsilon < float("inf") else "infinite", "delta": f"{plan.delta:g}",
-        "cohort": f"{plan.sampler.size:g}", "rounds": plan.rounds, "method": job.parts.algorithm.name,
-        "node": _as_typed("supernode.txt", places),
-    }  # fmt: skip
 
 
 def _fill(path: Path, template: str, facts: dict[str, Any]) -> None:

@@ -57,7 +57,8 @@ class PendingReply:
 class ReplyTracker:
     """The replies of one round. read: a message's content -> a checked answer with its round and nonce.
 
-    blamed: client -> why its own answer to its question was first refused, for what no honest client does.
+    blamed: client -> why its own answer to its question was first refused, for what no honest client does; not who
+    answered twice, whose first answer counts.
     """
 
     round: int
@@ -81,12 +82,13 @@ class ReplyTracker:
         try:
             return self._checked(reply)
         except Malformed as fault:
-            if fault.reason == UNREACHABLE:
+            if (reason := str(fault)) == UNREACHABLE:
                 return None
-            self.refused[fault.reason] += 1
+            self.refused[reason] += 1
             pending = self._closed.get(reply.metadata.reply_to_message_id)
-            if pending is not None and reply.metadata.src_node_id == pending.node and fault.reason in PROTOCOL_FAULTS:
-                self.blamed.setdefault(pending.client, fault.reason)
+            at_fault = reason in PROTOCOL_FAULTS and reason != "duplicate"
+            if at_fault and pending is not None and reply.metadata.src_node_id == pending.node:
+                self.blamed.setdefault(pending.client, reason)
             return None
 
     def _checked(self, reply: Any) -> tuple[int, Any]:
@@ -179,8 +181,6 @@ class Culprits:
 
     def note(self, round: int, excluded: Mapping[int, str]) -> set[int]:
         """Add one round's exclusions, durably; return the clients that are put off from now on."""
-        if not excluded:
-            return set()
         before = self.off
         line = json.dumps({"round": round, "excluded": {str(client): excluded[client] for client in sorted(excluded)}})
         durable.append(self.path, line.encode() + b"\n")

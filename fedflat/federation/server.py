@@ -27,6 +27,7 @@ from fedflat.core.cohorts import MinSeparation
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
 from fedflat.core.types import RoundState
+from fedflat.engine.device import return_large_blocks
 from fedflat.engine.job import Job, Outcome
 from fedflat.engine.resume import first_start
 from fedflat.engine.train import train
@@ -38,7 +39,7 @@ from fedflat.federation.secagg.rounds import ClientShares, SecureFlower
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Roster, Task, check_deployable
 from fedflat.federation.tips import new_run, operator_file, operator_key, restore_lines, tip_record
-from fedflat.federation.transport import ClientNoise, Flower, limit_replies, note_refusals, return_large_blocks
+from fedflat.federation.transport import ClientNoise, Flower, limit_replies, note_refusals
 from fedflat.methods.ddgauss import SharedDiscreteNoise
 from fedflat.pieces.clipping import MethodScale, whole_vector
 from fedflat.privacy.ledger import read as read_ledger
@@ -55,23 +56,23 @@ ENDED = "ended.json"
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how a server runs. out: the run's folder. test: public test set, or None. nodes: connected clients to
-    wait for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its clients.
-    exclusion_limit: a client that broke the protocol in so many rounds is asked no more. abort_limit: under secure
-    aggregation the run stops after so many charged rounds in a row without a result. poll: seconds between looks for
-    answers, short beside local training, and few calls while it goes on. metrics: where a page about the
-    server is (``HOST:PORT``, beyond this machine only if ``beyond``), or empty."""
+    """Where and how a server runs. out: the run's folder. test: public test set, or None. wait_for_nodes: connected
+    clients to wait for before round 0, at most ``start_seconds``. answer_seconds: how long a round waits for its
+    clients. exclusion_limit: a client that broke the protocol in so many rounds is asked no more. abort_limit: under
+    secure aggregation the run stops after so many charged rounds in a row without a result. poll: seconds between looks
+    for answers, short beside local training, and few calls while it goes on. metrics: where a page about the server is
+    (``HOST:PORT``), or empty. metrics_beyond_this_machine: True for one that other machines reach."""
 
     out: Path
     test: Path | None = None
     answer_seconds: float = 600.0
-    nodes: int = 1
+    wait_for_nodes: int = 1
     start_seconds: float = 600.0
     poll: float = 0.3
     abort_limit: int = 3
     exclusion_limit: int = 3
     metrics: str = ""
-    beyond: bool = False
+    metrics_beyond_this_machine: bool = False
 
     def __post_init__(self) -> None:
         whole("abort-limit", self.abort_limit, 1)
@@ -80,12 +81,11 @@ class Settings:
     @classmethod
     def of(cls, config: Any) -> Settings:
         """Read the settings from a Flower app's run config."""
-        names = {"nodes": "wait-for-nodes", "beyond": "metrics-beyond-this-machine"}
-        keys = {field.name: names.get(field.name, field.name.replace("_", "-")) for field in fields(cls)}
+        keys = {field.name: field.name.replace("_", "-") for field in fields(cls)}
         values = {name: config[key] for name, key in keys.items() if key in config}
         values["out"] = Path(str(config["out"])).expanduser()
         values["test"] = Path(str(values["test"])).expanduser() if values.get("test") else None
-        return cls(**values | {"beyond": values.get("beyond", False) is True})
+        return cls(**values)
 
 
 def server_app(folder: str | Path) -> Any:
@@ -112,7 +112,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
     """
     job = job_of(task, settings)
     return_large_blocks()  # before the first reply: the allocator keeps what it took in small blocks until the end
-    with serve_metrics(settings.metrics, settings.beyond), ExitStack() as held:
+    with serve_metrics(settings.metrics, settings.metrics_beyond_this_machine is True), ExitStack() as held:
         held.enter_context(keys.alone(settings.out))
         folder = _folder(task, job, settings.out)
         held.enter_context(keys.alone(settings.out, folder.run))  # a copied folder has another path and the same key
@@ -179,7 +179,7 @@ def job_of(task: Task, settings: Settings) -> Job:
     from fedflat.assembly.jobs import prepare
 
     check_deployable(task.recipe)
-    test = None
+    test: Any = (None, None)
     if settings.test is not None:
         test = read_examples(settings.test)
         task.form.check(str(settings.test), *test)
@@ -245,10 +245,10 @@ def run_id(out: Path) -> str:
 
 def _wait_for_nodes(grid: Any, roster: Roster, settings: Settings) -> None:
     until = time.monotonic() + settings.start_seconds
-    while len(roster.connected(grid.get_nodes())) < min(settings.nodes, len(roster.keys)):
+    while len(roster.connected(grid.get_nodes())) < min(settings.wait_for_nodes, len(roster.keys)):
         if time.monotonic() > until:
             seconds = f"{settings.start_seconds:g} s"
-            raise RunError(f"fewer than {settings.nodes} clients of the roster connected in {seconds}")
+            raise RunError(f"fewer than {settings.wait_for_nodes} clients of the roster connected in {seconds}")
         time.sleep(settings.poll)
 
 

@@ -3,15 +3,15 @@
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from torch import Tensor
 
 from fedflat.core import durable
-from fedflat.core.checks import making, reading, require, turning, writing, wrong
+from fedflat.core.checks import making, reading, require, writing, wrong
 
 HEAD, ROUNDS = "head.safetensors", "rounds.jsonl"
 SESSION, NODE, LOCK, RUNNING, OWNER = "session.json", "node.json", "answer.lock", "supernode.lock", "client.json"
@@ -51,13 +51,12 @@ class Store:
 
     def answer_lock(self) -> IO[bytes]:
         """Return the lock of the folder: one answer at a time, which counts what it counts before the next asks."""
-        return durable.lock_file(self.folder / LOCK, wait=True)
+        return durable.lock_file(self.folder / LOCK)
 
     def node_lock(self) -> IO[bytes]:
         """Return the lock that this client's SuperNode holds while it runs; InputError if another one holds it."""
         taken = f"{self.folder}, of a SuperNode that is running"
-        with turning(BlockingIOError, wrong("state", taken, "one SuperNode a client")):
-            return durable.lock_file(self.folder / RUNNING, wait=False)
+        return durable.lock_file(self.folder / RUNNING, wrong("state", taken, "one SuperNode a client"))
 
     def personal(self, first: Tensor, round: int) -> Personal:
         """Return what a round starts from.
@@ -78,12 +77,10 @@ class Store:
         return head, states
 
     def keep_personal(self, round: int, before: Personal, after: Personal) -> None:
-        """Store durably what a round began with and what it left; a personal part that is not finite is not kept."""
+        """Store durably what a round began with and what it left (``PersonalState`` keeps nothing that diverged)."""
         from safetensors.torch import save
 
-        # A head that diverged would be trained from in every later round.
-        left = after if torch.isfinite(after[0]).all() else (before[0], after[1])
-        both = (("before", before), ("after", left))
+        both = (("before", before), ("after", after))
         held = {when + name: value for when, (head, states) in both for name, value in {"": head, **states}.items()}
         if any(value.numel() for value in held.values()):
             tensors = {name: value.contiguous().clone() for name, value in held.items()}
@@ -91,8 +88,8 @@ class Store:
 
     def of_client(self, number: int) -> None:
         """Note whose folder this is. Raises InputError if it is another client's, whose answers it counts."""
-        owner = _read(self.folder / OWNER)
-        if owner is None:
+        owner = read_note(self.folder / OWNER)
+        if not owner:
             durable.replace(self.folder / OWNER, json.dumps({"client": number}).encode())
         elif owner != {"client": number}:
             raise wrong("state", f"{self.folder}, with {OWNER} of another client", f"a folder of client {number}'s own")
@@ -116,8 +113,7 @@ class Store:
 
     def session(self) -> dict[str, Any]:
         """Return the session that is open; an empty one where there is none, or where its file is damaged."""
-        session = _read(self.folder / SESSION)
-        return session if isinstance(session, dict) else {}
+        return read_note(self.folder / SESSION)
 
     def end_session(self) -> None:
         """Forget a session's secrets, also in a file that a kill left half written."""
@@ -126,8 +122,7 @@ class Store:
 
     def node(self) -> int | None:
         """Return Flower's number of this client's SuperNode, if it was ever asked anything."""
-        note = _read(self.folder / NODE)
-        node = note.get("node") if isinstance(note, dict) else None
+        node = read_note(self.folder / NODE).get("node")
         return node if isinstance(node, int) else None
 
     def note_node(self, node: int) -> None:
@@ -141,9 +136,9 @@ class Store:
             durable.append(self.folder / ROUNDS, json.dumps({"round": round}).encode() + b"\n")
 
 
-def _read(path: Path) -> Any:
-    """Return the JSON in a file; None if there is none, or it is damaged."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
+def read_note(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is none, or the file is damaged."""
+    with suppress(OSError, ValueError, RecursionError):
+        value = json.loads(path.read_bytes())
+        return value if isinstance(value, dict) else {}
+    return {}

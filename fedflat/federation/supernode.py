@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fedflat.core.checks import InputError, RunError, turning, wrong
+from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.core.checks import RunError, turning, wrong
 from fedflat.core.process import how_it_ended, using_threads
 from fedflat.federation import processes
 from fedflat.federation.bounds import Limit, limit_answers, pulled, unpacked
@@ -70,6 +71,8 @@ def serve(args: argparse.Namespace) -> None:
     client = client_of(task, config)  # said now, and not when a round asks first
     with using_threads(1):  # threads that had worked here would be missing in the processes forked below
         client.examples()
+        # Takes seconds with correlated noise: made here, it is there for every message.
+        plan_of(task.recipe, algorithm_of(task.recipe), task.form.clients)
     ours, workers = Pipe()
     processes.start_companion(partial(_answer_messages, workers, app, config))
     workers.close()
@@ -77,9 +80,7 @@ def serve(args: argparse.Namespace) -> None:
     from flwr.supernode.fleet_http_connection import http_request_response
 
     limit_answers(task.limits.ask)
-    say_why(args.superlink)
-    ask_again()
-    pause, answers = ask_seldom(task.form.clients), len(client.store.answered())
+    pause, answers = mend_connection(args.superlink, task.form.clients), len(client.store.answered())
     keys, at = (private, private.public_key()), (args.superlink, False, str(authority))
     with taking_over(client.store, at, keys), http_request_response(*at, keys) as connection:
         log.info("connected to %s, %d answers so far", args.superlink, answers)
@@ -110,11 +111,14 @@ def taking_over(store: Store, at: tuple[str, bool, str], keys: tuple[Any, Any]) 
         yield
 
 
-def ask_again() -> None:
-    """Let a SuperNode ask again after a TLS handshake that was cut or took too long, as under a flood.
+def mend_connection(superlink: str, clients: int) -> float:
+    """Change how Flower connects a SuperNode that is one of so many; return the seconds between its looks.
 
-    Flower asks again after any other fault of the network, but gives up on each whose words have "ssl" in them.
+    It asks again after a TLS handshake that was cut or took too long, as under a flood: Flower gives up on each fault
+    whose words have "ssl" in them. One that is refused, or gets no connection, ends with a sentence: Flower says
+    nothing, or a page. And one of many gives signs of life seldom.
     """
+    from flwr.supercore import heartbeat
     from flwr.supernode import fleet_http_connection as connection
     from httpx import TransportError
 
@@ -131,13 +135,6 @@ def ask_again() -> None:
         invoker.should_giveup = is_final
         return invoker
 
-    connection.make_simple_http_retry_invoker = patient
-
-
-def say_why(superlink: str) -> None:
-    """Let a SuperNode that is refused, or gets no connection, end with a sentence: Flower says nothing, or a page."""
-    from flwr.supernode import fleet_http_connection as connection
-
     class Signer(connection.NodeAuthHttpInterceptor):  # type: ignore[misc]
         def intercept(self, context: Any, call_next: Any) -> Any:
             answer = super().intercept(context, call_next)
@@ -148,14 +145,8 @@ def say_why(superlink: str) -> None:
     def give_up(_: object, message: str) -> None:
         raise RunError(f"{superlink}: {' '.join(message.replace('.', ':', 1).split())}") from None
 
+    connection.make_simple_http_retry_invoker = patient
     connection.NodeAuthHttpInterceptor, connection.flwr_exit = Signer, give_up
-
-
-def ask_seldom(clients: int) -> float:
-    """Let a SuperNode that is one of so many give signs of life seldom; return the seconds between its looks."""
-    from flwr.supercore import heartbeat
-    from flwr.supernode import fleet_http_connection as connection
-
     interval = max(connection.HEARTBEAT_DEFAULT_INTERVAL, int(clients / EACH_SECOND))
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = connection.HEARTBEAT_DEFAULT_INTERVAL = interval
     return max(PAUSE, clients / EACH_SECOND)
@@ -169,9 +160,7 @@ def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection,
 
     _, receive, send, get_run, get_fab, pull, push, confirm = connection
 
-    @lru_cache(maxsize=16)
-    def difference_of(run: int) -> str:
-        return difference(get_fab(get_run(run).fab_hash, run).content, app)
+    difference_of = lru_cache(maxsize=16)(lambda run: difference(get_fab(get_run(run).fab_hash, run).content, app))
 
     def answer_to(message: Any, tree: Any) -> Any:
         run, number = message.metadata.run_id, message.metadata.message_id
@@ -204,7 +193,7 @@ def _take_messages(connection: Any, limit: Limit, app: Path, worker: Connection,
         except RunNotRunningException:
             log.info("a message of a run that has ended is not answered")
         except Malformed as refused:
-            log.error("refused: a message of another size or form than was agreed (%s)", refused.reason)
+            log.error("refused: a message of another size or form than was agreed (%s)", refused)
         except Exception as error:  # whatever the SuperLink, or the way to it, does with one message
             # Without a node of this key at the SuperLink, no later message comes either.
             if received is None or isinstance(error, RunError):
@@ -240,8 +229,6 @@ def _answer_messages(connection: Connection, app: Path, config: Any) -> None:
     """Answer messages, each in a forked process of its own; send how it ended, with or without an answer before."""
     import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
 
-    keep_plan(app)
-
     def answer(number: str, contents: dict[str, bytes]) -> None:
         connection.send(parts_of(reply_to(unpacked(number, contents), config, app)))
 
@@ -251,15 +238,6 @@ def _answer_messages(connection: Connection, app: Path, config: Any) -> None:
             while (status := processes.ended(child)) is None:
                 time.sleep(processes.LOOK)
             connection.send(status)
-
-
-def keep_plan(app: Path) -> None:
-    """Make the app's plan, which takes seconds with correlated noise, so that it is there for every message."""
-    from fedflat.assembly.plans import algorithm_of, plan_of
-
-    task = Task.read(app)
-    with suppress(InputError):  # said where a message is answered
-        plan_of(task.recipe, algorithm_of(task.recipe), task.form.clients)
 
 
 def difference(bundle: bytes, app: Path) -> str:
@@ -289,7 +267,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--auth-supernode-private-key", required=True, type=Path, help="the client's auth.key")
     parser.add_argument("--app", required=True, type=Path, help="the owner's copy of the app's package (fedflat_app)")
     parser.add_argument("--node-config", required=True, help="client=, data=, state= and so on (docs/deploy.md)")
-    parser.add_argument("--port", type=int, help="ignored: since 1.0 a SuperNode listens nowhere")
     return processes.status_of(partial(serve, parser.parse_args(arguments)))
 
 

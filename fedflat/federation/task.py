@@ -58,20 +58,18 @@ class DataSpec:
 
     def federation(
         self, client: int | None = None, examples: tuple[Tensor, Tensor] | None = None,
-        test: tuple[Tensor, Tensor] | None = None,
+        test: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> FederatedData:  # fmt: skip
         """Return what one party sees of the federation: a client's own examples, the public test set if it has one."""
         nobody = torch.zeros(0, *self.input_shape, dtype=getattr(torch, self.input_dtype))
-        inputs, targets = examples if examples is not None else (nobody, torch.zeros(0, dtype=torch.int64))
-        nothing = np.empty(0, dtype=np.int64)
-        parts = [nothing] * self.clients
+        inputs, targets = examples or (nobody, torch.zeros(0, dtype=torch.int64))
+        nothing = (np.empty(0, dtype=np.int64),) * self.clients
+        parts = list(nothing)
         if client is not None:
             parts[client] = np.arange(len(inputs), dtype=np.int64)
-        held = (nothing,) * self.clients
-        test_inputs, test_targets = test if test is not None else (None, None)
         return FederatedData(
-            inputs, targets, tuple(parts), held, test_inputs, test_targets, self.classes, self.name, self.vocabulary,
-            self.padding, stated=True,
+            inputs, targets, tuple(parts), nothing, *test, self.classes, self.name, self.vocabulary, self.padding,
+            stated=True,
         )  # fmt: skip
 
     def check(self, where: str, inputs: Tensor, targets: Tensor) -> None:

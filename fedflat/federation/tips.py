@@ -24,7 +24,7 @@ from fedflat.federation.wire import Refused
 from fedflat.privacy.ledger import LedgerError, scan
 from fedflat.records import keys, signing
 from fedflat.records.folder import LEDGER
-from fedflat.records.signing import Envelope, Operator
+from fedflat.records.signing import Operator
 
 log = logging.getLogger("fedflat.server")
 
@@ -90,21 +90,18 @@ def restore_lines(folder: Path, run: str) -> None:
             log.warning("%s: lines that it had lost are back, from the mark beside the noise key", path)
 
 
-def signed_tip(folder: Path, run: str, round: int, key: Operator) -> Envelope:
-    """Return the signed tip of the ledger as it stands before a round."""
+def tip_record(folder: Path, run: str, key: Operator, round: int) -> Any:
+    """Return the record of a message before a round: the signed tip of the ledger as it stands, and the public key that
+    a client may pin.
+    """
+    from flwr.app import ConfigRecord
+
     path = folder / LEDGER
     ledger = scan(path, path.read_bytes() if path.exists() else b"")
     tips = [*(str(entry["previous"]) for entry in ledger.entries[1:]), *([ledger.tip] if ledger.entries else [])]
     history = base64.b64encode(b"".join(map(bytes.fromhex, tips))).decode()
-    return key.sign(signing.tip_statement(run, round, len(ledger.entries), ledger.tip, "", history))
-
-
-def tip_record(folder: Path, run: str, key: Operator, round: int) -> Any:
-    """Return the record of a message before a round: the signed tip, and the public key that a client may pin."""
-    from flwr.app import ConfigRecord
-
-    envelope = json.dumps(signed_tip(folder, run, round, key)).encode()
-    return ConfigRecord({ENVELOPE: envelope, PUBLIC: signing.pem(key.public)})
+    envelope = key.sign(signing.tip_statement(run, round, len(ledger.entries), ledger.tip, "", history))
+    return ConfigRecord({ENVELOPE: json.dumps(envelope).encode(), PUBLIC: signing.pem(key.public)})
 
 
 PINNED = "operator.pub"

@@ -4,15 +4,13 @@ A back end like any other (``engine.train.Backend``): it asks, waits as long as 
 what is left to the accumulator, one by one. What it holds of clients at any time is a handful of replies.
 """
 
-import contextlib
-import ctypes
 import json
 import logging
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core import durable
-from fedflat.core.checks import RunError, insist
+from fedflat.core.checks import RunError, counted, insist
 from fedflat.core.params import PersonalState
 from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
 from fedflat.engine.reduce import Accumulator, Clipped, Part, Trained
@@ -42,22 +40,6 @@ Facts = Callable[[int], Mapping[str, Any]]
 """Client -> what its question says beside what all of them are told."""
 AT_ONCE = 16
 """Messages pushed or pulled together: what the server holds of a cohort at any time, beside one sum."""
-
-
-def return_large_blocks() -> None:
-    """Tell glibc to map each block over 64 KiB by itself, and to give it back when it is freed.
-
-    A server frees every reply at once and keeps a few small facts of it; from one heap, those keep the heap from
-    shrinking, and memory grows by about a model with every client. Local training wants the opposite
-    (``engine.device``).
-    """
-    if sys.platform.startswith("linux"):
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
-
-
-_MMAP_THRESHOLD, _LARGE = -3, 1 << 16
-"""The parameter's number in glibc's malloc.h, and 64 KiB: above the small facts, below every model's update."""
 
 
 REFUSED = (
@@ -92,7 +74,7 @@ def limit_replies(grid: Any, limit: Limit) -> Any:
                 message.metadata.__dict__.update(origin)
                 replies.append(message)
             except Malformed as fault:
-                replies.append(refusal(metadata, fault.reason))
+                replies.append(refusal(metadata, str(fault)))
             client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(message_object_id=metadata.message_id, **run))
         return replies
 
@@ -119,6 +101,9 @@ class Flower:
     name: str = "flower"
     tip: Callable[[int], Any] | None = None
     """Round -> the record with the ledger's signed tip that goes with every message of it."""
+    _refused: Counter[str] = field(default_factory=Counter)
+    _excluded: dict[int, str] = field(default_factory=dict)
+    """Client -> why, of this round's culprits."""
     _late: tuple[str, ...] = ()
     _against: int = 0
     """Refusals since anybody answered."""
@@ -133,27 +118,35 @@ class Flower:
             raise RunError("the model is not finite, and no client trains from it: begin a run in another folder")
         # Packed once: a model for each client of a cohort would fill the memory.
         common = wire.write_broadcast(broadcast)
-        tracker = ReplyTracker(broadcast.round, lambda content: wire.read_answer(content, self.dimension))
-        off = self.culprits.off
-        asked = [client for client in cohort.tolist() if client not in off]
-        tracker.refused["missing"] += len(cohort) - len(asked)
-        answered = False
+        asked, answered = self._begin_round(cohort), False
+        read = partial(wire.read_answer, size=self.dimension)
+        tracker = ReplyTracker(broadcast.round, read, self._refused, self._excluded)
         for _, answer in self.exchange(tracker, asked, common, lambda _: {}):
             answered = True
-            yield Trained(torch.from_numpy(answer.update)[None], [max(answer.examples, 1)])
-        self.refusals(broadcast.round, tracker.refused)
-        # Of two answers the first one counts.
-        self._name(broadcast.round, {client: why for client, why in tracker.blamed.items() if why != "duplicate"})
-        self._against = 0 if answered else self._against + tracker.refused["refuses"]
+            # Zeros are what a client without examples sends: with ½ for it in the adaptive clip's count, presence would
+            # move that by 1.
+            yield Trained(torch.from_numpy(answer.update)[None], [answer.examples or int(answer.update.any())])
+        self._end_round(broadcast.round)
+        self._against = 0 if answered else self._against + self._refused["refuses"]
         # One may be a client that has not heard of a new roster. Before this round is charged, or another one.
         insist(self._against <= 1, RunError(REFUSED))
 
-    def _name(self, round: int, blamed: Mapping[int, str]) -> None:
-        """Name those who broke the protocol in the operator's file; the log, which others may read, says how many."""
-        if blamed:
-            more = "; one or more are asked no more in this run" if self.culprits.note(round, blamed) else ""
-            counted = f"{len(blamed)} client{'s' if len(blamed) > 1 else ''}"
-            log.warning("round %d: %s broke the protocol, named in %s%s", round, counted, self.culprits.path, more)
+    def _begin_round(self, cohort: np.ndarray) -> list[int]:
+        """Return whom of a cohort a round asks; so far nothing is refused in it."""
+        self._refused, self._excluded, off = Counter(), {}, self.culprits.off
+        asked = [client for client in cohort.tolist() if client not in off]
+        self._refused["missing"] += len(cohort) - len(asked)
+        return asked
+
+    def _end_round(self, round: int) -> None:
+        """Write down what was refused, and name those who broke the protocol in the operator's file; the log, which
+        others may read, says how many.
+        """
+        self.refusals(round, self._refused)
+        if self._excluded:
+            more = "; one or more are asked no more in this run" if self.culprits.note(round, self._excluded) else ""
+            who = counted(len(self._excluded), "client")
+            log.warning("round %d: %s broke the protocol, named in %s%s", round, who, self.culprits.path, more)
 
     def exchange(
         self, tracker: ReplyTracker, clients: list[int], common: Any, facts: Facts

@@ -26,11 +26,7 @@ VECTOR = "vector."
 
 
 class Malformed(ValueError):
-    """A message that is not what the protocol says; ``reason`` is one of a few fixed words, never its content."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A message that is not what the protocol says; what it says itself is one of a few fixed words, never content."""
 
 
 class Refused(RunError):
@@ -39,16 +35,6 @@ class Refused(RunError):
 
 class Answered(Refused):
     """It has answered already: this round, or as often as its guarantee allows. The run may go on without it."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the server asks a client. nonce: 16 random bytes, to be answered once. pin: hash of recipe and task."""
-
-    client: int
-    nonce: bytes
-    pin: str
-    broadcast: Broadcast
 
 
 @dataclass(frozen=True)
@@ -101,7 +87,11 @@ def parts_of(content: Any) -> tuple[Any, Any]:
 
 
 def write_request(common: Any, client: int, nonce: bytes, pin: str, **facts: Any) -> Any:
-    """Return the server's message to one client. common: what all of the cohort get, packed once for all of them."""
+    """Return the server's message to one client.
+
+    common: what all of the cohort get, packed once for all of them. nonce: 16 random bytes, to be answered once. pin:
+    the hash of recipe, task and roster.
+    """
     from flwr.app import ConfigRecord, RecordDict
 
     question = {"client": client, "nonce": nonce, "pin": pin, **facts}
@@ -118,8 +108,8 @@ def write_broadcast(broadcast: Broadcast) -> Any:
     return records(arrays, {"round": broadcast.round, "draw": broadcast.draw, **numbers})
 
 
-def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> Request:
-    """Return a checked ask for a model with d = ``dimension`` shared parameters, or ``Malformed``.
+def read_broadcast(content: Any, dimension: int, vectors: Sequence[str] = ()) -> Broadcast:
+    """Return a checked broadcast of a model with d = ``dimension`` shared parameters, or ``Malformed``.
 
     vectors: the names of the vectors ``(d,)`` that the method broadcasts; all of them must be there, and no other.
     """
@@ -128,15 +118,12 @@ def read_request(content: Any, dimension: int, vectors: Sequence[str] = ()) -> R
     kinds = {"mask": "uint8"}
     unpacked = {name: unpack(value, kinds.get(name, "float32"), (dimension,)) for name, value in arrays.items()}
     mask = unpacked.get("mask")
-    broadcast = Broadcast(
+    insist(all(np.isfinite(value).all() for value in unpacked.values()), Malformed("not finite"))
+    return Broadcast(
         round=number(facts, "round"), shared=torch.from_numpy(unpacked["shared"]), clip=_positive(facts, "clip"),
         rate=_positive(facts, "rate"), vectors={name: torch.from_numpy(unpacked[VECTOR + name]) for name in vectors},
         mask=None if mask is None else torch.from_numpy(mask.astype(bool)), draw=number(facts, "draw"),
     )  # fmt: skip
-    insist(all(np.isfinite(value).all() for value in unpacked.values()), Malformed("not finite"))
-    pin = facts.get("pin")
-    insist(isinstance(pin, str), Malformed("form"))
-    return Request(number(facts, "client"), sixteen(facts, "nonce"), pin, broadcast)
 
 
 def write_answer(answer: Answer) -> Any:

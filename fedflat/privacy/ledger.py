@@ -199,7 +199,7 @@ def _lock(path: Path) -> IO[bytes]:
     side = path.with_suffix(".lock")
     for wait in (MOMENT, 0.0):
         with contextlib.suppress(BlockingIOError):
-            return lock_file(side, wait=False, mode=0o644)
+            return lock_file(side, BlockingIOError(), mode=0o644)
         time.sleep(wait)
     holder = side.read_bytes()[:32].decode(errors="replace").strip() or "unknown"
     raise RunError(f"{path.parent}: another process (pid {holder}) is writing this run's ledger")

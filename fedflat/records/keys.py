@@ -8,13 +8,12 @@ each was used for: a second copy of the run's ledger, which a backup of the fold
 
 import os
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, making, require, turning, writing
+from fedflat.core.checks import InputError, RunError, making, owners_only, require, writing
 from fedflat.core.rng import KEY_BYTES, fresh_key
 from fedflat.privacy.ledger import Entry, LedgerError, scan
 
@@ -60,9 +59,9 @@ def alone(out: Path, run: str = "") -> IO[bytes]:
     """
     path = lock_of(run) if run else out / "server.lock"
     running = RunError(f"{out}: another process is running this run, or a copy of its folder")
-    with making("out", path.parent), turning(BlockingIOError, running):
+    with making("out", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        return durable.lock_file(path, wait=False)
+        return durable.lock_file(path, running)
 
 
 def create(run: str) -> bytes:
@@ -87,8 +86,7 @@ def load(run: str) -> bytes | None:
     path = path_of(run)
     if (key := _read(path, "the noise key")) is None:
         return None
-    mode = stat.S_IMODE(path.stat().st_mode)
-    require(not mode & 0o077, str(path), f"mode {mode:04o}", "0600, or no file: the run then goes on with a fresh key")
+    owners_only(path, "0600, or no file: the run then goes on with a fresh key")
     if len(key) != KEY_BYTES:
         forget(run)
         return None

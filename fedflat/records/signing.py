@@ -16,7 +16,6 @@ import base64
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,7 @@ from cryptography.hazmat.primitives import serialization as forms
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, making, reading, require, turning, writing, wrong
+from fedflat.core.checks import InputError, making, owners_only, reading, require, turning, writing, wrong
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, STATEMENT, metrics_digest, read_lines, single_keys
 
@@ -96,8 +95,7 @@ class Operator:
             InputError: no Ed25519 key, or a file that others may read.
         """
         private = _loaded(path, "private", Ed25519PrivateKey, "an Ed25519 key made by fedflat keys new")
-        mode = stat.S_IMODE(path.stat().st_mode)
-        require(not mode & 0o077, str(path), f"mode {mode:04o}", "0600: a private key is its owner's only")
+        owners_only(path, "0600: a private key is its owner's only")
         return cls(private)
 
     @classmethod

@@ -53,7 +53,7 @@ def client_at(folder: Path, task: Task, number: int) -> Client:
 def settings(folder: Path, **changes: Any) -> Settings:
     """Settings of a server that does not wait for long."""
     usual = {"out": folder / "run", "test": folder / "server" / "test.safetensors", "answer_seconds": 0.2, "poll": 0.01}
-    return Settings(**{**usual, "start_seconds": 0.2, "nodes": 0, **changes})
+    return Settings(**{**usual, "start_seconds": 0.2, "wait_for_nodes": 0, **changes})
 
 
 def pem(key: str) -> bytes:

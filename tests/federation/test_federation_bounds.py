@@ -75,7 +75,7 @@ def unpack(bounded: bool, times: int, grown: Any) -> None:
         inflate_object_from_contents(tree.object_id, contents)
         said = ""
     except Malformed as fault:
-        said = fault.reason
+        said = str(fault)
     grown.send(((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, said))
 
 

@@ -16,8 +16,9 @@ from stand_in import deployed, grid_of, pem, settings, small
 
 from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
+from fedflat.engine.reduce import Trained
 from fedflat.federation import client as client_module
-from fedflat.federation import lock, wire
+from fedflat.federation import lock, server, transport, wire
 from fedflat.federation import project as project_module
 from fedflat.federation.client import Client, Refused, client_of, reply_to
 from fedflat.federation.lock import write_client_keys
@@ -105,9 +106,11 @@ def test_a_state_folder_is_one_clients_and_its_answers_are_what_it_wrote(tmp_pat
 def test_local_trust_noise_is_never_drawn_twice(tmp_path: Path) -> None:
     _, clients = deployed(tmp_path / "fed", small(privacy={"trust": "local", "noise_multiplier": 2.0}))
     size = clients[0].job.parts.layout.dimension
-    ask = wire.read_request(ask_of(clients[0]), size)  # below the rule that it is answered once
-    one, two = (clients[0].update(ask.broadcast)[0] for _ in range(2))
+    broadcast = wire.read_broadcast(ask_of(clients[0]), size)  # below the rule that it is answered once
+    one, two = (clients[0].update(broadcast)[0] for _ in range(2))
     assert (one - two).std() == pytest.approx(2**0.5 * 0.2, rel=0.2)
+    write_examples(clients[1].data, *(side[:0] for side in read_examples(clients[1].data)))
+    assert clients[1].update(broadcast)[0].std() == pytest.approx(0.2, rel=0.2)  # of who has no examples, too
 
 
 def test_the_reply_to_a_failure_says_nothing(
@@ -206,13 +209,25 @@ def test_a_head_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
     assert torch.equal(store.personal(first, 5)[0], first)
     store.keep_personal(5, (first, {}), (torch.ones(3), {}))
     assert torch.equal(store.personal(first, 6)[0], torch.ones(3)) and torch.equal(store.personal(first, 5)[0], first)
-    store.keep_personal(6, (torch.ones(3), {}), (torch.full((3,), torch.nan), {"c": first}))
+    store.keep_personal(6, (torch.ones(3), {}), (torch.ones(3), {"c": first}))
     head, states = store.personal(first, 7)
     assert torch.equal(head, torch.ones(3)) and torch.equal(states["c"], first)
     assert stat.S_IMODE((tmp_path / "s" / "head.safetensors").stat().st_mode) == 0o600
     (tmp_path / "s" / "head.safetensors").write_bytes(b"torn")
     with pytest.raises(InputError, match="personal part"):
         store.personal(first, 7)
+
+
+def test_a_client_without_examples_is_not_in_the_adaptive_clips_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor has it a weight; the server knows it by its zeros. With ½ for it, presence would move the count by 1."""
+    privacy = {"clip": {"kind": "adaptive", "initial": 0.1}, "noise_multiplier": 0.3}
+    task, clients = deployed(tmp_path, small(rounds=1, privacy=privacy))
+    write_examples(clients[1].data, *(side[:0] for side in read_examples(clients[1].data)))
+    monkeypatch.setattr(transport, "Trained", noted := Mock(side_effect=Trained))
+    server.serve(grid_of(task, clients), task, settings(tmp_path))
+    assert sorted(call.args[1] for call in noted.call_args_list) == [[0], [1], [1], [1]]
 
 
 def node(number: int, key: str) -> Any:

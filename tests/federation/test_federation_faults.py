@@ -278,7 +278,7 @@ def test_a_complete_run_needs_no_key_and_no_clients(federation: tuple[Path, Task
     folder, task = federation
     assert serve_in_a_process(folder, task) == 0
     statement = (folder / "run" / "privacy.json").read_bytes()
-    facts = serve(grid_of(task, []), task, settings(folder, nodes=4))  # would wait for four clients, and fail
+    facts = serve(grid_of(task, []), task, settings(folder, wait_for_nodes=4))  # would wait for four clients, and fail
     assert (folder / "run" / "privacy.json").read_bytes() == statement and not list(keys.folder().iterdir())
     assert close(task, folder / "run") == (facts, "gone")
     recipe, opening = folder / "run" / "recipe.yaml", (folder / "run" / "private" / "run.json").read_bytes()

@@ -115,7 +115,7 @@ def test_a_server_is_ready_only_when_its_clients_are_there(tmp_path: Path, addre
             return super().get_nodes()
 
     grid = Waiting(task, {client.number: honest(client) for client in clients})
-    server.serve(grid, task, settings(tmp_path, metrics=address, nodes=4, start_seconds=20.0))
+    server.serve(grid, task, settings(tmp_path, metrics=address, wait_for_nodes=4, start_seconds=20.0))
     assert asked_while_waiting[:2] == [503, 503] and asked_while_waiting[-1] == 200
 
 
@@ -133,7 +133,7 @@ def test_beyond_this_machine_when_asked_for(address: str, caplog: pytest.LogCapt
 
 
 def test_nothing_is_served_by_default(tmp_path: Path) -> None:
-    assert settings(tmp_path).metrics == "" and not settings(tmp_path).beyond
+    assert settings(tmp_path).metrics == "" and not settings(tmp_path).metrics_beyond_this_machine
     before = logging.getLogger("fedflat.server").handlers[:]
     with serve_metrics("", False):
         assert logging.getLogger("fedflat.server").handlers == before

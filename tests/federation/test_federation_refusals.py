@@ -285,24 +285,24 @@ def test_an_ask_survives_the_wire_and_a_bad_one_is_refused() -> None:
         return wire.write_request(wire.write_broadcast(broadcast), 1, b"n" * 16, "pin")
 
     ask = asked(broadcast)
-    found = wire.read_request(ask, D, ["direction"])
-    assert (found.client, found.nonce, found.pin) == (1, b"n" * 16, "pin")
+    found = wire.read_broadcast(ask, D, ["direction"])
+    assert [ask["facts"][name] for name in ("client", "nonce", "pin")] == [1, b"n" * 16, "pin"]
     for name in ("round", "clip", "rate", "draw"):
-        assert getattr(found.broadcast, name) == getattr(broadcast, name)
+        assert getattr(found, name) == getattr(broadcast, name)
     for name in ("shared", "mask"):
-        assert torch.equal(getattr(found.broadcast, name), getattr(broadcast, name))
-    assert torch.equal(found.broadcast.vectors["direction"], shared * 2)
+        assert torch.equal(getattr(found, name), getattr(broadcast, name))
+    assert torch.equal(found.vectors["direction"], shared * 2)
     for names in ([], ["control"], ["direction", "control"]):
         with pytest.raises(Malformed):
-            wire.read_request(ask, D, names)
-    assert wire.read_request(asked(Broadcast(0, shared, float("inf"), 1.0)), D).broadcast.clip == float("inf")
+            wire.read_broadcast(ask, D, names)
+    assert wire.read_broadcast(asked(Broadcast(0, shared, float("inf"), 1.0)), D).clip == float("inf")
     for bad in (float("nan"), -1.0, 0.0, 1, True, "0x1p+0", b"1", None):
         with pytest.raises(Malformed):
-            wire.read_request(with_facts(ask, clip=bad), D, ["direction"])
+            wire.read_broadcast(with_facts(ask, clip=bad), D, ["direction"])
     with pytest.raises(Malformed):
-        wire.read_request(asked(Broadcast(0, shared * torch.nan, 0.1, 1.0)), D)
+        wire.read_broadcast(asked(Broadcast(0, shared * torch.nan, 0.1, 1.0)), D)
     with pytest.raises(Malformed):
-        wire.read_request(ask, D + 1, ["direction"])
+        wire.read_broadcast(ask, D + 1, ["direction"])
 
 
 def test_a_grid_that_is_gone_ends_the_run(tmp_path: Path) -> None:

@@ -166,9 +166,8 @@ def test_clients_that_refuse_the_ledger_end_the_run_before_the_next_charge(tmp_p
 
 def test_a_model_that_is_not_finite_is_sent_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task, clients = deployed(tmp_path, small(rounds=4, privacy={"trust": "local", "noise_multiplier": 1.0}))
-    monkeypatch.setattr(
-        Client, "_outgoing", lambda client, *given: torch.full((client.job.parts.message_length,), 3e38)
-    )
+    hostile = lambda client, _: (torch.full((client.job.parts.message_length,), 3e38), 0)  # noqa: E731
+    monkeypatch.setattr(Client, "update", hostile)
     with pytest.raises(RunError, match="the model is not finite, and no client trains from it"):
         server.serve(grid_of(task, clients), task, settings(tmp_path))
     assert len(read_ledger(tmp_path / "run" / "ledger.jsonl")) < 4

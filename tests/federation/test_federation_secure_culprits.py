@@ -335,8 +335,7 @@ def test_a_second_answer_is_refused_and_the_first_counts(
     federation.grid.handlers[LIAR] = twice
     with caplog.at_level(logging.WARNING):
         assert is_sum_of(federation.round(), list(range(N)))
-    assert federation.refusals[0]["duplicate"] == 1 and federation.named() == {}
-    assert f"second answer to step {stage}" in caplog.text and "client" not in caplog.text
+    assert federation.refusals[0]["duplicate"] == 1 and federation.named() == {} and "client" not in caplog.text
 
 
 @pytest.mark.parametrize("stage", STEPS)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from stand_in import deployed, grid_of, settings, small
 
+from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.cohorts import MinSeparation
 from fedflat.core.types import RoundState
 from fedflat.federation import server
-from fedflat.federation.project import PACKAGE, _taking_turns, write_project
+from fedflat.federation.project import _taking_turns, write_project
 from fedflat.federation.replies import CheckIns
-from fedflat.federation.supernode import keep_plan
 from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.privacy.plan import build_plan
@@ -132,7 +132,7 @@ def test_one_server_on_copies_of_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "fed"
     task, clients = deployed(folder, small(**TURNS))
     with pytest.raises(RunError, match="connected"):  # opened, and nobody there
-        server.serve(grid_of(task, []), task, settings(folder, nodes=1))
+        server.serve(grid_of(task, []), task, settings(folder, wait_for_nodes=1))
     (lock,) = (tmp_path / "state-home" / "fedflat" / "locks").iterdir()
     copy = tmp_path / "copy"
     shutil.copytree(folder / "run", copy)
@@ -230,11 +230,10 @@ def test_turns_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_factors_are_made_once_for_a_node_and_not_for_each_message(tmp_path: Path) -> None:
-    """A message is answered by a fork of what has loaded the work."""
-    folder = tmp_path / "fed"
-    _, clients = deployed(folder, small(**TURNS))
+    """A message is answered by a fork of what has made the plan."""
+    task, clients = deployed(tmp_path / "fed", small(**TURNS))
     factor_for.cache_clear()
-    keep_plan(folder / "app" / PACKAGE)
+    plan_of(task.recipe, algorithm_of(task.recipe), task.form.clients)
     made = factor_for.cache_info().misses
     assert clients[0].job.parts.plan.rounds == 6
     assert made == factor_for.cache_info().misses == 1

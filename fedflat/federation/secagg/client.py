@@ -72,16 +72,11 @@ def signing_key(path: Path) -> EllipticCurvePrivateKey:
     return key
 
 
-def answer_stage(client: Client, content: Any) -> Any:
+def answer_stage(client: Client, content: Any, round: int, nonce: bytes) -> Any:
     """Return the reply's content to one step; raises Malformed or Refused."""
-    facts = content[wire.FACTS]
     try:
-        stage, round, nonce = str(facts["stage"]), wire.number(facts, "round"), wire.sixteen(facts, "nonce")
-        session = wire.sixteen(facts, "session")
+        stage, session = str(content[wire.FACTS]["stage"]), wire.sixteen(content[wire.FACTS], "session")
         insist(stage in _STEPS or stage == dealing.END, wire.Malformed("form"))
-        client.check_question(facts.get("client"), facts.get("pin"), round)
-        if client.job.parts.plan.trust != "distributed":
-            raise wire.Refused("the recipe's trust model is not distributed")
         if stage == dealing.END:
             if client.store.session().get("session") != session.hex():
                 client.store.end_session()
@@ -203,9 +198,7 @@ def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     shared = set(wire.read_map(content[wire.FACTS].get("shared"), 0))
     if not shared <= _shared(state) or client.number not in shared or len(shared) < state["threshold"]:
         raise Aborted("too few clients, or others than dealt true shares")
-    ask = wire.read_request(content, client.job.parts.layout.dimension, client.job.parts.broadcast)
-    client.check(ask)
-    vector = _encoded(client, ask.broadcast)
+    vector = _encoded(client, client.read_broadcast(content))
     # Noted before the vector leaves: a kill in between costs this round's answer, and never a second vector.
     client.store.note_participation(state["round"])
     masked = secagg.masked(_secrets(client, state), _keys(state), shared, vector, _mechanism(client).bits)

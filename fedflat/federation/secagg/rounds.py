@@ -7,9 +7,9 @@ the others. With fewer than the threshold at any step it is aborted: it stays in
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,6 @@ class SecureFlower(Flower):
     plan: Plan
     mechanism: Any
     left_open: bool = False
-    _refused: Counter[str] = field(default_factory=Counter)
-    _excluded: dict[int, str] = field(default_factory=dict)
     _stage: str = ""
     _session: bytes = b""
     _next: bytes = field(default_factory=lambda: secrets.token_bytes(wire.NONCE_BYTES))
@@ -61,9 +59,8 @@ class SecureFlower(Flower):
         if self.left_open:
             self._end(broadcast.round, range(len(self.roster.keys)))
             self.left_open = False
-        self._refused, self._excluded, self._deals, self._broadcast = Counter(), {}, {}, broadcast
+        asked, self._deals, self._broadcast = self._begin_round(cohort), {}, broadcast
         self._session, self._next = self._next, secrets.token_bytes(wire.NONCE_BYTES)
-        asked = sorted(set(cohort.tolist()) - self.culprits.off)
         context = context_of(self.pin, broadcast.round, self._session)
         collector = self._collector = Collector(context, self.mechanism.padded, self.mechanism.bits, 1)
         fault = ""
@@ -71,21 +68,20 @@ class SecureFlower(Flower):
             self._keys(asked)
             for step in (self._shares, self._checks, self._vectors, self._consents, self._reveals):
                 step()
-            yield Unmasked(collector.result(), len(collector.survivors))
+            yield ClientsSum(self.mechanism.dimension, collector.result(), len(collector.survivors))
         except Aborted as error:
             fault = f"{error} (step {self._stage})"
             log.warning("round %d: secure aggregation aborted: %s", broadcast.round, fault)
         finally:
             for client in collector.false:
                 self._excluded.setdefault(client, "false share")
-            self._name(broadcast.round, self._excluded)
+            self._end_round(broadcast.round)
         done = {holder for holders in collector.seeds.values() for holder in holders}  # they have forgotten already
         # Whoever dropped out comes back with secrets of a dead session. A server that stops in mid-round tells them
         # when it is started again: now there may be nobody to carry it.
         self._end(broadcast.round, set(asked) - done)
         if len(cohort) >= threshold_of(self.plan, len(cohort)):
             self.culprits.came_to(broadcast.round, fault and f"{fault}, {len(self._excluded)} excluded")
-        self.refusals(broadcast.round, self._refused)
 
     def _end(self, round: int, clients: Iterable[int]) -> None:
         """Tell clients that no session but the next is open: they delete the secrets of any other, at once.
@@ -105,19 +101,14 @@ class SecureFlower(Flower):
         common = wire.write_broadcast(self._broadcast) if vector else wire.records({}, {"round": round})
         size = self.mechanism.padded if vector else None
         step = {"stage": stage, "session": self._session}
-        tracker = ReplyTracker(round, lambda content: wire.read_answer(content, size, "int64"))
+        read = partial(wire.read_answer, size=size, dtype="int64")
+        tracker = ReplyTracker(round, read, self._refused, self._excluded)
         for client, answer in self.exchange(tracker, sorted(clients), common, lambda client: {**step, **facts(client)}):
             try:
                 add(client, answer)
             except (wire.Malformed, Aborted) as fault:
-                reason = fault.reason if isinstance(fault, wire.Malformed) else "form"
+                reason = str(fault) if isinstance(fault, wire.Malformed) else "form"
                 self._refused[reason] += 1
-                self._excluded.setdefault(client, reason)
-        self._refused += tracker.refused
-        for client, reason in tracker.blamed.items():
-            if reason == "duplicate":  # refused, the first answer counts, and the client goes on
-                log.warning("round %d: a second answer to step %s", round, stage)
-            else:
                 self._excluded.setdefault(client, reason)
 
     def _keys(self, asked: list[int]) -> None:
@@ -235,12 +226,21 @@ class SecureFlower(Flower):
 
 @dataclass
 class ClientsSum:
-    """The round's whole-number sum, with the clients' noise in it; no vector of a client is ever here."""
+    """The round's whole-number sum of ``count`` clients, with their noise in it; no vector of a client is ever here.
+
+    What secure aggregation yields is all of it, and takes the place of the empty one that the round began with.
+    """
 
     dimension: int
     total: np.ndarray
     count: int = 0
     divisor: None = None
+    clients: tuple[int, ...] = ()
+    personal: None = None
+
+    def add_to(self, total: ClientsSum) -> None:
+        """Put it in the place of the round's sum."""
+        total.total, total.count = self.total, self.count
 
     def of(self, draw: int) -> ClientsSum:
         """Return the sum of a cohort draw: there is one."""
@@ -251,20 +251,6 @@ class ClientsSum:
         nothing = torch.zeros(0, dtype=torch.float64)
         unknown = torch.zeros(self.dimension, dtype=torch.float64)
         return Aggregate(unknown, self.count, 0.0, nothing, nothing, {}, self.total)
-
-
-@dataclass(frozen=True)
-class Unmasked:
-    """The part of a round that secure aggregation gives: the sum of ``count`` clients."""
-
-    total: np.ndarray
-    count: int
-    clients: tuple[int, ...] = ()
-    personal: None = None
-
-    def add_to(self, total: ClientsSum) -> None:
-        """Put it in the place of the round's sum."""
-        total.total, total.count = self.total, self.count
 
 
 @dataclass(frozen=True)
