@@ -133,9 +133,9 @@ def say(text: str, later: str = "  ") -> None:
     print("\n".join(wrapped(text, later=later)))
 
 
-def print_json(values: Any) -> None:
-    """Print values as indented JSON."""
-    print(json.dumps(values, ensure_ascii=False, indent=2, default=str))
+def json_text(values: Any) -> str:
+    """Return values as indented JSON."""
+    return json.dumps(values, ensure_ascii=False, indent=2, default=str)
 
 
 def columns(rows: Iterable[Sequence[str]], left: int | None = 1, gap: str = "  ") -> list[str]:

@@ -47,7 +47,7 @@ def list_names(kind: str = "", *, as_json: cli.Json = False) -> None:
     """
     catalogues = {name: catalogue(name) for name in ([str(one_of("list", kind, KINDS))] if kind else KINDS)}
     if as_json:
-        cli.print_json(catalogues[kind] if kind else catalogues)
+        print(cli.json_text(catalogues[kind] if kind else catalogues))
         return
     for name, rows in catalogues.items():
         if not kind:
@@ -77,10 +77,9 @@ def catalogue(kind: str) -> dict[str, str]:
     if kind == "recipes":
         from fedflat.config.reading import FOLDER, names
 
-        return {name: _first_comment(FOLDER / f"{name}.yaml") for name in names()}
-    from fedflat.privacy.accounting.curves import ACCOUNTANTS
-
-    return {name: ABOUT_ACCOUNTANTS[name] for name in ACCOUNTANTS}
+        firsts = {name: (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0] for name in names()}
+        return {name: first.removeprefix("#").strip() for name, first in firsts.items()}
+    return ABOUT_ACCOUNTANTS
 
 
 def _summary(factory: object) -> str:
@@ -89,11 +88,6 @@ def _summary(factory: object) -> str:
     options = {p.name: p.default for p in inspect.signature(factory).parameters.values()}  # type: ignore[arg-type]
     keys = [f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in options.items()]
     return f"{line} ({', '.join(keys)})" if keys else line
-
-
-def _first_comment(path: Path) -> str:
-    first = path.read_text(encoding="utf-8").splitlines()[0]
-    return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def report(runs: list[Path], *, out: Path | None = None, plates: cli.Plates = None) -> None:
@@ -147,13 +141,9 @@ def explain(key: str = "", *, as_json: cli.Json = False) -> None:
     from fedflat.config import reference
 
     entries = reference.explain(key) if key else reference.recipe_keys()
-    if as_json:
-        cli.print_json([asdict(entry) for entry in entries])
-    elif key:
-        print("\n\n".join(map(_paragraph, entries)))
-    else:
-        for entry in entries:
-            print(f"{entry.path:31}{textwrap.shorten(entry.meaning, cli.WIDTH - 31, placeholder=' …')}")
+    short = (f"{entry.path:31}{textwrap.shorten(entry.meaning, cli.WIDTH - 31, placeholder=' …')}" for entry in entries)
+    texts = "\n\n".join(map(_paragraph, entries)) if key else "\n".join(short)
+    print(cli.json_text([asdict(entry) for entry in entries]) if as_json else texts)
 
 
 def _paragraph(key: Key) -> str:
@@ -274,7 +264,7 @@ def data(
     facts = _facts(rows, by, target, columns)
     recipe = _recipe(file, facts, {"separator": separator, "encoding": encoding})
     if as_json:
-        cli.print_json({**facts, "recipe": recipe, "note": PRIVATE})
+        print(cli.json_text({**facts, "recipe": recipe, "note": PRIVATE}))
         return
     lines = [PRIVATE, f"{file}: {counted(facts['rows'], 'row')}, {_spread(facts['users'], facts['rows_a_user'])}"]
     guesses = zip(("--by", "--target"), asked, (by, target))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fedflat.cli import Json, labelled, print_json
+from fedflat.cli import Json, json_text, labelled
 from fedflat.core.checks import one_line
 from fedflat.core.imports import install
 from fedflat.core.process import GIB, free_memory
@@ -51,7 +51,7 @@ def doctor(*, as_json: Json = False) -> None:
     findings = [finding for check in CHECKS for finding in _findings(check)]
     broken = sum(finding.state == "broken" for finding in findings)
     if as_json:
-        print_json({"ok": not broken, "findings": [asdict(finding) for finding in findings]})
+        print(json_text({"ok": not broken, "findings": [asdict(finding) for finding in findings]}))
     else:
         width = max(len(finding.what) for finding in findings) + 2
         for finding in findings:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from fedflat.cli import Folder, Json, RunFolder, labelled, print_json, say, write_files
+from fedflat.cli import Folder, Json, RunFolder, json_text, labelled, say, write_files
 from fedflat.core.checks import counted, require, wrong
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def verify(
     verdicts = Counter(check.verdict for check in checks)
     bad = verdicts["wrong"]
     if as_json:
-        print_json({"ok": not bad, "checks": [check._asdict() for check in checks]})
+        print(json_text({"ok": not bad, "checks": [check._asdict() for check in checks]}))
     else:
         for check in checks:
             print("\n".join(labelled(WORDS[check.verdict], f"{check.record}: {check.about}", 12)))
@@ -182,7 +182,7 @@ def predict(
     if out is not None:
         durable.replace(out, frame.to_parquet() if out.suffix == ".parquet" else frame.to_csv(index=False), 0o644)
     if as_json:
-        print_json({"rows": len(frame), "out": out, **({} if out else answers)})
+        print(json_text({"rows": len(frame), "out": out, **({} if out else answers)}))
     elif out is not None:
         print(f"{out}: {counted(len(frame), 'prediction')}")
     else:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from fedflat.cli import Json, Overrides, Processes, RecipeName, columns, filled, print_json, recipe_of
+from fedflat.cli import Json, Overrides, Processes, RecipeName, columns, filled, json_text, recipe_of
 from fedflat.core.checks import InputError, in_range, one_of, wrong
 
 Row = dict[str, Any]
@@ -32,10 +32,8 @@ def plan(
     from fedflat.simulation.planning import forecast
 
     facts, planned = forecast(parsed, trial=not no_trial)
-    if as_json:
-        print_json(plain_json("plan", facts))
-        return
-    print("\n".join(filled("plan.txt", facts=facts, plan=planned)))
+    texts = filled("plan.txt", facts=facts, plan=planned)
+    print(json_text(plain_json("plan", facts)) if as_json else "\n".join(texts))
 
 
 def tune(
@@ -89,7 +87,7 @@ def _private(recipe: Any, varied: list[str], mean: float, folder: Path, processe
         selected = tune(asked, folder, processes, progress.update)
     if as_json:
         facts = {"folder": folder, "winner": selected.winner, "settings": selected.settings, "score": selected.score}
-        print_json({**facts, "epsilon": asked.plan.epsilon(), "delta": asked.plan.delta})
+        print(json_text({**facts, "epsilon": asked.plan.epsilon(), "delta": asked.plan.delta}))
     else:
         print("\n".join(filled("selection.txt", asked=asked, selected=selected)))
 
@@ -102,7 +100,7 @@ def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: 
         search = tune_on_proxy(recipe, varied, count, folder, processes, progress.update)
     if as_json:
         rows = [{"settings": settings, "accuracy": accuracy} for settings, accuracy in search.rows]
-        print_json({"folder": folder, "dataset": search.dataset, "chosen": search.chosen, "rows": rows})
+        print(json_text({"folder": folder, "dataset": search.dataset, "chosen": search.chosen, "rows": rows}))
         return
     heads = [*search.rows[0][0], "accuracy"]
     print("\n".join(columns([heads, *([*settings.values(), f"{best:.4f}"] for settings, best in search.rows)], left=0)))
@@ -205,7 +203,7 @@ def _answer(options: Options, setting: Row, rows: list[Row], target: float | Non
         raise InputError(f"{', '.join(options.only().values()) or 'every combination'}: {reason.rstrip('.')}.")
     if options.as_json:
         asked = {} if target is None else {"epsilon": target}
-        print_json(plain_json("budget", {**asked, "setting": setting, "rows": rows}))
+        print(json_text(plain_json("budget", {**asked, "setting": setting, "rows": rows})))
         return
     clients, cohort, sigma = setting["clients"], setting["cohort"], setting.get("noise_multiplier")
     numbers = [f"M = {clients:,}", f"m = {cohort:g} (q = {cohort / clients:.4g})", f"T = {setting['rounds']:,}"]

@@ -99,11 +99,9 @@ def reproduce(
         if paper is not None:
             number = reproduced_paper(paper, (name.partition(" ")[0] for name in every))
             every = {name: description for name, description in every.items() if name.partition(" ")[0] == number}
-        if request.as_json:
-            cli.print_json(every)
-            return
         cited = {name: f"{CITED[name.partition(' ')[0]]}. {description}" for name, description in every.items()}
-        print("\n".join(line for item in cited.items() for line in cli.labelled(*item, 16)))
+        texts = [line for item in cited.items() for line in cli.labelled(*item, 16)]
+        print(cli.json_text(every) if request.as_json else "\n".join(texts))
         return
     if paper is None or table is None:
         missing = "no paper and no table" if paper is None else f"{paper} without a table"
@@ -126,10 +124,7 @@ def _fill(table: tables.Table, request: Request) -> None:
         folder = request.out or Path("runs") / table.folder_name
         with ExperimentProgress(quiet=request.as_json) as progress:
             result = fill(result, folder, request.seeds, request.processes, progress.update)
-    if request.as_json:
-        cli.print_json(as_dict(result))
-    else:
-        print("\n".join(lines(result, request.dry_run)))
+    print(cli.json_text(as_dict(result)) if request.as_json else "\n".join(lines(result, request.dry_run)))
     if not request.dry_run and not result.complete:
         raise typer.Exit(1)
 
@@ -351,10 +346,7 @@ def leaderboard(*, as_json: cli.Json = False) -> None:
     from fedflat.papers import board
 
     measured = board.load()
-    if as_json:
-        cli.print_json([board.record(row) for row in measured["rows"]])
-        return
     table = [["", *(f"ε = {value}" for value in board.EPSILONS), "ceiling"], *board.summary(measured)]
-    print("\n".join(cli.columns(table, left=None)))
-    print("Test accuracy in %, mean±sd over seeds, by Dirichlet α; –: not measured.")
-    print("All rows: --json.")
+    below = "Test accuracy in %, mean±sd over seeds, by Dirichlet α; –: not measured.\nAll rows: --json."
+    records = [board.record(row) for row in measured["rows"]]
+    print(cli.json_text(records) if as_json else "\n".join([*cli.columns(table, left=None), below]))

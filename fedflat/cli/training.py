@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from fedflat.cli import Count, File, Folder, Json, Overrides, Processes, RecipeName, filled, print_json, recipe_of
+from fedflat.cli import Count, File, Folder, Json, Overrides, Processes, RecipeName, filled, json_text, recipe_of
 from fedflat.core import process
 from fedflat.core.checks import RunError, require
 
@@ -67,7 +67,7 @@ def run(
     page = write_report([folder], folder / "report.html")
     if as_json:
         facts = {"folder": folder, "report": page, "last": (result.history or [{}])[-1], "privacy": result.privacy}
-        print_json({**facts, "warnings": result.warnings})
+        print(json_text({**facts, "warnings": result.warnings}))
     else:
         if resume and not (result.stages or result.stopped):
             print(f"{folder}: this run had ended already; nothing was trained.")
@@ -176,7 +176,7 @@ def compare(
     with _watched(folder or Path(), watch), ExperimentProgress(quiet=as_json) as progress:
         outcome = compare_settings(recipes or [QUICK_START], override or [], seeds, folder, processes, progress.update)
     if as_json:
-        print_json(outcome.as_dict())
+        print(json_text(outcome.as_dict()))
     else:
         print_comparison(outcome, time.perf_counter() - began)
     if not outcome.complete:

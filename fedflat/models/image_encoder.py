@@ -222,7 +222,7 @@ def _body(
     """Return one body. new: with a projection, or with that of a file that is read later."""
     options = representation.named("model.body", setting)
     if options.get("kind", "patches") in representation.KINDS:
-        return representation.body_of(representation.BodyOptions.of(options), shape)
+        return representation.body_of(options, shape)
     chosen: NetworkOptions = representation.options_of({**shared, **options}, NetworkOptions)[0]
     source = loaded(chosen.kind, chosen.size)
     if chosen.sha256 not in (None, source.digest):

@@ -23,7 +23,7 @@ from fedflat.core.checks import becoming, first_line, nearest, one_of, require, 
 from fedflat.core.durable import digest_of
 from fedflat.core.imports import calling, hub, imported, missing
 from fedflat.models.patches import pooling
-from fedflat.models.pretrained import NATURAL, extra, quiet, readable
+from fedflat.models.pretrained import NATURAL, loading, readable
 from fedflat.models.state import freeze_batch_norm
 
 LITE = {
@@ -147,8 +147,7 @@ def _folder(name: str) -> Loaded:
         problem = f"{name} without weights" if pickled is None else f"{name} with pickled weights alone ({pickled})"
         hint = "save_pretrained writes it; a pickle may run any code when it is read."
         raise wrong("model.body", problem, "a folder with model.safetensors", hint=hint)
-    transformers = extra("transformers", "image-encoder")
-    with readable("image-encoder", name), quiet(transformers):
+    with loading("image-encoder", name) as transformers:
         network = transformers.AutoModel.from_pretrained(name, use_safetensors=True, local_files_only=True)
         network = getattr(network, "vision_model", network)
         processor = transformers.AutoImageProcessor.from_pretrained(name, local_files_only=True).to_dict()
