@@ -154,11 +154,7 @@ def _paragraph(key: Key) -> str:
     return "\n".join(line for place, text in enumerate(lines) for line in cli.wrapped(text, "  " if place else ""))
 
 
-def watch(
-    folder: Annotated[Path, Argument(metavar="RUN")],
-    *,
-    private: bool = False,
-) -> None:
+def watch(folder: Annotated[Path, Argument(metavar="RUN")], *, private: bool = False) -> None:
     """Follow runs on a live page on this machine, until Ctrl-C. Only who has the address with its token sees it.
 
     Example: fedflat watch runs/quick-start
@@ -171,10 +167,7 @@ def watch(
     from fedflat.report.live import Live, served
 
     require(folder.is_dir(), "watch", placed(folder), "the folder of a run, an experiment or a federation")
-    with (
-        served(Live(folder, private, keys.folder().parent / "operator")) as address,
-        process.on_request("the page"),
-    ):
+    with served(Live(folder, private, keys.folder().parent / "operator")) as address, process.on_request("the page"):
         print(f"{address}\nCtrl-C ends it.", flush=True)
         while not process.stop_signal():
             time.sleep(0.2)

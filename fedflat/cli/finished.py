@@ -40,10 +40,7 @@ def export(run: Path, out: Path, *, program: bool = False, onnx: bool = False) -
 
 
 def card(
-    run: RunFolder,
-    *,
-    others: Annotated[list[Path] | None, Option("--with", metavar="RUN")] = None,
-    out: Folder = None,
+    run: RunFolder, *, others: Annotated[list[Path] | None, Option("--with", metavar="RUN")] = None, out: Folder = None
 ) -> None:
     """The privacy card: card.html, card.md and registry.yaml, an entry for the public registry of DP deployments.
 
@@ -55,7 +52,6 @@ def card(
     """
     from fedflat.records.folder import check_unsealed
     from fedflat.report import card as making
-    from fedflat.report.card import as_yaml
     from fedflat.report.metrics import read_run
     from fedflat.simulation.inspection import refuse_damage
 
@@ -69,7 +65,7 @@ def card(
     require(founded, "card", f"{run} without ledger.jsonl", "a run with its ledger")
     files = {"card.html": making.html(content), "card.md": making.markdown(content)}
     if content.epsilon is not None:
-        files["registry.yaml"] = as_yaml(making.registry_entry(content))
+        files["registry.yaml"] = making.as_yaml(making.registry_entry(content))
     write_files(target, files)
     say(content.sentence, "")
     if together := content.sections["Composition"].get("All together"):
@@ -217,11 +213,10 @@ def keys(
         path: The private key's file. Default: the usual place, outside runs.
     """
     from fedflat.records import signing
-    from fedflat.records.signing import Operator
 
     require(action in ("new", "show"), "keys", action, "new or show")
     file = signing.place() if path is None else path
     require(action == "new" or file.exists(), "keys", f"no key in {file}", "fedflat keys new makes one")
-    operator = Operator.create(file) if action == "new" else Operator.load(file)
+    operator = signing.Operator.create(file) if action == "new" else signing.Operator.load(file)
     print(f"private key: {file} (keep it; nobody else may read it)\npublic key:  {signing.public_place(file)}")
     print(f"key id:      {signing.keyid(operator.public)}\n{signing.pem(operator.public).decode()}", end="")

@@ -49,14 +49,6 @@ class Request:
     dry_run: bool = False
     as_json: cli.Json = False
 
-    def check(self, drawing: bool) -> None:
-        """Raise InputError for options that have no meaning beside each other, before anything runs."""
-        one_of("--protocol", self.protocol, ("sound", "published"))
-        if drawing:
-            only_tables = {"--method": self.method, "--protocol": self.protocol != "sound", "--json": self.as_json}
-            for option, used in only_tables.items():
-                require(not used, option, "a figure", "a table")
-
     @property
     def size(self) -> str:
         """The scale, or its default."""
@@ -106,9 +98,11 @@ def reproduce(
     if paper is None or table is None:
         missing = "no paper and no table" if paper is None else f"{paper} without a table"
         raise wrong("reproduce", missing, "PAPER TABLE, for example 000 table-1; --list shows all")
-    drawing = figures.is_figure(table)
-    request.check(drawing)
-    if drawing:
+    published = one_of("--protocol", request.protocol, ("sound", "published")) == "published"
+    if figures.is_figure(table):
+        only_tables = {"--method": request.method, "--protocol": published, "--json": request.as_json}
+        for option, used in only_tables.items():
+            require(not used, option, "a figure", "a table")
         _draw(figures.find_figure(paper, table).only(request.column or ()), request)
     else:
         _fill(tables.find(paper, table).only(request.column or (), request.method or ()), request)

@@ -107,22 +107,20 @@ class Encoding:
         cells = column.tolist() if column.dtype == object else []
         if any(map(decoding.is_image, cells)):
             pixels = decoding.decode(cells, lambda row: f"{place(row)}, column {name}")
-            values = pixels.numpy().astype(np.float32) / np.float32(255)
-        else:
-            values = _numbers(column, name, place, name in self.scale)
-        if name not in self.scale and values.ndim > 1 and values.dtype.kind == "i":
-            return values
-        return self._scaled(values, name, place)
+            return self._scaled(pixels.numpy().astype(np.float32) / np.float32(255), name, place)
+        return self._scaled(_numbers(column, name, place, name in self.scale), name, place)
 
     def _target(self, column: pd.Series, name: str, place: Place) -> Array:
         if name in self.categories:
             return _codes(column, name, self.categories[name], place)
-        values = _numbers(column, name, place, name in self.scale)
-        return values if (values.dtype.kind == "i" and name not in self.scale) else self._scaled(values, name, place)
+        return self._scaled(_numbers(column, name, place, name in self.scale), name, place)
 
     def _scaled(self, values: Array, name: str, place: Place) -> Array:
-        """Return the values as float32, scaled where their column is. Raises InputError for one that is too large."""
+        """Return the values as float32, scaled where their column is; whole numbers that are not scaled as they are.
+        Raises InputError for one that is too large."""
         original = values
+        if name not in self.scale and values.dtype.kind == "i":
+            return values
         if name in self.scale:
             mean, std = self.scale[name]
             values = (values.astype(np.float64) - mean) / std

@@ -110,9 +110,9 @@ def _rows(kind: Kind, split: Split, encoding: Encoding, owner: str | None) -> Ro
     if kind == "image":
         column = encoding.inputs[0]
         inputs = decoding.cached(split.files, column, lambda: decoding.decode(split.values(column), place))
-        targets = encoding.targets_of(frame, place)
     else:
-        inputs, targets = encoding.examples_of(frame, place)
+        inputs = encoding.inputs_of(frame, place)
+    targets = encoding.targets_of(frame, place)
     return inputs, targets, None if owners is None else np.array(owners, dtype=object)
 
 
