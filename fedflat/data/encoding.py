@@ -118,19 +118,19 @@ class Encoding:
     def _scaled(self, values: Array, name: str, place: Place) -> Array:
         """Return the values as float32, scaled where their column is; whole numbers that are not scaled as they are.
         Raises InputError for one that is too large."""
-        original = values
-        if name not in self.scale and values.dtype.kind == "i":
-            return values
+        scaled = values
         if name in self.scale:
             mean, std = self.scale[name]
-            values = (values.astype(np.float64) - mean) / std
+            scaled = (values.astype(np.float64) - mean) / std
+        elif values.dtype.kind == "i":
+            return values
         # Overflow becomes infinite and is refused below, with its row.
         with np.errstate(over="ignore"):
-            small = values.astype(np.float32)
+            small = scaled.astype(np.float32)
         bad = ~np.isfinite(small).all(axis=tuple(range(1, small.ndim)))
         if bad.any():
             row = int(bad.argmax())
-            raise _fault(place, row, name, original[row], "finite numbers (of float32)")
+            raise _fault(place, row, name, values[row], "finite numbers (of float32)")
         return small
 
 

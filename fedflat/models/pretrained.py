@@ -264,11 +264,10 @@ class TextEncoder(Headed):
 
     prior = NATURAL
 
-    def __init__(self, body: nn.Module, classes: int, pooling: str) -> None:
+    def __init__(self, body: nn.Module, classes: int, pooling: str, first: int) -> None:
         super().__init__()
         config = cast(Any, body.config)
-        self.body, self.pooling, self.padding = body, pooling, int(config.pad_token_id)
-        self.first = FIRST_POSITION[config.model_type] * (self.padding + 1)
+        self.body, self.pooling, self.padding, self.first = body, pooling, int(config.pad_token_id), first
         self.kinds = int(config.type_vocab_size)
         width = int(config.hidden_size)
         self.classifier = nn.Linear(width if pooling == "mean" else 1, classes)
@@ -322,4 +321,4 @@ def text_encoder(
     _check_ids(config, source, vocabulary, padding)
     first = FIRST_POSITION[config.model_type] * (config.pad_token_id + 1)
     _check_length(name, input_shape, config.max_position_embeddings - first)
-    return trainable(name, TextEncoder(body.float().train(), classes, pooling), train, rank)
+    return trainable(name, TextEncoder(body.float().train(), classes, pooling, first), train, rank)
