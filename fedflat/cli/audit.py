@@ -239,11 +239,8 @@ def bounds(
     constants = {"smoothness": smoothness, "local_std": local_std, "global_std": global_std, "gap": loss}
     setting = _setting(parsed, steps, dimension, {**measured, **constants})
     rows = statements(setting)
-    facts, texts = (
-        {"setting": asdict(setting), "statements": [*map(asdict, rows)]},
-        lines(setting, rows, measured, turn),
-    )
-    print(cli.json_text(plain(facts)) if as_json else "\n".join(texts))
+    facts = plain({"setting": asdict(setting), "statements": [*map(asdict, rows)]})
+    print(cli.json_text(facts) if as_json else "\n".join(lines(setting, rows, measured, turn)))
 
 
 def _measured(folder: Path) -> dict[str, Any]:

@@ -335,13 +335,9 @@ def _finite(where: str, values: torch.Tensor) -> torch.Tensor:
         raise wrong(where, "a whole number of 2^63 or more", "whole numbers of 64 bits with a sign")
     values = values.to(torch.float32 if values.is_floating_point() else torch.int64)
     if not bool(torch.isfinite(values).all()):
-        raise wrong(f"{where}[{_first_row(~torch.isfinite(values))}]", "a NaN or infinite value", "finite numbers")
+        row = int((~torch.isfinite(values)).nonzero()[0, 0])
+        raise wrong(f"{where}[{row}]", "a NaN or infinite value", "finite numbers")
     return values
-
-
-def _first_row(mask: torch.Tensor) -> int:
-    """Return the first row in which anything is true."""
-    return int(mask.nonzero()[0, 0])
 
 
 def first_above(data: FederatedData, classes: int) -> str:
@@ -349,7 +345,7 @@ def first_above(data: FederatedData, classes: int) -> str:
     for i, part in enumerate(data.parts):
         high = data.targets[torch.from_numpy(part)] >= classes
         if bool(high.any()):
-            row = _first_row(high)
+            row = int(high.nonzero()[0, 0])
             return f"clients[{i}] targets[{row}] is {int(data.targets[int(part[row])].max())}"
     return f"the data has {data.classes} classes"
 

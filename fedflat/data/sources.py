@@ -62,8 +62,7 @@ def _loaded(options: DataSection, seed: int) -> tuple[FederatedData, Pair | None
         raise wrong("data.test_fraction", options.test_fraction, allowed)
     # A file called mnist.csv need not hold MNIST.
     unlisted = data.name not in DATASETS or is_path(options.dataset)
-    data, owners = _public_test(data, owners, options, seed, unlisted)
-    data, owners = _at_most(data, owners, options, seed, unlisted)
+    data, owners = _divided(data, owners, options, seed, unlisted)
     # Clients are counted after those left out for testing.
     number = None if options.test_clients is not None else options.clients
     parts = partition(_one_label(data.targets, options.partition.kind), options.partition, number, seed, owners)
@@ -91,19 +90,6 @@ def _taken(data: FederatedData, owners: Owners, rows: npt.NDArray[np.int64]) -> 
     index = torch.from_numpy(rows)
     fewer = dataclasses.replace(data, inputs=data.inputs[index], targets=data.targets[index])
     return fewer, None if owners is None else owners[rows]
-
-
-def _at_most(
-    data: FederatedData, owners: Owners, options: DataSection, seed: int, unlisted: bool
-) -> tuple[FederatedData, Owners]:
-    """Return at most ``max_examples`` of the training rows."""
-    if options.max_examples is None:
-        return data, owners
-    if unlisted and options.natural:  # one row more would give everybody other rows
-        hint = "data.max_per_client bounds each client by itself."
-        raise wrong("data.max_examples", options.max_examples, "nothing where every row is some client's", hint=hint)
-    chosen = stream(seed, "max_examples").permutation(len(data.targets))[: options.max_examples]
-    return _taken(data, owners, chosen)
 
 
 def _without_test_clients(
@@ -190,10 +176,12 @@ def _named_test(options: DataSection, train: Split, there: Split | None, written
     return split
 
 
-def _public_test(
+def _divided(
     data: FederatedData, owners: Owners, options: DataSection, seed: int, unlisted: bool
 ) -> tuple[FederatedData, Owners]:
-    """Split off a public test set if there is none, unless the rows are somebody's own; keep the first ``max_test``."""
+    """Split off a public test set if there is none, unless the rows are somebody's own; keep the first ``max_test`` of
+    it, and ``max_examples`` of the others.
+    """
     x, y = data.test_inputs, data.test_targets
     if y is None:
         fraction = (0.0 if unlisted else 0.2) if options.test_fraction is None else options.test_fraction
@@ -204,7 +192,12 @@ def _public_test(
             x, y = test.inputs, test.targets
     if x is not None and y is not None:
         data = dataclasses.replace(data, test_inputs=x[: options.max_test], test_targets=y[: options.max_test])
-    return data, owners
+    if options.max_examples is None:
+        return data, owners
+    if unlisted and options.natural:  # one row more would give everybody other rows
+        hint = "data.max_per_client bounds each client by itself."
+        raise wrong("data.max_examples", options.max_examples, "nothing where every row is some client's", hint=hint)
+    return _taken(data, owners, stream(seed, "max_examples").permutation(len(data.targets))[: options.max_examples])
 
 
 def _normalised(data: FederatedData) -> FederatedData:

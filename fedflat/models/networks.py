@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fedflat.core.checks import becoming, first_line, nearest, one_of, require, turning, wrong
 from fedflat.core.durable import digest_of
 from fedflat.core.imports import calling, hub, imported, missing
-from fedflat.models.patches import pooling
+from fedflat.models.patches import COLOURS, pooling
 from fedflat.models.pretrained import NATURAL, loading, readable
 from fedflat.models.state import freeze_batch_norm
 
@@ -36,7 +36,6 @@ BODIES = (*LITE, "a folder of transformers", "timm:NAME", "file.py:callable")
 INTERPOLATIONS = ("bicubic", "bilinear", "nearest")
 RESAMPLE = {0: "nearest", 2: "bilinear", 3: "bicubic"}
 """Pillow's numbers, which image processors of transformers write."""
-COLOURS = 3
 
 
 @dataclass(frozen=True)

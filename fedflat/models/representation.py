@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from fedflat.core.checks import in_range, one_of, require, whole, wrong
 from fedflat.core.durable import cache_folder, digest_of, keep, read_tensors
 from fedflat.core.process import report_progress, using_threads
-from fedflat.models.contrastive import ContrastiveOptions, Network
-from fedflat.models.patches import Patches, PatchOptions, Scattering, ScatteringOptions, dead_leaves
+from fedflat.models import patches
 from fedflat.models.vision import image_shape
 
 
@@ -167,9 +166,9 @@ def _signed(vectors: Tensor) -> Tensor:
 
 FORMAT = "fedflat-body-1"
 KINDS: dict[str, tuple[Any, Any]] = {
-    "patches": (PatchOptions, Patches),
-    "scattering": (ScatteringOptions, Scattering),
-    "contrastive": (ContrastiveOptions, Network),
+    "patches": (patches.PatchOptions, patches.Patches),
+    "scattering": (patches.ScatteringOptions, patches.Scattering),
+    "contrastive": (patches.ContrastiveOptions, patches.Network),
 }
 """Each kind of body: its options, and what makes an image's maps."""
 Shape = tuple[int, int, int]
@@ -227,8 +226,8 @@ class PublicBody(nn.Module):
         tensors = read_tensors(cache_folder() / f"body-{key}.safetensors")
         if tensors is None:
             with torch.no_grad(), using_threads(torch.get_num_threads()):
-                images = self.as_data(dead_leaves(options.images, shape, seed))
-                if isinstance(self.maps, Patches | Network):
+                images = self.as_data(patches.dead_leaves(options.images, shape, seed))
+                if isinstance(self.maps, patches.Patches | patches.Network):
                     self.maps.fit(images, seed)
                 self.projection.fit([fitted_maps(self.maps, view) for view in self.views(images)], options)
             tensors = self.saved()
@@ -271,7 +270,7 @@ def body_of(
         body.prior = "unknown"
         body.fill(tensors)
         return body
-    if isinstance(maps, ContrastiveOptions):
+    if isinstance(maps, patches.ContrastiveOptions):
         maps, body.prior = maps.with_digest(), maps.prior
     facts = {"kind": kind, "seed": whole("model.body.seed", seed), "projection": dataclasses.asdict(projection)}
     # Where a network lies is nothing to its digest.
