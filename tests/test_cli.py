@@ -14,7 +14,6 @@ import yaml
 from rich.cells import cell_len
 
 from fedflat.cli import main as cli
-from fedflat.cli.main import _refused
 from fedflat.engine.device import out_of_memory
 
 TINY: dict[str, Any] = {
@@ -331,8 +330,7 @@ def test_memory_that_was_short_is_known_by_its_words() -> None:
 
 def test_a_full_disk_is_one_line_wherever_it_was_met() -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "run/report.html")
-    line, status = _refused(full) or ("", 0)
-    assert line.startswith("run/report.html: cannot be written (No space left on device)") and status == 1
-    assert "a file: cannot be written" in str(_refused(ValueError("I/O error: File too large (os error 27)")))
-    assert str(_refused(OSError(errno.ENOENT, "none", "x"))).endswith("read or write.', 2)")
-    assert _refused(OSError(errno.ENOENT, "none")) is _refused(ValueError("28")) is None
+    assert str(cli._refused(full)).startswith("('run/report.html: cannot be written (No space left on device)")
+    assert "a file: cannot be written" in str(cli._refused(ValueError("I/O error: File too large (os error 27)")))
+    assert str(cli._refused(OSError(errno.ENOENT, "none", "x"))).endswith("read or write.', 2)")
+    assert cli._refused(OSError(errno.ENOENT, "none")) is cli._refused(ValueError("28")) is None

@@ -83,11 +83,11 @@ def refuse_unused(name: str, kind: str, options: DataSection) -> None:
 
 def _encoding(kind: Kind, split: Split, source: Source | None, options: DataSection, owner: str | None) -> Encoding:
     """Return which columns are read, and how."""
-    said = {key: getattr(options, key) for key in KEYS}
+    asked = {key: getattr(options, key) for key in KEYS}
     if kind != "table":
-        said["target"] = options.target or _label_column(split, source)
-        said["inputs"] = options.inputs or _input_columns(kind, split, source, (owner, str(said["target"])))
-    encoding = encoding_of("data.", [column for column in split.features if column != owner], **said)
+        asked["target"] = options.target or _label_column(split, source)
+        asked["inputs"] = options.inputs or _input_columns(kind, split, source, (owner, str(asked["target"])))
+    encoding = encoding_of("data.", [column for column in split.features if column != owner], **asked)
     listed = set(encoding.inputs) & set(encoding.categories)
     allowed = "one column without categories, where the input is an image"
     plain = len(encoding.inputs) == 1 and not listed
@@ -123,8 +123,8 @@ def _classes(kind: Kind, encoding: Encoding, label: Any, source: Source | None, 
     if encoding.names:
         return len(encoding.names)
     where, largest = f"column {encoding.target[0]}", classes_of(*targets)
-    whole = [rows for rows in targets if rows is not None and rows.numel() and not rows.is_floating_point()]
-    least = min((int(rows.min()) for rows in whole), default=0)
+    numbers = [rows for rows in targets if rows is not None and rows.numel() and not rows.is_floating_point()]
+    least = min((int(rows.min()) for rows in numbers), default=0)
     require(kind == "table" or least >= 0, where, f"label {least}", "class numbers ≥ 0 (is it unlabelled?)")
     classes = getattr(label, "num_classes", None) or (source.classes if source and kind != "table" else largest)
     require(largest <= classes, where, f"label {largest - 1}", f"class numbers below {classes}")
