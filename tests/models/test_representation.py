@@ -108,7 +108,7 @@ def test_a_body_is_made_once_and_known_by_its_digest(own_cache: Path, monkeypatc
     first = made()
     (file,) = own_cache.glob("body-*.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedflat.models.representation.dead_leaves", None)  # it is not made again
+        patch.setattr("fedflat.models.patches.dead_leaves", None)  # it is not made again
         assert made().sha256 == first.sha256 == made(sha256=first.sha256).sha256
     file.write_bytes(file.read_bytes()[:-1])  # damaged: made anew
     assert made().sha256 == first.sha256
@@ -188,7 +188,7 @@ def test_a_run_keeps_its_body_and_is_loaded_without_making_it(tmp_path: Path, ow
     shutil.rmtree(own_cache)
     x = images(5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedflat.models.representation.dead_leaves", None)
+        patch.setattr("fedflat.models.patches.dead_leaves", None)
         for folder in ("run", "out"):
             assert torch.equal(fedflat.load(tmp_path / folder).model(x), result.model(x))
 
