@@ -271,8 +271,7 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
     hint = "What a released procedure proves: fedflat plan, fedflat reproduce --protocol published."
     require(protocol == "sound", "privacy.protocol", protocol, "sound", hint=hint)
     size, count = dimension, steps or recipe.local.steps
-    samples = recipe.data.max_examples
-    clients = recipe.data.clients
+    clients, samples = recipe.data.clients, recipe.data.max_examples
     if size is None or count is None or clients is None:
         job = prepare(recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"backend": "sequential"})}))
         size, count = size or job.parts.layout.dimension, count or job.parts.local.steps

@@ -285,13 +285,19 @@ def _spread(count: int | None, span: dict[str, Any] | None) -> str:
 
 def _column(values: pd.Series, feature: Any) -> Column:
     """Return what a column holds and what it would become as an input."""
+    from fedflat.data import decoding
     from fedflat.data.tables import is_image_feature, is_text_feature
 
     text = is_text_feature(feature)
     present = (values.replace("", None) if text else values).dropna()  # an empty cell is no category
     facts: Column = {"type": str(values.dtype), "values": len(present), "missing": len(values) - len(present)}
     if is_image_feature(feature):
-        return facts | _image(present)
+        facts |= {"type": "image", "becomes": "an image"}
+        try:
+            decoding.decode(present.tolist(), lambda row: f"row {present.index[row]}")
+        except InputError as error:
+            facts["fault"] = f"{str(error).rstrip('.')}; save all at one size, for example by PIL.ImageOps.fit"
+        return facts
     try:
         distinct = sorted(present.unique().tolist(), key=str)
     except TypeError:
@@ -309,17 +315,6 @@ def _column(values: pd.Series, feature: Any) -> Column:
     if values.dtype.kind in "iu" and max(-int(present.min()), int(present.max())) > 1 << 53:
         facts["fault"] = "whole numbers beyond 2^53 lose their last digits; a number that names something is no input"
     return facts | _numbers(present.astype(float))
-
-
-def _image(present: pd.Series) -> Column:
-    from fedflat.data import decoding
-
-    facts = {"type": "image", "becomes": "an image"}
-    try:
-        decoding.decode(present.tolist(), lambda row: f"row {present.index[row]}")
-    except InputError as error:
-        return facts | {"fault": f"{str(error).rstrip('.')}; save all at one size, for example by PIL.ImageOps.fit"}
-    return facts
 
 
 def _text(present: pd.Series, distinct: list[Any]) -> Column:
@@ -382,12 +377,21 @@ def _facts(rows: pd.DataFrame, by: str | None, target: str | None, columns: dict
     """Return what a table holds, with all its faults."""
     from fedflat.data.encoding import name_of
 
-    faults, users, span = ["no column says whose each row is; name it with --by"], None, None
-    if by is not None:
+    faults, users, span = [], None, None
+    if by is None:
+        faults.append("no column says whose each row is; name it with --by")
+    else:
         owners = rows[by].map(name_of)
         sizes = owners[owners != ""].value_counts()
-        faults, users = _user_faults(f"column {by}", sizes, len(rows)), len(sizes)
+        users, nobodys = len(sizes), len(rows) - int(sizes.sum())
         span = {"least": int(sizes.min()), "median": float(sizes.median()), "most": int(sizes.max())} if users else None
+        if nobodys:
+            faults.append(f"column {by}: {counted(nobodys, 'row')} of nobody; name their user, or leave them out")
+        if users < 3:
+            few = f"{counted(users, 'user')}; with fewer than three nobody is protected among others"
+            faults.append(f"column {by}: {few}")
+        if alike := _alike(sizes.index):
+            faults.append(f"column {by}: {alike} differ only in case or blanks, and are different clients")
     for name, col in columns.items():
         if col["missing"] and (name == target or not col.get("free")):
             unfilled = name == target or col["type"] in ("image", "list")
@@ -404,18 +408,6 @@ def _facts(rows: pd.DataFrame, by: str | None, target: str | None, columns: dict
             faults.append(f"column {name}: one user alone has {', '.join(map(str, identifying))}; {ALONE}")
     facts = {"rows": len(rows), "by": by, "users": users, "rows_a_user": span, "target": target}
     return facts | {"columns": columns, "faults": faults}
-
-
-def _user_faults(where: str, sizes: pd.Series, rows: int) -> list[str]:
-    """Return what is wrong with a column of users. sizes: the rows of each user by name."""
-    nobodys, faults = rows - int(sizes.sum()), []
-    if nobodys:
-        faults.append(f"{where}: {counted(nobodys, 'row')} of nobody; name their user, or leave them out")
-    if len(sizes) < 3:
-        faults.append(f"{where}: {counted(len(sizes), 'user')}; with fewer than three nobody is protected among others")
-    if alike := _alike(sizes.index):
-        faults.append(f"{where}: {alike} differ only in case or blanks, and are different clients")
-    return faults
 
 
 def _recipe(file: Path, facts: dict[str, Any], written: dict[str, str | None]) -> dict[str, Any] | None:

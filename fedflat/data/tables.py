@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedflat.config.sections import DataSection
 from fedflat.core.checks import InputError, one_of, require, wrong
 from fedflat.data import decoding
 from fedflat.data.clients import FederatedData, classes_of
 from fedflat.data.encoding import KEYS, Encoding, Words, check_columns, clean, encoding_of, owners_of
 from fedflat.data.locate import Split
 from fedflat.data.preparation import Kind, Preparation, Source
-
-if TYPE_CHECKING:
-    from fedflat.config.sections import DataSection
 
 LABELS = ("label", "labels", "target", "class", "y")  # tried when no column is a class label
 Owners = npt.NDArray[Any] | None
