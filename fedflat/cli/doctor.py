@@ -10,10 +10,9 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
@@ -31,8 +30,7 @@ TOO_LITTLE = GIB // 16
 """Free disk below which a run's checkpoints have no room."""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line. state: ok, note (it works, but look) or broken (a run fails). remedy: what to do, if anything."""
 
     what: str
@@ -51,7 +49,7 @@ def doctor(*, as_json: Json = False) -> None:
     findings = [finding for check in CHECKS for finding in _findings(check)]
     broken = sum(finding.state == "broken" for finding in findings)
     if as_json:
-        print(json_text({"ok": not broken, "findings": [asdict(finding) for finding in findings]}))
+        print(json_text({"ok": not broken, "findings": [finding._asdict() for finding in findings]}))
     else:
         width = max(len(finding.what) for finding in findings) + 2
         for finding in findings:

@@ -11,7 +11,7 @@ import typer
 from typer import Argument, Option
 
 from fedflat.cli import Folder, Json, RunFolder, json_text, labelled, say, write_files
-from fedflat.core.checks import counted, require, wrong
+from fedflat.core.checks import counted, require
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -155,11 +155,11 @@ def predict(
     from fedflat.data.locate import COMMAS, Written, ending_of, locate
     from fedflat.simulation.result import load
 
-    if out is not None and out.suffix not in (".csv", ".parquet"):
-        raise wrong("--out", str(out), "a name that ends in .csv or .parquet")
-    if out is not None and (out.exists() or not out.parent.is_dir()):
+    if out is not None:
+        require(out.suffix in (".csv", ".parquet"), "--out", str(out), "a name that ends in .csv or .parquet")
         state = "which already exists" if out.exists() else "in a folder that does not exist"
-        raise wrong("--out", f"{out}, {state}", "a new file in a folder that is there")
+        new = out.parent.is_dir() and not out.exists()
+        require(new, "--out", f"{out}, {state}", "a new file in a folder that is there")
     result = load(run, model=model)
     if ending_of(file) in COMMAS:  # read as the training table was, unless an option says otherwise
         separator, encoding = separator or result.recipe.data.separator, encoding or result.recipe.data.encoding

@@ -11,7 +11,6 @@ import inspect
 import math
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
@@ -38,8 +37,7 @@ RESAMPLE = {0: "nearest", 2: "bilinear", 3: "bicubic"}
 """Pillow's numbers, which image processors of transformers write."""
 
 
-@dataclass(frozen=True)
-class Preprocessing:
+class Preprocessing(NamedTuple):
     """size: rows and columns that an image is resized to, or its shorter side; None leaves it. crop: rows and columns
     that are kept of its centre. mean, std: of pixels in [0, 1]."""
 
