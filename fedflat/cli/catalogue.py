@@ -11,7 +11,6 @@ import textwrap
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,12 +51,10 @@ def list_names(kind: str = "", *, as_json: cli.Json = False) -> None:
     for name, rows in catalogues.items():
         if not kind:
             print(("" if name == KINDS[0] else "\n") + name)
-        if sys.stdout.isatty():
-            width = max(map(len, rows)) + 2
-            print("\n".join(line for row in rows.items() for line in cli.labelled(*row, width)))
-        else:
-            # In a pipe one line each, unwrapped.
-            print("\n".join(cli.columns(rows.items(), left=None)))
+        width = max(map(len, rows)) + 2
+        wrapped = (line for row in rows.items() for line in cli.labelled(*row, width))
+        # In a pipe one line each, unwrapped.
+        print("\n".join(wrapped if sys.stdout.isatty() else cli.columns(rows.items(), left=None)))
 
 
 def catalogue(kind: str) -> dict[str, str]:
@@ -212,9 +209,7 @@ USERS = ("user", "client", "patient", "customer", "author", "owner", "speaker", 
 PRIVATE = "What stands here is about your clients: keep it to yourself. The guarantee covers none of it."
 READ_OFF = (
     "# categories, scale and fill were read off private rows, and become public with\n"
-    "# the model: before a run, put in their place what is known without these rows."
-)
-GIVEN_UP = (
+    "# the model: before a run, put in their place what is known without these rows.\n"
     "# test_clients gives up so many of the users: their rows are measured without\n# noise, covered by no guarantee."
 )
 
@@ -273,7 +268,7 @@ def data(
     parts = [cli.wrapped(line, later="    ") if sys.stdout.isatty() else [f"# {line}"] for line in lines]
     print("\n".join(line for part in parts for line in part))
     if recipe is not None:
-        print(f"\n{READ_OFF}\n{GIVEN_UP}\n{dumped(recipe)}", end="")
+        print(f"\n{READ_OFF}\n{dumped(recipe)}", end="")
 
 
 def _spread(count: int | None, span: dict[str, Any] | None) -> str:
@@ -434,7 +429,7 @@ def _recipe(file: Path, facts: dict[str, Any], written: dict[str, str | None]) -
         "scale": scaled, "fill": fill, "max_per_client": 20, "test_clients": apart, **written,
     }  # fmt: skip
     images = columns[inputs[0]]["type"] == "image"
-    recipes = resources.files("fedflat.cli").joinpath("templates/own.yaml").read_text(encoding="utf-8")
+    recipes = (Path(__file__).parent / "templates/own.yaml").read_text(encoding="utf-8")
     kind = "images" if images else "regression" if regression else "classes" if usable else "texts"
     recipe: dict[str, Any] = yaml.safe_load(recipes)[kind]
     recipe["data"] = {key: value for key, value in section.items() if value not in ({}, None)}
