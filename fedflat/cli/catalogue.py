@@ -100,7 +100,7 @@ def report(runs: list[Path], *, out: Path | None = None, plates: cli.Plates = No
     """
     from fedflat.records.folder import LOCKED, RECIPE, SEALED, check_unsealed, locked
     from fedflat.report.html import figures_of, write_report
-    from fedflat.report.metrics import run_folders
+    from fedflat.report.metrics import read_runs, run_folders
     from fedflat.simulation.inspection import refuse_damage
 
     for run in runs:
@@ -122,8 +122,6 @@ def report(runs: list[Path], *, out: Path | None = None, plates: cli.Plates = No
     for run in filter(locked, runs):
         print(f"Left out of {run}: what is private to the simulation ({LOCKED})")
     if plates is not None:
-        from fedflat.report.metrics import read_runs
-
         cli.print_plates(figures_of(read_runs(runs)), plates)
 
 

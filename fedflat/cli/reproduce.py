@@ -176,17 +176,16 @@ def planned_lines(figure: figures.PaperFigure, scale: str, overrides: Sequence[s
 
     Claimed ε is left out where a setting was changed: the paper names none for it.
     """
-    from fedflat.papers import rows as made
-    from fedflat.papers import scales
+    from fedflat.papers import rows, scales
 
     texts = [*cli.wrapped(f"Paper {figure.paper}, {figure.name}: {figure.about}")]
     total: set[str] = set()
     for panel in figure.panels:
         recipes = [line.recipe(panel.table, scale, overrides) for line in panel.lines]
-        rows = [(line, made.accounted(line.cell, recipe)) for line, recipe in zip(panel.lines, recipes)]
+        planned = [(line, rows.accounted(line.cell, recipe)) for line, recipe in zip(panel.lines, recipes)]
         seeds = scales.SCALES[scale].seeds or panel.table.seeds
-        grid = [["run", "rounds", "claimed ε", _epsilon_head(row for _, row in rows), "δ"]]
-        for line, row in rows:
+        grid = [["run", "rounds", "claimed ε", _epsilon_head(row for _, row in planned), "δ"]]
+        for line, row in planned:
             at = ", ".join(line.changes) or ("" if line.x is None else f"{panel.x} {line.x:g}")
             name = f"{line.label} ({at})" if at else line.label
             claimed = "–" if line.changes else _epsilon(row.claimed)
@@ -194,7 +193,7 @@ def planned_lines(figure: figures.PaperFigure, scale: str, overrides: Sequence[s
             grid.append([name, rounds, claimed, _epsilon(row.proven), _delta(row)])
             total |= {row.recipe.name} if row.recipe is not None else set()
         texts += ["", *cli.wrapped(f"{panel.title} ({panel.draw}; {counted(seeds, 'seed')})"), *_grid(grid)]
-        texts += [f"  {why}" for why in dict.fromkeys(row.missing for _, row in rows if row.missing)]
+        texts += [f"  {why}" for why in dict.fromkeys(row.missing for _, row in planned if row.missing)]
     remarks = [f"Scale {scale}: {len(total)} settings would run; nothing was trained.", *figure.notes]
     return [*texts, "", *(text for remark in remarks for text in cli.wrapped(remark))]
 
@@ -210,7 +209,8 @@ def _body(rows: Sequence[outcome.Row], dry_run: bool, simulated: bool) -> list[l
     ours, more = ([] if dry_run else ["ours", "diff."]), (["simul. ε"] if simulated else [])
     table = [["method", "published", *ours, "claimed ε", _epsilon_head(rows), *more, "δ"]]
     for row in rows:
-        ours = [] if dry_run else [_ours(row), _points(row.difference)]
+        points = "–" if row.difference is None else f"{row.difference:+.1f}".replace("-", "−")
+        ours = [] if dry_run else [_ours(row), points]
         epsilons = [_epsilon(value) for value in (row.claimed, row.proven, *([row.simulated] if simulated else []))]
         table.append([row.cell.method, row.cell.published, *ours, *epsilons, _delta(row)])
     return table
@@ -237,10 +237,6 @@ def _grid(texts: list[list[str]]) -> list[str]:
     return cli.columns([[top for top, _ in folded], [low for _, low in folded], *texts[1:]], gap=" ")
 
 
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 def _remarks(result: outcome.Outcome, dry_run: bool) -> list[str]:
     """Return what is to be said below a table, in lines."""
     from fedflat.papers import tables
@@ -255,7 +251,7 @@ def _remarks(result: outcome.Outcome, dry_run: bool) -> list[str]:
         "reproduce.txt", result=result, table=result.table, dry_run=dry_run, head=_epsilon_head(result.rows),
         measures=[tables.MEASURES[kind] for kind in kinds], private=bool({"train", "gap"} & set(kinds)),
         simulated=any(row.simulated is not None for row in result.rows), changed=changed,
-        fates=[f"{MARKS[fate]} {_sentence(text)}" for fate, text in FATES.items() if fate in fates],
+        fates=[f"{MARKS[fate]} {text[:1].upper()}{text[1:]}" for fate, text in FATES.items() if fate in fates],
     )  # fmt: skip
 
 
@@ -274,10 +270,6 @@ def _ours(row: outcome.Row) -> str:
     digits = 1 if row.cell.measure in tables.COUNTED else 2
     text = f"{spread.mean:.{digits}f}" + ("" if spread.sd is None else f" ± {spread.sd:.{digits}f}")
     return f"{text}{marks}".replace("-", "−")
-
-
-def _points(value: float | None) -> str:
-    return "–" if value is None else f"{value:+.1f}".replace("-", "−")
 
 
 def as_dict(result: outcome.Outcome) -> dict[str, Any]:
@@ -328,7 +320,7 @@ def write_pages(drawn: figures.Drawn, folder: Path) -> list[Path]:
 def notes(drawn: figures.Drawn) -> list[str]:
     """Return what differs from the paper's figure, in sentences."""
     scale = [] if drawn.scale == "full" else [f"Scale {drawn.scale}: not comparable with the paper's drawing."]
-    differences = [f"{_sentence(text)}." for text in drawn.of.notes]
+    differences = [f"{text[:1].upper()}{text[1:]}." for text in drawn.of.notes]
     return [*scale, *drawn.remarks, *differences, *[f"Missing: {text}" for text in drawn.missing]]
 
 

@@ -16,6 +16,7 @@ from typer import Option
 from fedflat.cli import Count, File, Folder, Json, Overrides, Processes, RecipeName, filled, json_text, recipe_of
 from fedflat.core import process
 from fedflat.core.checks import RunError, require
+from fedflat.records.folder import check_name, check_new
 
 if TYPE_CHECKING:
     from fedflat.config.recipe import Recipe
@@ -46,8 +47,6 @@ def run(
     if resume is not None:
         _check_resumed(resume, beside=recipe is not None or bool(override) or out is not None)
     elif out is not None:
-        from fedflat.records.folder import check_new
-
         check_new(out)  # here too, before torch takes seconds to load
     parsed = recipe_of(resume or recipe, override)
     from fedflat.report.progress import Progress
@@ -136,8 +135,6 @@ def free_folder(parent: Path, name: str) -> Path:
 
     Raises InputError for a name that would lead out of ``parent``.
     """
-    from fedflat.records.folder import check_name
-
     check_name(name)
     folders = (parent / (f"{name}-{number}" if number > 1 else name) for number in itertools.count(1))
     return next(folder for folder in folders if not folder.exists())

@@ -294,8 +294,6 @@ def _numbers(column: pd.Series, name: str, place: Place, scaled: bool) -> Array:
         hint = f"Their order must be public: categories={{'{name}': [...]}}."
         raise wrong(f"column {name}", "categories that come with the rows", "numbers, true and false", hint=hint)
     kind = getattr(column.dtype, "kind", "O")
-    if kind in "mMc":
-        raise wrong(f"column {name}", str(column.dtype), "numbers, true and false, lists of numbers", hint=DATES)
     if kind in "biuf" and not column.hasnans and column.dtype != "uint64":
         return np.asarray(column.to_numpy(dtype=np.float64 if kind == "f" else np.int64))
     values = column.tolist()
