@@ -48,15 +48,13 @@ def doctor(*, as_json: Json = False) -> None:
     """
     findings = [finding for check in CHECKS for finding in _findings(check)]
     broken = sum(finding.state == "broken" for finding in findings)
-    if as_json:
-        print(json_text({"ok": not broken, "findings": [finding._asdict() for finding in findings]}))
-    else:
-        width = max(len(finding.what) for finding in findings) + 2
-        for finding in findings:
-            lines = labelled(f"{finding.what:{width}}{finding.state}", finding.found, width + 8, fold=True)
-            lines += labelled("", f"→ {finding.remedy}", width + 8, fold=True) if finding.remedy else []
-            print("\n".join(lines))
-        print(f"{broken} broken: see above." if broken else "Nothing that a run needs is broken.")
+    facts = {"ok": not broken, "findings": [finding._asdict() for finding in findings]}
+    texts, width = [], max(len(finding.what) for finding in findings) + 2
+    for finding in findings:
+        texts += labelled(f"{finding.what:{width}}{finding.state}", finding.found, width + 8, fold=True)
+        texts += labelled("", f"→ {finding.remedy}", width + 8, fold=True) if finding.remedy else []
+    texts.append(f"{broken} broken: see above." if broken else "Nothing that a run needs is broken.")
+    print(json_text(facts) if as_json else "\n".join(texts))
     if broken:
         raise typer.Exit(1)
 

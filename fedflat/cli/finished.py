@@ -98,13 +98,12 @@ def verify(
     checks = inspect_run(run, key, witness)
     verdicts = Counter(check.verdict for check in checks)
     bad = verdicts["wrong"]
-    if as_json:
-        print(json_text({"ok": not bad, "checks": [check._asdict() for check in checks]}))
-    else:
-        for check in checks:
-            print("\n".join(labelled(WORDS[check.verdict], f"{check.record}: {check.about}", 12)))
-        outcome = f"{bad} {'record is' if bad == 1 else 'records are'} wrong" if bad else "nothing is wrong"
-        print(f"{run}: {outcome}, {verdicts['unchecked']} could not be checked")
+    outcome = f"{bad} {'record is' if bad == 1 else 'records are'} wrong" if bad else "nothing is wrong"
+    words = ((WORDS[check.verdict], f"{check.record}: {check.about}") for check in checks)
+    texts = [line for verdict, text in words for line in labelled(verdict, text, 12)]
+    texts.append(f"{run}: {outcome}, {verdicts['unchecked']} could not be checked")
+    facts = {"ok": not bad, "checks": [check._asdict() for check in checks]}
+    print(json_text(facts) if as_json else "\n".join(texts))
     if bad:
         raise typer.Exit(1)
 

@@ -81,11 +81,9 @@ def _private(recipe: Any, varied: list[str], mean: float, folder: Path, processe
         print("\n".join(filled("selection.txt", asked=asked, alone=alone(asked.plan).epsilon(), selected=None)))
     with ExperimentProgress(quiet=as_json) as progress:
         selected = tune(asked, folder, processes, progress.update)
-    if as_json:
-        facts = {"folder": folder, "winner": selected.winner, "settings": selected.settings, "score": selected.score}
-        print(json_text({**facts, "epsilon": asked.plan.epsilon(), "delta": asked.plan.delta}))
-    else:
-        print("\n".join(filled("selection.txt", asked=asked, selected=selected)))
+    facts = {"folder": folder, "winner": selected.winner, "settings": selected.settings, "score": selected.score}
+    facts |= {"epsilon": asked.plan.epsilon(), "delta": asked.plan.delta}
+    print(json_text(facts) if as_json else "\n".join(filled("selection.txt", asked=asked, selected=selected)))
 
 
 def _proxy(recipe: Any, varied: list[str], count: float, folder: Path, processes: int | None, as_json: bool) -> None:
@@ -96,13 +94,12 @@ def _proxy(recipe: Any, varied: list[str], count: float, folder: Path, processes
 
     with ExperimentProgress(quiet=as_json) as progress:
         search = tune_on_proxy(recipe, varied, int(count), folder, processes, progress.update)
-    if as_json:
-        rows = [{"settings": settings, "accuracy": accuracy} for settings, accuracy in search.rows]
-        print(json_text({"folder": folder, "dataset": search.dataset, "chosen": search.chosen, "rows": rows}))
-        return
+    rows = [{"settings": settings, "accuracy": accuracy} for settings, accuracy in search.rows]
+    facts = {"folder": folder, "dataset": search.dataset, "chosen": search.chosen, "rows": rows}
     heads = [*search.rows[0][0], "accuracy"]
-    print("\n".join(columns([heads, *([*settings.values(), f"{best:.4f}"] for settings, best in search.rows)], left=0)))
-    print("\n".join(filled("proxy.txt", search=search, folder=folder)))
+    table = columns([heads, *([*settings.values(), f"{best:.4f}"] for settings, best in search.rows)], left=0)
+    texts = [*table, *filled("proxy.txt", search=search, folder=folder)]
+    print(json_text(facts) if as_json else "\n".join(texts))
 
 
 @dataclass(frozen=True, kw_only=True)

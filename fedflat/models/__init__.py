@@ -54,14 +54,13 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, seed: int, **op
     whole("model: classes", classes, 1)
     shape = tuple(int(n) for n in input_shape)
     factory, accepted, anything = _factory(name)
-    arguments = {"input_shape": shape, "classes": classes}
-    arguments = {key: value for key, value in arguments.items() if anything or key in accepted}
+    sizes = {key: value for key, value in zip(SIZES, (shape, classes)) if anything or key in accepted}
     allowed = [key for key in accepted if key not in SIZES]
     for key in options:
         if key in SIZES or (key not in allowed and not anything):
             raise wrong(f"model {name}: option", key, ", ".join(allowed) or "none", hint=nearest(key, allowed))
     with calling(f"model {name}"), seeded_torch(seed, "initial weights"), PortableDraws(seed, "initial weights"):
-        module = factory(**arguments, **options)
+        module = factory(**sizes, **options)
     if not isinstance(module, nn.Module):
         raise wrong(f"model {name}", f"a callable that returned {type(module).__name__}", "one that returns nn.Module")
     return module
