@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from fedflat.models.patches import dead_leaves
-from fedflat.models.representation import BodyOptions, body_of
+from fedflat.models.representation import body_of
 
 SHAPE = (3, 32, 32)
 OPTIONS = {"kind": "patches", "filters": 128, "images": 500, "dimension": 200}
@@ -26,7 +26,7 @@ def sheet(images: Tensor, columns: int) -> Tensor:
 
 def draw(path: Path) -> None:
     """Write the picture."""
-    body = body_of(BodyOptions.of(OPTIONS), SHAPE)
+    body = body_of(OPTIONS, SHAPE)
     filters = body.maps.filters.unflatten(1, (3, 6, 6))
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[2, 1])

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from fedflat.core.durable import digest_of, write_tensors
 from fedflat.core.rng import seeded_torch, stream
-from fedflat.models.contrastive import COLOURS, LAYERS, ContrastiveOptions, Network
-from fedflat.models.patches import dead_leaves
+from fedflat.models.patches import COLOURS, LAYERS, ContrastiveOptions, Network, dead_leaves
 
 TEMPERATURE = 0.2
 WIDTH = 256

@@ -14,7 +14,6 @@ import yaml
 from rich.cells import cell_len
 
 from fedflat.cli import main as cli
-from fedflat.cli.main import _full
 from fedflat.engine.device import out_of_memory
 
 TINY: dict[str, Any] = {
@@ -332,6 +331,7 @@ def test_memory_that_was_short_is_known_by_its_words() -> None:
 
 def test_a_full_disk_is_one_line_wherever_it_was_met() -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "run/report.html")
-    assert str(_full(full)).startswith("run/report.html: cannot be written (No space left on device)")
-    assert "a file: cannot be written" in str(_full(ValueError("I/O error: File too large (os error 27)")))
-    assert _full(OSError(errno.ENOENT, "none", "x")) is _full(ValueError("28")) is None
+    assert str(cli._refused(full)).startswith("('run/report.html: cannot be written (No space left on device)")
+    assert "a file: cannot be written" in str(cli._refused(ValueError("I/O error: File too large (os error 27)")))
+    assert str(cli._refused(OSError(errno.ENOENT, "none", "x"))).endswith("read or write.', 2)")
+    assert cli._refused(OSError(errno.ENOENT, "none")) is cli._refused(ValueError("28")) is None

@@ -133,9 +133,9 @@ def say(text: str, later: str = "  ") -> None:
     print("\n".join(wrapped(text, later=later)))
 
 
-def print_json(values: Any) -> None:
-    """Print values as indented JSON."""
-    print(json.dumps(values, ensure_ascii=False, indent=2, default=str))
+def json_text(values: Any) -> str:
+    """Return values as indented JSON."""
+    return json.dumps(values, ensure_ascii=False, indent=2, default=str)
 
 
 def columns(rows: Iterable[Sequence[str]], left: int | None = 1, gap: str = "  ") -> list[str]:
@@ -149,10 +149,8 @@ def columns(rows: Iterable[Sequence[str]], left: int | None = 1, gap: str = "  "
     widths = [max(map(cell_len, column)) for column in zip(*listed)]
     lines = []
     for row in listed:
-        spaces = [" " * (width - cell_len(text)) for text, width in zip(row, widths)]
-        cells = [text + space for text, space in zip(row[:left], spaces)]
-        if left is not None:
-            cells += [space + text for text, space in zip(row[left:], spaces[left:])]
+        spaced = enumerate((text, " " * (width - cell_len(text))) for text, width in zip(row, widths))
+        cells = [text + space if left is None or at < left else space + text for at, (text, space) in spaced]
         lines.append(gap.join(cells).rstrip())
     return lines
 

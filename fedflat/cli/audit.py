@@ -60,10 +60,8 @@ def audit(
     if page is not None:
         write_audit(page.parent, results)
         write_report([page.parent], page)
-    if as_json:
-        cli.print_json([result.as_dict() for result in results])
-    else:
-        print(table(results) + ("" if page is None else f"\n\nReport: {page}"))
+    below = "" if page is None else f"\n\nReport: {page}"
+    print(cli.json_text([result.as_dict() for result in results]) if as_json else table(results) + below)
     if any(result.exceeds_proven for result in results):
         raise typer.Exit(1)
 
@@ -237,15 +235,12 @@ def bounds(
         require((run / "recipe.yaml").is_file(), "--run", str(run), "the folder of a run that fedflat run wrote")
     parsed = cli.recipe_of(run or recipe, override)
     measured = {} if run is None else _measured(run)
-    turn, loss = measured.pop("gap", (None, 1.0))
-    constants = {"smoothness": smoothness, "local_std": local_std, "global_std": global_std}
-    constants["gap"] = loss if gap is None else gap
+    turn, loss = measured.pop("gap", (None, 1.0)) if gap is None else (None, gap)
+    constants = {"smoothness": smoothness, "local_std": local_std, "global_std": global_std, "gap": loss}
     setting = _setting(parsed, steps, dimension, {**measured, **constants})
     rows = statements(setting)
-    if as_json:
-        cli.print_json(plain({"setting": asdict(setting), "statements": [*map(asdict, rows)]}))
-    else:
-        print("\n".join(lines(setting, rows, measured, turn if gap is None else None)))
+    facts = plain({"setting": asdict(setting), "statements": [*map(asdict, rows)]})
+    print(cli.json_text(facts) if as_json else "\n".join(lines(setting, rows, measured, turn)))
 
 
 def _measured(folder: Path) -> dict[str, Any]:
@@ -276,8 +271,7 @@ def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants
     hint = "What a released procedure proves: fedflat plan, fedflat reproduce --protocol published."
     require(protocol == "sound", "privacy.protocol", protocol, "sound", hint=hint)
     size, count = dimension, steps or recipe.local.steps
-    samples = recipe.data.max_examples
-    clients = recipe.data.clients
+    clients, samples = recipe.data.clients, recipe.data.max_examples
     if size is None or count is None or clients is None:
         job = prepare(recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"backend": "sequential"})}))
         size, count = size or job.parts.layout.dimension, count or job.parts.local.steps

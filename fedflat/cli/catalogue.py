@@ -11,7 +11,6 @@ import textwrap
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,17 +46,15 @@ def list_names(kind: str = "", *, as_json: cli.Json = False) -> None:
     """
     catalogues = {name: catalogue(name) for name in ([str(one_of("list", kind, KINDS))] if kind else KINDS)}
     if as_json:
-        cli.print_json(catalogues[kind] if kind else catalogues)
+        print(cli.json_text(catalogues[kind] if kind else catalogues))
         return
     for name, rows in catalogues.items():
         if not kind:
             print(("" if name == KINDS[0] else "\n") + name)
-        if sys.stdout.isatty():
-            width = max(map(len, rows)) + 2
-            print("\n".join(line for row in rows.items() for line in cli.labelled(*row, width)))
-        else:
-            # In a pipe one line each, unwrapped.
-            print("\n".join(cli.columns(rows.items(), left=None)))
+        width = max(map(len, rows)) + 2
+        wrapped = (line for row in rows.items() for line in cli.labelled(*row, width))
+        # In a pipe one line each, unwrapped.
+        print("\n".join(wrapped if sys.stdout.isatty() else cli.columns(rows.items(), left=None)))
 
 
 def catalogue(kind: str) -> dict[str, str]:
@@ -77,10 +74,9 @@ def catalogue(kind: str) -> dict[str, str]:
     if kind == "recipes":
         from fedflat.config.reading import FOLDER, names
 
-        return {name: _first_comment(FOLDER / f"{name}.yaml") for name in names()}
-    from fedflat.privacy.accounting.curves import ACCOUNTANTS
-
-    return {name: ABOUT_ACCOUNTANTS[name] for name in ACCOUNTANTS}
+        firsts = {name: (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0] for name in names()}
+        return {name: first.removeprefix("#").strip() for name, first in firsts.items()}
+    return ABOUT_ACCOUNTANTS
 
 
 def _summary(factory: object) -> str:
@@ -89,11 +85,6 @@ def _summary(factory: object) -> str:
     options = {p.name: p.default for p in inspect.signature(factory).parameters.values()}  # type: ignore[arg-type]
     keys = [f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in options.items()]
     return f"{line} ({', '.join(keys)})" if keys else line
-
-
-def _first_comment(path: Path) -> str:
-    first = path.read_text(encoding="utf-8").splitlines()[0]
-    return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def report(runs: list[Path], *, out: Path | None = None, plates: cli.Plates = None) -> None:
@@ -109,7 +100,7 @@ def report(runs: list[Path], *, out: Path | None = None, plates: cli.Plates = No
     """
     from fedflat.records.folder import LOCKED, RECIPE, SEALED, check_unsealed, locked
     from fedflat.report.html import figures_of, write_report
-    from fedflat.report.metrics import run_folders
+    from fedflat.report.metrics import read_runs, run_folders
     from fedflat.simulation.inspection import refuse_damage
 
     for run in runs:
@@ -131,8 +122,6 @@ def report(runs: list[Path], *, out: Path | None = None, plates: cli.Plates = No
     for run in filter(locked, runs):
         print(f"Left out of {run}: what is private to the simulation ({LOCKED})")
     if plates is not None:
-        from fedflat.report.metrics import read_runs
-
         cli.print_plates(figures_of(read_runs(runs)), plates)
 
 
@@ -147,13 +136,9 @@ def explain(key: str = "", *, as_json: cli.Json = False) -> None:
     from fedflat.config import reference
 
     entries = reference.explain(key) if key else reference.recipe_keys()
-    if as_json:
-        cli.print_json([asdict(entry) for entry in entries])
-    elif key:
-        print("\n\n".join(map(_paragraph, entries)))
-    else:
-        for entry in entries:
-            print(f"{entry.path:31}{textwrap.shorten(entry.meaning, cli.WIDTH - 31, placeholder=' …')}")
+    short = (f"{entry.path:31}{textwrap.shorten(entry.meaning, cli.WIDTH - 31, placeholder=' …')}" for entry in entries)
+    texts = "\n\n".join(map(_paragraph, entries)) if key else "\n".join(short)
+    print(cli.json_text([asdict(entry) for entry in entries]) if as_json else texts)
 
 
 def _paragraph(key: Key) -> str:
@@ -164,11 +149,7 @@ def _paragraph(key: Key) -> str:
     return "\n".join(line for place, text in enumerate(lines) for line in cli.wrapped(text, "  " if place else ""))
 
 
-def watch(
-    folder: Annotated[Path, Argument(metavar="RUN")],
-    *,
-    private: bool = False,
-) -> None:
+def watch(folder: Annotated[Path, Argument(metavar="RUN")], *, private: bool = False) -> None:
     """Follow runs on a live page on this machine, until Ctrl-C. Only who has the address with its token sees it.
 
     Example: fedflat watch runs/quick-start
@@ -181,10 +162,7 @@ def watch(
     from fedflat.report.live import Live, served
 
     require(folder.is_dir(), "watch", placed(folder), "the folder of a run, an experiment or a federation")
-    with (
-        served(Live(folder, private, keys.folder().parent / "operator")) as address,
-        process.on_request("the page"),
-    ):
+    with served(Live(folder, private, keys.folder().parent / "operator")) as address, process.on_request("the page"):
         print(f"{address}\nCtrl-C ends it.", flush=True)
         while not process.stop_signal():
             time.sleep(0.2)
@@ -229,9 +207,7 @@ USERS = ("user", "client", "patient", "customer", "author", "owner", "speaker", 
 PRIVATE = "What stands here is about your clients: keep it to yourself. The guarantee covers none of it."
 READ_OFF = (
     "# categories, scale and fill were read off private rows, and become public with\n"
-    "# the model: before a run, put in their place what is known without these rows."
-)
-GIVEN_UP = (
+    "# the model: before a run, put in their place what is known without these rows.\n"
     "# test_clients gives up so many of the users: their rows are measured without\n# noise, covered by no guarantee."
 )
 
@@ -274,7 +250,7 @@ def data(
     facts = _facts(rows, by, target, columns)
     recipe = _recipe(file, facts, {"separator": separator, "encoding": encoding})
     if as_json:
-        cli.print_json({**facts, "recipe": recipe, "note": PRIVATE})
+        print(cli.json_text({**facts, "recipe": recipe, "note": PRIVATE}))
         return
     lines = [PRIVATE, f"{file}: {counted(facts['rows'], 'row')}, {_spread(facts['users'], facts['rows_a_user'])}"]
     guesses = zip(("--by", "--target"), asked, (by, target))
@@ -290,7 +266,7 @@ def data(
     parts = [cli.wrapped(line, later="    ") if sys.stdout.isatty() else [f"# {line}"] for line in lines]
     print("\n".join(line for part in parts for line in part))
     if recipe is not None:
-        print(f"\n{READ_OFF}\n{GIVEN_UP}\n{dumped(recipe)}", end="")
+        print(f"\n{READ_OFF}\n{dumped(recipe)}", end="")
 
 
 def _spread(count: int | None, span: dict[str, Any] | None) -> str:
@@ -302,13 +278,19 @@ def _spread(count: int | None, span: dict[str, Any] | None) -> str:
 
 def _column(values: pd.Series, feature: Any) -> Column:
     """Return what a column holds and what it would become as an input."""
+    from fedflat.data import decoding
     from fedflat.data.tables import is_image_feature, is_text_feature
 
     text = is_text_feature(feature)
     present = (values.replace("", None) if text else values).dropna()  # an empty cell is no category
     facts: Column = {"type": str(values.dtype), "values": len(present), "missing": len(values) - len(present)}
     if is_image_feature(feature):
-        return facts | _image(present)
+        facts |= {"type": "image", "becomes": "an image"}
+        try:
+            decoding.decode(present.tolist(), lambda row: f"row {present.index[row]}")
+        except InputError as error:
+            facts["fault"] = f"{str(error).rstrip('.')}; save all at one size, for example by PIL.ImageOps.fit"
+        return facts
     try:
         distinct = sorted(present.unique().tolist(), key=str)
     except TypeError:
@@ -326,17 +308,6 @@ def _column(values: pd.Series, feature: Any) -> Column:
     if values.dtype.kind in "iu" and max(-int(present.min()), int(present.max())) > 1 << 53:
         facts["fault"] = "whole numbers beyond 2^53 lose their last digits; a number that names something is no input"
     return facts | _numbers(present.astype(float))
-
-
-def _image(present: pd.Series) -> Column:
-    from fedflat.data import decoding
-
-    facts = {"type": "image", "becomes": "an image"}
-    try:
-        decoding.decode(present.tolist(), lambda row: f"row {present.index[row]}")
-    except InputError as error:
-        return facts | {"fault": f"{str(error).rstrip('.')}; save all at one size, for example by PIL.ImageOps.fit"}
-    return facts
 
 
 def _text(present: pd.Series, distinct: list[Any]) -> Column:
@@ -399,12 +370,21 @@ def _facts(rows: pd.DataFrame, by: str | None, target: str | None, columns: dict
     """Return what a table holds, with all its faults."""
     from fedflat.data.encoding import name_of
 
-    faults, users, span = ["no column says whose each row is; name it with --by"], None, None
-    if by is not None:
+    faults, users, span = [], None, None
+    if by is None:
+        faults.append("no column says whose each row is; name it with --by")
+    else:
         owners = rows[by].map(name_of)
         sizes = owners[owners != ""].value_counts()
-        faults, users = _user_faults(f"column {by}", sizes, len(rows)), len(sizes)
+        users, nobodys = len(sizes), len(rows) - int(sizes.sum())
         span = {"least": int(sizes.min()), "median": float(sizes.median()), "most": int(sizes.max())} if users else None
+        if nobodys:
+            faults.append(f"column {by}: {counted(nobodys, 'row')} of nobody; name their user, or leave them out")
+        if users < 3:
+            few = f"{counted(users, 'user')}; with fewer than three nobody is protected among others"
+            faults.append(f"column {by}: {few}")
+        if alike := _alike(sizes.index):
+            faults.append(f"column {by}: {alike} differ only in case or blanks, and are different clients")
     for name, col in columns.items():
         if col["missing"] and (name == target or not col.get("free")):
             unfilled = name == target or col["type"] in ("image", "list")
@@ -421,18 +401,6 @@ def _facts(rows: pd.DataFrame, by: str | None, target: str | None, columns: dict
             faults.append(f"column {name}: one user alone has {', '.join(map(str, identifying))}; {ALONE}")
     facts = {"rows": len(rows), "by": by, "users": users, "rows_a_user": span, "target": target}
     return facts | {"columns": columns, "faults": faults}
-
-
-def _user_faults(where: str, sizes: pd.Series, rows: int) -> list[str]:
-    """Return what is wrong with a column of users. sizes: the rows of each user by name."""
-    nobodys, faults = rows - int(sizes.sum()), []
-    if nobodys:
-        faults.append(f"{where}: {counted(nobodys, 'row')} of nobody; name their user, or leave them out")
-    if len(sizes) < 3:
-        faults.append(f"{where}: {counted(len(sizes), 'user')}; with fewer than three nobody is protected among others")
-    if alike := _alike(sizes.index):
-        faults.append(f"{where}: {alike} differ only in case or blanks, and are different clients")
-    return faults
 
 
 def _recipe(file: Path, facts: dict[str, Any], written: dict[str, str | None]) -> dict[str, Any] | None:
@@ -459,7 +427,7 @@ def _recipe(file: Path, facts: dict[str, Any], written: dict[str, str | None]) -
         "scale": scaled, "fill": fill, "max_per_client": 20, "test_clients": apart, **written,
     }  # fmt: skip
     images = columns[inputs[0]]["type"] == "image"
-    recipes = resources.files("fedflat.cli").joinpath("templates/own.yaml").read_text(encoding="utf-8")
+    recipes = (Path(__file__).parent / "templates/own.yaml").read_text(encoding="utf-8")
     kind = "images" if images else "regression" if regression else "classes" if usable else "texts"
     recipe: dict[str, Any] = yaml.safe_load(recipes)[kind]
     recipe["data"] = {key: value for key, value in section.items() if value not in ({}, None)}

@@ -10,14 +10,13 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from fedflat.cli import Json, labelled, print_json
+from fedflat.cli import Json, json_text, labelled
 from fedflat.core.checks import one_line
 from fedflat.core.imports import install
 from fedflat.core.process import GIB, free_memory
@@ -31,8 +30,7 @@ TOO_LITTLE = GIB // 16
 """Free disk below which a run's checkpoints have no room."""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line. state: ok, note (it works, but look) or broken (a run fails). remedy: what to do, if anything."""
 
     what: str
@@ -50,15 +48,13 @@ def doctor(*, as_json: Json = False) -> None:
     """
     findings = [finding for check in CHECKS for finding in _findings(check)]
     broken = sum(finding.state == "broken" for finding in findings)
-    if as_json:
-        print_json({"ok": not broken, "findings": [asdict(finding) for finding in findings]})
-    else:
-        width = max(len(finding.what) for finding in findings) + 2
-        for finding in findings:
-            lines = labelled(f"{finding.what:{width}}{finding.state}", finding.found, width + 8, fold=True)
-            lines += labelled("", f"→ {finding.remedy}", width + 8, fold=True) if finding.remedy else []
-            print("\n".join(lines))
-        print(f"{broken} broken: see above." if broken else "Nothing that a run needs is broken.")
+    facts = {"ok": not broken, "findings": [finding._asdict() for finding in findings]}
+    texts, width = [], max(len(finding.what) for finding in findings) + 2
+    for finding in findings:
+        texts += labelled(f"{finding.what:{width}}{finding.state}", finding.found, width + 8, fold=True)
+        texts += labelled("", f"→ {finding.remedy}", width + 8, fold=True) if finding.remedy else []
+    texts.append(f"{broken} broken: see above." if broken else "Nothing that a run needs is broken.")
+    print(json_text(facts) if as_json else "\n".join(texts))
     if broken:
         raise typer.Exit(1)
 

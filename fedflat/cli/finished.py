@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from fedflat.cli import Folder, Json, RunFolder, labelled, print_json, say, write_files
-from fedflat.core.checks import counted, require, wrong
+from fedflat.cli import Folder, Json, RunFolder, json_text, labelled, say, write_files
+from fedflat.core.checks import counted, require
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,10 +40,7 @@ def export(run: Path, out: Path, *, program: bool = False, onnx: bool = False) -
 
 
 def card(
-    run: RunFolder,
-    *,
-    others: Annotated[list[Path] | None, Option("--with", metavar="RUN")] = None,
-    out: Folder = None,
+    run: RunFolder, *, others: Annotated[list[Path] | None, Option("--with", metavar="RUN")] = None, out: Folder = None
 ) -> None:
     """The privacy card: card.html, card.md and registry.yaml, an entry for the public registry of DP deployments.
 
@@ -55,7 +52,6 @@ def card(
     """
     from fedflat.records.folder import check_unsealed
     from fedflat.report import card as making
-    from fedflat.report.card import as_yaml
     from fedflat.report.metrics import read_run
     from fedflat.simulation.inspection import refuse_damage
 
@@ -69,7 +65,7 @@ def card(
     require(founded, "card", f"{run} without ledger.jsonl", "a run with its ledger")
     files = {"card.html": making.html(content), "card.md": making.markdown(content)}
     if content.epsilon is not None:
-        files["registry.yaml"] = as_yaml(making.registry_entry(content))
+        files["registry.yaml"] = making.as_yaml(making.registry_entry(content))
     write_files(target, files)
     say(content.sentence, "")
     if together := content.sections["Composition"].get("All together"):
@@ -102,13 +98,12 @@ def verify(
     checks = inspect_run(run, key, witness)
     verdicts = Counter(check.verdict for check in checks)
     bad = verdicts["wrong"]
-    if as_json:
-        print_json({"ok": not bad, "checks": [check._asdict() for check in checks]})
-    else:
-        for check in checks:
-            print("\n".join(labelled(WORDS[check.verdict], f"{check.record}: {check.about}", 12)))
-        outcome = f"{bad} {'record is' if bad == 1 else 'records are'} wrong" if bad else "nothing is wrong"
-        print(f"{run}: {outcome}, {verdicts['unchecked']} could not be checked")
+    outcome = f"{bad} {'record is' if bad == 1 else 'records are'} wrong" if bad else "nothing is wrong"
+    words = ((WORDS[check.verdict], f"{check.record}: {check.about}") for check in checks)
+    texts = [line for verdict, text in words for line in labelled(verdict, text, 12)]
+    texts.append(f"{run}: {outcome}, {verdicts['unchecked']} could not be checked")
+    facts = {"ok": not bad, "checks": [check._asdict() for check in checks]}
+    print(json_text(facts) if as_json else "\n".join(texts))
     if bad:
         raise typer.Exit(1)
 
@@ -159,11 +154,11 @@ def predict(
     from fedflat.data.locate import COMMAS, Written, ending_of, locate
     from fedflat.simulation.result import load
 
-    if out is not None and out.suffix not in (".csv", ".parquet"):
-        raise wrong("--out", str(out), "a name that ends in .csv or .parquet")
-    if out is not None and (out.exists() or not out.parent.is_dir()):
+    if out is not None:
+        require(out.suffix in (".csv", ".parquet"), "--out", str(out), "a name that ends in .csv or .parquet")
         state = "which already exists" if out.exists() else "in a folder that does not exist"
-        raise wrong("--out", f"{out}, {state}", "a new file in a folder that is there")
+        new = out.parent.is_dir() and not out.exists()
+        require(new, "--out", f"{out}, {state}", "a new file in a folder that is there")
     result = load(run, model=model)
     if ending_of(file) in COMMAS:  # read as the training table was, unless an option says otherwise
         separator, encoding = separator or result.recipe.data.separator, encoding or result.recipe.data.encoding
@@ -182,7 +177,7 @@ def predict(
     if out is not None:
         durable.replace(out, frame.to_parquet() if out.suffix == ".parquet" else frame.to_csv(index=False), 0o644)
     if as_json:
-        print_json({"rows": len(frame), "out": out, **({} if out else answers)})
+        print(json_text({"rows": len(frame), "out": out, **({} if out else answers)}))
     elif out is not None:
         print(f"{out}: {counted(len(frame), 'prediction')}")
     else:
@@ -217,11 +212,10 @@ def keys(
         path: The private key's file. Default: the usual place, outside runs.
     """
     from fedflat.records import signing
-    from fedflat.records.signing import Operator
 
     require(action in ("new", "show"), "keys", action, "new or show")
     file = signing.place() if path is None else path
     require(action == "new" or file.exists(), "keys", f"no key in {file}", "fedflat keys new makes one")
-    operator = Operator.create(file) if action == "new" else Operator.load(file)
+    operator = signing.Operator.create(file) if action == "new" else signing.Operator.load(file)
     print(f"private key: {file} (keep it; nobody else may read it)\npublic key:  {signing.public_place(file)}")
     print(f"key id:      {signing.keyid(operator.public)}\n{signing.pem(operator.public).decode()}", end="")

@@ -100,10 +100,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
-        if (full := _full(error)) is not None:
-            _complain(full, 1)
-        if (denied := _denied(error)) is not None:
-            _complain(denied, 2)
+        if refused := _refused(error):
+            _complain(*refused)
         if isinstance(error, (MemoryError, RuntimeError)):
             from fedflat.engine.device import out_of_memory
 
@@ -130,24 +128,21 @@ def _status(status: int) -> int:
     return 128 + number if status and (number := process.stop_signal()) else status
 
 
-def _full(error: Exception) -> str | None:
-    """Return one line for a disk or a quota that is full, wherever it was met; None for anything else."""
+def _refused(error: Exception) -> tuple[str, int] | None:
+    """Return one line and the exit status for a disk or a quota that is full, wherever it was met, and for a file that
+    this account may not read or write; None for anything else.
+    """
     number = error.errno if isinstance(error, OSError) else None
     # Libraries in Rust put the number into the message.
     if number is None and (match := re.search(r"\(os error (\d+)\)", str(error))):
         number = int(match[1])
-    if number not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-        return None
-    path = getattr(error, "filename", None) or "a file"
-    return f"{path}: cannot be written ({os.strerror(number)}); what was written before is kept"
-
-
-def _denied(error: Exception) -> str | None:
-    """Return one line for a file that this account may not read or write; None for anything else."""
+    path = getattr(error, "filename", None)
+    if number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        return f"{path or 'a file'}: cannot be written ({os.strerror(number)}); what was written before is kept", 1
     # ENOENT: in /proc no file can be made.
     odd = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR)
-    if isinstance(error, OSError) and error.filename and error.errno in odd:
-        return f"{error.filename}: found {os.strerror(error.errno)}; allowed: what this account may read or write."
+    if path and number in odd:
+        return f"{path}: found {os.strerror(number)}; allowed: what this account may read or write.", 2
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from fedflat.cli import Json, Overrides, Processes, RecipeName, columns, filled, print_json, recipe_of
+from fedflat.cli import Json, Overrides, Processes, RecipeName, columns, filled, json_text, recipe_of
 from fedflat.core.checks import InputError, in_range, one_of, wrong
 
 Row = dict[str, Any]
@@ -32,10 +32,8 @@ def plan(
     from fedflat.privacy.ledger import plain_json
 
     facts, planned = forecast(parsed, trial=not no_trial)
-    if as_json:
-        print_json(plain_json("plan", facts))
-        return
-    print("\n".join(filled("plan.txt", facts=facts, plan=planned)))
+    texts = filled("plan.txt", facts=facts, plan=planned)
+    print(json_text(plain_json("plan", facts)) if as_json else "\n".join(texts))
 
 
 def tune(
@@ -68,12 +66,8 @@ def tune(
     one_of("--on", on, ("clients", "proxy"))
     parsed = recipe_of(recipe, override)
     folder = out or Path("runs") / (f"tune-{parsed.name}" + ("-proxy" if on == "proxy" else ""))
-    if on == "proxy":
-        if not 1 <= trials <= 10_000 or trials != int(trials):
-            raise wrong("--trials", trials, "a whole number from 1 to 10000 here")
-        _proxy(parsed, vary or [], int(trials), folder, processes, as_json)
-    else:
-        _private(parsed, vary or [], trials, folder, processes, as_json)
+    search = _proxy if on == "proxy" else _private
+    search(parsed, vary or [], trials, folder, processes, as_json)
 
 
 def _private(recipe: Any, varied: list[str], mean: float, folder: Path, processes: int | None, as_json: bool) -> None:
@@ -87,26 +81,25 @@ def _private(recipe: Any, varied: list[str], mean: float, folder: Path, processe
         print("\n".join(filled("selection.txt", asked=asked, alone=alone(asked.plan).epsilon(), selected=None)))
     with ExperimentProgress(quiet=as_json) as progress:
         selected = tune(asked, folder, processes, progress.update)
-    if as_json:
-        facts = {"folder": folder, "winner": selected.winner, "settings": selected.settings, "score": selected.score}
-        print_json({**facts, "epsilon": asked.plan.epsilon(), "delta": asked.plan.delta})
-    else:
-        print("\n".join(filled("selection.txt", asked=asked, selected=selected)))
+    facts = {"folder": folder, "winner": selected.winner, "settings": selected.settings, "score": selected.score}
+    facts |= {"epsilon": asked.plan.epsilon(), "delta": asked.plan.delta}
+    print(json_text(facts) if as_json else "\n".join(filled("selection.txt", asked=asked, selected=selected)))
 
 
-def _proxy(recipe: Any, varied: list[str], count: int, folder: Path, processes: int | None, as_json: bool) -> None:
+def _proxy(recipe: Any, varied: list[str], count: float, folder: Path, processes: int | None, as_json: bool) -> None:
+    if not 1 <= count <= 10_000 or count != int(count):
+        raise wrong("--trials", count, "a whole number from 1 to 10000 here")
     from fedflat.report.progress import ExperimentProgress
     from fedflat.simulation.tuning import tune_on_proxy
 
     with ExperimentProgress(quiet=as_json) as progress:
-        search = tune_on_proxy(recipe, varied, count, folder, processes, progress.update)
-    if as_json:
-        rows = [{"settings": settings, "accuracy": accuracy} for settings, accuracy in search.rows]
-        print_json({"folder": folder, "dataset": search.dataset, "chosen": search.chosen, "rows": rows})
-        return
+        search = tune_on_proxy(recipe, varied, int(count), folder, processes, progress.update)
+    rows = [{"settings": settings, "accuracy": accuracy} for settings, accuracy in search.rows]
+    facts = {"folder": folder, "dataset": search.dataset, "chosen": search.chosen, "rows": rows}
     heads = [*search.rows[0][0], "accuracy"]
-    print("\n".join(columns([heads, *([*settings.values(), f"{best:.4f}"] for settings, best in search.rows)], left=0)))
-    print("\n".join(filled("proxy.txt", search=search, folder=folder)))
+    table = columns([heads, *([*settings.values(), f"{best:.4f}"] for settings, best in search.rows)], left=0)
+    texts = [*table, *filled("proxy.txt", search=search, folder=folder)]
+    print(json_text(facts) if as_json else "\n".join(texts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,24 +198,24 @@ def _answer(options: Options, setting: Row, rows: list[Row], target: float | Non
         raise InputError(f"{', '.join(options.only().values()) or 'every combination'}: {reason.rstrip('.')}.")
     if options.as_json:
         asked = {} if target is None else {"epsilon": target}
-        print_json(plain_json("budget", {**asked, "setting": setting, "rows": rows}))
+        print(json_text(plain_json("budget", {**asked, "setting": setting, "rows": rows})))
         return
     clients, cohort, sigma = setting["clients"], setting["cohort"], setting.get("noise_multiplier")
     numbers = [f"M = {clients:,}", f"m = {cohort:g} (q = {cohort / clients:.4g})", f"T = {setting['rounds']:,}"]
     numbers += [] if sigma is None else [f"σ = {sigma:.5g}"]
-    words = ["trust", "sampling", "accountant", *(("relation", "adversary") if target is None else ())]
-    heads = {"sampling": "cohorts", "relation": "neighbours", "adversary": "towards"}
-    table = [[*(heads.get(word, word) for word in words), *([] if target is None else ["σ"]), "ε"]]
+    heads = {"trust": "trust", "sampling": "cohorts", "accountant": "accountant"}
+    heads |= {"relation": "neighbours", "adversary": "towards"} if target is None else {}
+    table = [[*heads.values(), *([] if target is None else ["σ"]), "ε"]]
     for row in rows:
         if row["epsilon"] is not None:
             how = "exact" if row["reason"].startswith("exact") else row["accountant"]
             sign = "≈ " if row["accountant"] == "gdp" else ""
             least = [] if target is None else [f"{row['noise_multiplier']:.4f}"]
-            cells = [str((row | {"accountant": how})[word] or "") for word in words]
+            cells = [str((row | {"accountant": how})[key] or "") for key in heads]
             table.append([*cells, *least, f"{sign}{epsilon_text(row['epsilon'])}"])
     if target is not None:
         print(f"Least noise multiplier σ for ε ≤ {target:g}")
-    print(f"{', '.join(numbers)}, δ = {setting['delta']:.4g}\n", *columns(table, left=len(words)), sep="\n")
+    print(f"{', '.join(numbers)}, δ = {setting['delta']:.4g}\n", *columns(table, left=len(heads)), sep="\n")
     if approximation := next((row["reason"] for row in rows if row["accountant"] == "gdp" and row["epsilon"]), ""):
         mu = approximation.partition("(")[2].partition(")")[0]
         print(f"≈ central limit of Gaussian DP ({mu}): an approximation, not proven.")

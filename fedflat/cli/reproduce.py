@@ -49,14 +49,6 @@ class Request:
     dry_run: bool = False
     as_json: cli.Json = False
 
-    def check(self, drawing: bool) -> None:
-        """Raise InputError for options that have no meaning beside each other, before anything runs."""
-        one_of("--protocol", self.protocol, ("sound", "published"))
-        if drawing:
-            only_tables = {"--method": self.method, "--protocol": self.protocol != "sound", "--json": self.as_json}
-            for option, used in only_tables.items():
-                require(not used, option, "a figure", "a table")
-
     @property
     def size(self) -> str:
         """The scale, or its default."""
@@ -99,18 +91,18 @@ def reproduce(
         if paper is not None:
             number = reproduced_paper(paper, (name.partition(" ")[0] for name in every))
             every = {name: description for name, description in every.items() if name.partition(" ")[0] == number}
-        if request.as_json:
-            cli.print_json(every)
-            return
         cited = {name: f"{CITED[name.partition(' ')[0]]}. {description}" for name, description in every.items()}
-        print("\n".join(line for item in cited.items() for line in cli.labelled(*item, 16)))
+        texts = [line for item in cited.items() for line in cli.labelled(*item, 16)]
+        print(cli.json_text(every) if request.as_json else "\n".join(texts))
         return
     if paper is None or table is None:
         missing = "no paper and no table" if paper is None else f"{paper} without a table"
         raise wrong("reproduce", missing, "PAPER TABLE, for example 000 table-1; --list shows all")
-    drawing = figures.is_figure(table)
-    request.check(drawing)
-    if drawing:
+    published = one_of("--protocol", request.protocol, ("sound", "published")) == "published"
+    if figures.is_figure(table):
+        only_tables = {"--method": request.method, "--protocol": published, "--json": request.as_json}
+        for option, used in only_tables.items():
+            require(not used, option, "a figure", "a table")
         _draw(figures.find_figure(paper, table).only(request.column or ()), request)
     else:
         _fill(tables.find(paper, table).only(request.column or (), request.method or ()), request)
@@ -126,10 +118,7 @@ def _fill(table: tables.Table, request: Request) -> None:
         folder = request.out or Path("runs") / table.folder_name
         with ExperimentProgress(quiet=request.as_json) as progress:
             result = fill(result, folder, request.seeds, request.processes, progress.update)
-    if request.as_json:
-        cli.print_json(as_dict(result))
-    else:
-        print("\n".join(lines(result, request.dry_run)))
+    print(cli.json_text(as_dict(result)) if request.as_json else "\n".join(lines(result, request.dry_run)))
     if not request.dry_run and not result.complete:
         raise typer.Exit(1)
 
@@ -187,17 +176,16 @@ def planned_lines(figure: figures.PaperFigure, scale: str, overrides: Sequence[s
 
     Claimed ε is left out where a setting was changed: the paper names none for it.
     """
-    from fedflat.papers import rows as made
-    from fedflat.papers import scales
+    from fedflat.papers import rows, scales
 
     texts = [*cli.wrapped(f"Paper {figure.paper}, {figure.name}: {figure.about}")]
     total: set[str] = set()
     for panel in figure.panels:
         recipes = [line.recipe(panel.table, scale, overrides) for line in panel.lines]
-        rows = [(line, made.accounted(line.cell, recipe)) for line, recipe in zip(panel.lines, recipes)]
+        planned = [(line, rows.accounted(line.cell, recipe)) for line, recipe in zip(panel.lines, recipes)]
         seeds = scales.SCALES[scale].seeds or panel.table.seeds
-        grid = [["run", "rounds", "claimed ε", _epsilon_head(row for _, row in rows), "δ"]]
-        for line, row in rows:
+        grid = [["run", "rounds", "claimed ε", _epsilon_head(row for _, row in planned), "δ"]]
+        for line, row in planned:
             at = ", ".join(line.changes) or ("" if line.x is None else f"{panel.x} {line.x:g}")
             name = f"{line.label} ({at})" if at else line.label
             claimed = "–" if line.changes else _epsilon(row.claimed)
@@ -205,7 +193,7 @@ def planned_lines(figure: figures.PaperFigure, scale: str, overrides: Sequence[s
             grid.append([name, rounds, claimed, _epsilon(row.proven), _delta(row)])
             total |= {row.recipe.name} if row.recipe is not None else set()
         texts += ["", *cli.wrapped(f"{panel.title} ({panel.draw}; {counted(seeds, 'seed')})"), *_grid(grid)]
-        texts += [f"  {why}" for why in dict.fromkeys(row.missing for _, row in rows if row.missing)]
+        texts += [f"  {why}" for why in dict.fromkeys(row.missing for _, row in planned if row.missing)]
     remarks = [f"Scale {scale}: {len(total)} settings would run; nothing was trained.", *figure.notes]
     return [*texts, "", *(text for remark in remarks for text in cli.wrapped(remark))]
 
@@ -221,7 +209,8 @@ def _body(rows: Sequence[outcome.Row], dry_run: bool, simulated: bool) -> list[l
     ours, more = ([] if dry_run else ["ours", "diff."]), (["simul. ε"] if simulated else [])
     table = [["method", "published", *ours, "claimed ε", _epsilon_head(rows), *more, "δ"]]
     for row in rows:
-        ours = [] if dry_run else [_ours(row), _points(row.difference)]
+        points = "–" if row.difference is None else f"{row.difference:+.1f}".replace("-", "−")
+        ours = [] if dry_run else [_ours(row), points]
         epsilons = [_epsilon(value) for value in (row.claimed, row.proven, *([row.simulated] if simulated else []))]
         table.append([row.cell.method, row.cell.published, *ours, *epsilons, _delta(row)])
     return table
@@ -248,10 +237,6 @@ def _grid(texts: list[list[str]]) -> list[str]:
     return cli.columns([[top for top, _ in folded], [low for _, low in folded], *texts[1:]], gap=" ")
 
 
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 def _remarks(result: outcome.Outcome, dry_run: bool) -> list[str]:
     """Return what is to be said below a table, in lines."""
     from fedflat.papers import tables
@@ -266,7 +251,7 @@ def _remarks(result: outcome.Outcome, dry_run: bool) -> list[str]:
         "reproduce.txt", result=result, table=result.table, dry_run=dry_run, head=_epsilon_head(result.rows),
         measures=[tables.MEASURES[kind] for kind in kinds], private=bool({"train", "gap"} & set(kinds)),
         simulated=any(row.simulated is not None for row in result.rows), changed=changed,
-        fates=[f"{MARKS[fate]} {_sentence(text)}" for fate, text in FATES.items() if fate in fates],
+        fates=[f"{MARKS[fate]} {text[:1].upper()}{text[1:]}" for fate, text in FATES.items() if fate in fates],
     )  # fmt: skip
 
 
@@ -285,10 +270,6 @@ def _ours(row: outcome.Row) -> str:
     digits = 1 if row.cell.measure in tables.COUNTED else 2
     text = f"{spread.mean:.{digits}f}" + ("" if spread.sd is None else f" ± {spread.sd:.{digits}f}")
     return f"{text}{marks}".replace("-", "−")
-
-
-def _points(value: float | None) -> str:
-    return "–" if value is None else f"{value:+.1f}".replace("-", "−")
 
 
 def as_dict(result: outcome.Outcome) -> dict[str, Any]:
@@ -339,7 +320,7 @@ def write_pages(drawn: figures.Drawn, folder: Path) -> list[Path]:
 def notes(drawn: figures.Drawn) -> list[str]:
     """Return what differs from the paper's figure, in sentences."""
     scale = [] if drawn.scale == "full" else [f"Scale {drawn.scale}: not comparable with the paper's drawing."]
-    differences = [f"{_sentence(text)}." for text in drawn.of.notes]
+    differences = [f"{text[:1].upper()}{text[1:]}." for text in drawn.of.notes]
     return [*scale, *drawn.remarks, *differences, *[f"Missing: {text}" for text in drawn.missing]]
 
 
@@ -351,10 +332,7 @@ def leaderboard(*, as_json: cli.Json = False) -> None:
     from fedflat.papers import board
 
     measured = board.load()
-    if as_json:
-        cli.print_json([board.record(row) for row in measured["rows"]])
-        return
     table = [["", *(f"ε = {value}" for value in board.EPSILONS), "ceiling"], *board.summary(measured)]
-    print("\n".join(cli.columns(table, left=None)))
-    print("Test accuracy in %, mean±sd over seeds, by Dirichlet α; –: not measured.")
-    print("All rows: --json.")
+    below = "Test accuracy in %, mean±sd over seeds, by Dirichlet α; –: not measured.\nAll rows: --json."
+    records = [board.record(row) for row in measured["rows"]]
+    print(cli.json_text(records) if as_json else "\n".join([*cli.columns(table, left=None), below]))

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from fedflat.cli import Count, File, Folder, Json, Overrides, Processes, RecipeName, filled, print_json, recipe_of
+from fedflat.cli import Count, File, Folder, Json, Overrides, Processes, RecipeName, filled, json_text, recipe_of
 from fedflat.core import process
 from fedflat.core.checks import RunError, require
+from fedflat.records.folder import check_name, check_new
 
 if TYPE_CHECKING:
     from fedflat.config.recipe import Recipe
@@ -46,8 +47,6 @@ def run(
     if resume is not None:
         _check_resumed(resume, beside=recipe is not None or bool(override) or out is not None)
     elif out is not None:
-        from fedflat.records.folder import check_new
-
         check_new(out)  # here too, before torch takes seconds to load
     parsed = recipe_of(resume or recipe, override)
     from fedflat.report.progress import Progress
@@ -67,7 +66,7 @@ def run(
     page = write_report([folder], folder / "report.html")
     if as_json:
         facts = {"folder": folder, "report": page, "last": (result.history or [{}])[-1], "privacy": result.privacy}
-        print_json({**facts, "warnings": result.warnings})
+        print(json_text({**facts, "warnings": result.warnings}))
     else:
         if resume and not (result.stages or result.stopped):
             print(f"{folder}: this run had ended already; nothing was trained.")
@@ -136,8 +135,6 @@ def free_folder(parent: Path, name: str) -> Path:
 
     Raises InputError for a name that would lead out of ``parent``.
     """
-    from fedflat.records.folder import check_name
-
     check_name(name)
     folders = (parent / (f"{name}-{number}" if number > 1 else name) for number in itertools.count(1))
     return next(folder for folder in folders if not folder.exists())
@@ -176,7 +173,7 @@ def compare(
     with _watched(folder or Path(), watch), ExperimentProgress(quiet=as_json) as progress:
         outcome = compare_settings(recipes or [QUICK_START], override or [], seeds, folder, processes, progress.update)
     if as_json:
-        print_json(outcome.as_dict())
+        print(json_text(outcome.as_dict()))
     else:
         print_comparison(outcome, time.perf_counter() - began)
     if not outcome.complete:

@@ -29,8 +29,8 @@ class FederatedData:
 
     inputs: ``(N, ...)`` float32 (images, features) or int64 (token ids).
     targets: ``(N,)`` or ``(N, T)`` int64, in ``[0, classes)``.
-    parts: training rows of every client; an empty array is a client without data.
-    held_back: test rows of every client, never trained on (empty without ``client_test_fraction``).
+    parts: training rows of every client; an empty array is a client without data. Of nobody: not given to clients yet.
+    held_back: test rows of every client, never trained on (empty without ``client_test_fraction``, and if left out).
     test_inputs, test_targets: the public test set, or None.
     vocabulary: number of token ids of a text set, 0 otherwise; padding: the id that means "no token".
     most: the largest number of training examples a client may have, declared without looking at who has how many.
@@ -43,11 +43,11 @@ class FederatedData:
 
     inputs: torch.Tensor
     targets: torch.Tensor
-    parts: tuple[Indices, ...]
-    held_back: tuple[Indices, ...]
-    test_inputs: torch.Tensor | None
-    test_targets: torch.Tensor | None
-    classes: int
+    parts: tuple[Indices, ...] = ()
+    held_back: tuple[Indices, ...] = ()
+    test_inputs: torch.Tensor | None = None
+    test_targets: torch.Tensor | None = None
+    classes: int = 0
     name: str = GIVEN
     vocabulary: int = 0
     padding: int = 0
@@ -59,6 +59,8 @@ class FederatedData:
     compared: bool = False
 
     def __post_init__(self) -> None:
+        if not self.held_back:
+            object.__setattr__(self, "held_back", tuple(part[:0] for part in self.parts))
         # A bound that is stated must hold, or shapes would follow from who has how much.
         if self.most is not None and (largest := max(map(len, self.parts), default=0)) > self.most:
             raise wrong("data.most", self.most, f"at least {largest}, the examples of the largest client")
@@ -147,8 +149,7 @@ def from_pairs(clients: Sequence[Any], test: Any = None, *, names: Sequence[str]
     inputs, targets = (torch.cat([pair[side].to(filled[0][0].device) for pair in filled]) for side in (0, 1))
     ends = np.cumsum([0, *(len(x) for x, _ in pairs)], dtype=np.int64)
     parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
-    empty = tuple(part[:0] for part in parts)
-    data = FederatedData(inputs, targets, parts, empty, None, None, classes_of(targets), names=tuple(names))
+    data = FederatedData(inputs, targets, parts, classes=classes_of(targets), names=tuple(names))
     return with_test(data, public)
 
 
@@ -334,13 +335,9 @@ def _finite(where: str, values: torch.Tensor) -> torch.Tensor:
         raise wrong(where, "a whole number of 2^63 or more", "whole numbers of 64 bits with a sign")
     values = values.to(torch.float32 if values.is_floating_point() else torch.int64)
     if not bool(torch.isfinite(values).all()):
-        raise wrong(f"{where}[{_first_row(~torch.isfinite(values))}]", "a NaN or infinite value", "finite numbers")
+        row = int((~torch.isfinite(values)).nonzero()[0, 0])
+        raise wrong(f"{where}[{row}]", "a NaN or infinite value", "finite numbers")
     return values
-
-
-def _first_row(mask: torch.Tensor) -> int:
-    """Return the first row in which anything is true."""
-    return int(mask.nonzero()[0, 0])
 
 
 def first_above(data: FederatedData, classes: int) -> str:
@@ -348,7 +345,7 @@ def first_above(data: FederatedData, classes: int) -> str:
     for i, part in enumerate(data.parts):
         high = data.targets[torch.from_numpy(part)] >= classes
         if bool(high.any()):
-            row = _first_row(high)
+            row = int(high.nonzero()[0, 0])
             return f"clients[{i}] targets[{row}] is {int(data.targets[int(part[row])].max())}"
     return f"the data has {data.classes} classes"
 

@@ -64,22 +64,10 @@ class Encoding:
         """Names of the classes in order, where the target's categories give them."""
         return tuple(self.categories.get(self.target[0], ())) if len(self.target) == 1 else ()
 
-    def for_texts(self, where: str, words: Words | None) -> Encoding:
-        """Return the encoding as it is, or as one of texts where the recipe says how those are read.
-
-        What the inputs are never follows from the rows: one client's cell would decide it for everybody.
-
-        Raises:
-            InputError: keys of texts beside those of numbers.
-        """
-        numeric = {*self.categories, *self.scale, *self.fill} & {*self.inputs}
-        keys = f"{where}max_length, vocabulary, tokenizer"
-        require(words is None or not numeric, keys, "keys of texts", f"nothing beside keys of {', '.join(numeric)}")
-        return dataclasses.replace(self, words=words)
-
-    def class_names(self, frame: pd.DataFrame) -> tuple[Any, ...]:
-        """Return the names of the classes: of the listed categories, or of a column of true and false."""
-        return self.names or ((False, True) if len(self.target) == 1 and frame[self.target[0]].dtype == bool else ())
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The size of the vocabulary, and the id that means no token; zeros where the input is no text."""
+        return (0, 0) if self.words is None else self.words.ids([])[1:]
 
     def examples_of(self, frame: pd.DataFrame, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of a table's rows."""
@@ -119,47 +107,47 @@ class Encoding:
         cells = column.tolist() if column.dtype == object else []
         if any(map(decoding.is_image, cells)):
             pixels = decoding.decode(cells, lambda row: f"{place(row)}, column {name}")
-            values = pixels.numpy().astype(np.float32) / np.float32(255)
-        else:
-            values = _numbers(column, name, place, name in self.scale)
-        if name not in self.scale and values.ndim > 1 and values.dtype.kind == "i":
-            return values
-        return self._scaled(values, name, place)
+            return self._scaled(pixels.numpy().astype(np.float32) / np.float32(255), name, place)
+        return self._scaled(_numbers(column, name, place, name in self.scale), name, place)
 
     def _target(self, column: pd.Series, name: str, place: Place) -> Array:
         if name in self.categories:
             return _codes(column, name, self.categories[name], place)
-        values = _numbers(column, name, place, name in self.scale)
-        return values if (values.dtype.kind == "i" and name not in self.scale) else self._scaled(values, name, place)
+        return self._scaled(_numbers(column, name, place, name in self.scale), name, place)
 
     def _scaled(self, values: Array, name: str, place: Place) -> Array:
-        """Return the values as float32, scaled where their column is. Raises InputError for one that is too large."""
-        original = values
+        """Return the values as float32, scaled where their column is; whole numbers that are not scaled as they are.
+        Raises InputError for one that is too large."""
+        scaled = values
         if name in self.scale:
             mean, std = self.scale[name]
-            values = (values.astype(np.float64) - mean) / std
+            scaled = (values.astype(np.float64) - mean) / std
+        elif values.dtype.kind == "i":
+            return values
         # Overflow becomes infinite and is refused below, with its row.
         with np.errstate(over="ignore"):
-            small = values.astype(np.float32)
+            small = scaled.astype(np.float32)
         bad = ~np.isfinite(small).all(axis=tuple(range(1, small.ndim)))
         if bad.any():
             row = int(bad.argmax())
-            raise _fault(place, row, name, original[row], "finite numbers (of float32)")
+            raise _fault(place, row, name, values[row], "finite numbers (of float32)")
         return small
 
 
 def encoding_of(
     where: str, columns: Iterable[str], inputs: str | Sequence[str] | None, target: str | Sequence[str] | None,
     categories: Mapping[str, Sequence[Any]] | None = None, scale: Mapping[str, Sequence[float]] | None = None,
-    fill: Mapping[str, Any] | None = None,
+    fill: Mapping[str, Any] | None = None, max_length: int | None = None, vocabulary: int | None = None,
+    tokenizer: str | None = None,
 ) -> Encoding:  # fmt: skip
     """Return the encoding that is asked for, checked against the columns there are.
 
-    where: the words before a key's name in messages, as ``data.``.
+    where: the words before a key's name in messages, as ``data.``. What the inputs are never follows from the rows: one
+    client's cell would decide it for everybody.
 
     Raises:
         InputError: a column that is not there or twice, a list of categories that is empty or says one twice, constants
-            that are no (mean, std), a value for missing ones that cannot be used.
+            that are no (mean, std), a value for missing ones that cannot be used, keys of texts beside others.
     """
     there = list(columns)
     wanted, read = _columns(f"{where}target", target, there), _columns(f"{where}inputs", inputs, there)
@@ -181,7 +169,14 @@ def encoding_of(
         fits = value in listed[column] if column in listed else _is_number(value, boolean=True) and math.isfinite(value)
         allowed = "a public number (or, of a column with categories, one of them)"
         require(fits, f"{where}fill.{column}", value, allowed)
-    return Encoding(read, wanted, listed, scaled, filled)
+    words, numeric = _words(where, max_length, vocabulary, tokenizer), {*listed, *scaled, *filled} & {*read}
+    keys = f"{where}max_length, vocabulary, tokenizer"
+    require(words is None or not numeric, keys, "keys of texts", f"nothing beside keys of {', '.join(numeric)}")
+    return Encoding(read, wanted, listed, scaled, filled, words)
+
+
+KEYS = ("inputs", "target", "tokenizer", "max_length", "vocabulary", "categories", "scale", "fill")
+"""What a recipe's data section and ``fedflat.clients`` may say of columns, as ``encoding_of`` takes it."""
 
 
 def clean(name: Any) -> str:
@@ -206,7 +201,7 @@ def check_columns(where: str, wanted: Sequence[str], there: Iterable[str]) -> No
 INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))
 
 
-def words_of(where: str, length: int | None, vocabulary: int | None, tokenizer: str | None) -> Words | None:
+def _words(where: str, length: int | None, vocabulary: int | None, tokenizer: str | None) -> Words | None:
     """Return how texts are read where anything is said of it; None where nothing is."""
     if length is None and vocabulary is None and tokenizer is None:
         return None
@@ -299,8 +294,6 @@ def _numbers(column: pd.Series, name: str, place: Place, scaled: bool) -> Array:
         hint = f"Their order must be public: categories={{'{name}': [...]}}."
         raise wrong(f"column {name}", "categories that come with the rows", "numbers, true and false", hint=hint)
     kind = getattr(column.dtype, "kind", "O")
-    if kind in "mMc":
-        raise wrong(f"column {name}", str(column.dtype), "numbers, true and false, lists of numbers", hint=DATES)
     if kind in "biuf" and not column.hasnans and column.dtype != "uint64":
         return np.asarray(column.to_numpy(dtype=np.float64 if kind == "f" else np.int64))
     values = column.tolist()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import dataclasses
 import os
 import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedflat.core.checks import InputError, RunError, becoming, counted, first_line, nearest, require, turning, wrong
 from fedflat.core.imports import hub
@@ -34,8 +33,7 @@ FOLDERS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """One split: its files (the cache key of what is decoded), its features, and how to read some of its columns."""
 
     where: str
@@ -59,8 +57,7 @@ class Split:
         return list(self.read([column]).column(column).to_pylist())
 
 
-@dataclasses.dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """How CSV files are written: what stands between two values (None: by the file's ending), their encoding, and the
     column of users, if it is known."""
 
@@ -69,13 +66,16 @@ class Written:
     by: str | None = None
 
 
+USUAL = Written()
+
+
 def ending_of(path: Path) -> str:
     """Return which of ``FILES`` a file's name ends with, or the empty string."""
     return next((ending for ending in FILES if path.name.lower().endswith(ending)), "")
 
 
 def locate(
-    dataset: str, written: Written = Written(), key: str = "data.dataset", *, owned: bool = True
+    dataset: str, written: Written = USUAL, key: str = "data.dataset", *, owned: bool = True
 ) -> tuple[str, Source | None, dict[str, Split]]:
     """``(name, what the table knows of it, splits)`` of ``data.dataset``. key: the setting that messages name.
     owned: whether images must lie in folders of users; rows to predict have none.

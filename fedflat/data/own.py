@@ -12,7 +12,7 @@ import torch
 
 from fedflat.core.checks import counted, one_of, require, turning, whole, wrong
 from fedflat.data.clients import FederatedData, bounded, classes_of, from_pairs, leave_out, refuse_users, with_test
-from fedflat.data.encoding import Encoding, check_columns, clean, encoding_of, name_of, owners_of, words_of
+from fedflat.data.encoding import Encoding, check_columns, clean, encoding_of, name_of, owners_of
 from fedflat.data.preparation import Preparation
 
 if TYPE_CHECKING:
@@ -60,16 +60,14 @@ def clients(
     """
     if type(source).__name__.endswith("DatasetDict"):
         raise wrong("clients", f"all splits ({', '.join(source)})", "one split, for example data['train']")
-    words = words_of("clients: ", max_length, vocabulary, tokenizer)
+    options: dict[str, Any] = {"inputs": inputs, "target": target, "categories": categories, "scale": scale}
+    options |= {"fill": fill, "max_length": max_length, "vocabulary": vocabulary, "tokenizer": tokenizer}
 
     def encoding(frame: pd.DataFrame) -> Encoding:
-        columns = [column for column in frame.columns if column != by]
-        return encoding_of("clients: ", columns, inputs, target, categories, scale, fill).for_texts("clients: ", words)
+        return encoding_of("clients: ", [column for column in frame.columns if column != by], **options)
 
     by = clean(by) if isinstance(by, str) else by
     federation = _federation(source, by, encoding, test)
-    options: dict[str, Any] = {"inputs": inputs, "target": target, "categories": categories, "scale": scale}
-    options |= {"fill": fill, "max_length": max_length, "vocabulary": vocabulary, "tokenizer": tokenizer}
     for name, value in options.items() if federation.preparation is None else ():
         require(value is None, f"clients: {name}", value, "nothing beside clients that are no tables")
     if test_clients is not None:
@@ -161,12 +159,13 @@ def _encoded(
     x, y = encoding.examples_of(frame, place)
     ends = np.searchsorted(whose, np.arange(len(names) + 1))
     parts = tuple(np.arange(a, b, dtype=np.int64) for a, b in itertools.pairwise(ends))
-    _, vocabulary, padding = ((), 0, 0) if encoding.words is None else encoding.words.ids([])
-    preparation = Preparation("table", encoding, names=encoding.class_names(frame))
+    vocabulary, padding = encoding.tokens
+    truth = len(encoding.target) == 1 and frame[encoding.target[0]].dtype == bool
+    classes = encoding.names or ((False, True) if truth else ())
     federation = FederatedData(
-        x, y, parts, tuple(part[:0] for part in parts), None, None, len(encoding.names) or classes_of(y),
-        vocabulary=vocabulary, padding=padding, names=tuple(names), preparation=preparation,
-        stated=bool(preparation.names), compared=compared,
+        x, y, parts, classes=len(encoding.names) or classes_of(y), vocabulary=vocabulary, padding=padding,
+        names=tuple(names), preparation=Preparation("table", encoding, names=classes), stated=bool(classes),
+        compared=compared,
     )  # fmt: skip
     return with_test(federation, public)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,7 @@ import numpy.typing as npt
 from fedflat.config.sections import Partition
 from fedflat.core.checks import InputError, becoming, require, whole, wrong
 from fedflat.core.rng import stream
-
-if TYPE_CHECKING:
-    from fedflat.data.clients import Indices
+from fedflat.data.clients import Indices
 
 
 def partition(

@@ -20,19 +20,12 @@ from fedflat.data.clients import FederatedData, bounded, hold_back, leave_out, r
 from fedflat.data.decoding import normalise
 from fedflat.data.locate import Split, Written, is_path, locate
 from fedflat.data.partition import partition
-from fedflat.data.preparation import DATASETS, Kind, Preparation
-from fedflat.data.tables import Meaning, Table, read
+from fedflat.data.preparation import DATASETS, Preparation
+from fedflat.data.tables import Owners, read, refuse_unused
 
 _log = logging.getLogger(__name__)
 
 Pair = tuple[Tensor, Tensor]
-USED: dict[Kind, tuple[str, ...]] = {
-    "image": ("inputs", "target", "categories"),
-    "text": ("inputs", "target", "categories", "tokenizer", "max_length", "vocabulary"),
-    "chars": ("inputs", "max_length"),
-    "table": ("inputs", "target", "categories", "scale", "fill", "tokenizer", "max_length", "vocabulary"),
-}
-"""Keys of the data section that a data set of that kind may use, beside those that all do."""
 
 
 def load(spec: DataSection | Mapping[str, Any], seed: int = 0) -> FederatedData:
@@ -62,29 +55,27 @@ def load_validation(spec: DataSection | Mapping[str, Any], seed: int = 0) -> Pai
 
 def _loaded(options: DataSection, seed: int) -> tuple[FederatedData, Pair | None]:
     """Return the federation, and the public examples that are set apart from its test data."""
-    meaning, train, given_test = _digits() if options.dataset == "digits" else _read(options)
-    _refuse_unused(options, meaning, given_test is not None)
+    data, owners, users = _digits(options) if options.dataset == "digits" else _read(options)
+    tested = data.test_targets is not None
+    if tested and options.test_fraction is not None:
+        allowed = f"nothing: {data.name} has test data of its own (data.max_test takes fewer)"
+        raise wrong("data.test_fraction", options.test_fraction, allowed)
     # A file called mnist.csv need not hold MNIST.
-    unlisted = meaning.name not in DATASETS or is_path(options.dataset)
-    train, test = _public_test(train, given_test, options, seed, unlisted)
-    train = _at_most(train, options, seed, unlisted)
+    unlisted = data.name not in DATASETS or is_path(options.dataset)
+    data, owners = _divided(data, owners, options, seed, unlisted)
     # Clients are counted after those left out for testing.
     number = None if options.test_clients is not None else options.clients
-    labels = _one_label(train.targets, options.partition.kind)
-    parts = partition(labels, options.partition, number, seed, train.natural)
-    data = FederatedData(
-        inputs=_resident(train.inputs, meaning), targets=train.targets, parts=parts,
-        held_back=tuple(part[:0] for part in parts), test_inputs=_resident(test.inputs, meaning) if test else None,
-        test_targets=test.targets if test else None, classes=meaning.classes, name=meaning.name,
-        vocabulary=meaning.vocabulary, padding=meaning.padding, preparation=meaning.preparation,
-        stated=not unlisted or bool(meaning.preparation.names), compared=unlisted and _compared(train, given_test),
+    parts = partition(_one_label(data.targets, options.partition.kind), options.partition, number, seed, owners)
+    data = dataclasses.replace(
+        _normalised(data), parts=parts, stated=not unlisted or bool(data.preparation and data.preparation.names),
+        compared=unlisted and owners is not None and users is not None and refuse_users(owners, users, "data.test"),
     )  # fmt: skip
     if unlisted:
         refuse_private_test(data)
     if options.test_clients is not None:
-        data = _without_test_clients(data, train, options, options.test_clients)
-    elif options.validation_fraction and test is not None and given_test is None and train.natural is not None:
-        allowed = f"0: the test examples of {meaning.name} are rows of its natural clients, and no public ones"
+        data = _without_test_clients(data, owners, options, options.test_clients)
+    elif options.validation_fraction and data.test_targets is not None and not tested and owners is not None:
+        allowed = f"0: the test examples of {data.name} are rows of its natural clients, and no public ones"
         hint = "Give it a test split of other people's data."
         raise wrong("data.validation_fraction", options.validation_fraction, allowed, hint=hint)
     data, apart = _set_apart(data, options.validation_fraction, seed)
@@ -93,30 +84,19 @@ def _loaded(options: DataSection, seed: int) -> tuple[FederatedData, Pair | None
     return dataclasses.replace(data, parts=parts, held_back=held, most=options.max_per_client), apart
 
 
-def _compared(train: Table, test: Table | None) -> bool:
-    """Return whether the test rows name their users, none of whom is a client."""
-    if test is None or test.natural is None or train.natural is None:
-        return False
-    return refuse_users(train.natural, test.natural, "data.test")
-
-
-def _at_most(train: Table, options: DataSection, seed: int, unlisted: bool) -> Table:
-    """Return at most ``max_examples`` of the training rows."""
-    if options.max_examples is None:
-        return train
-    if unlisted and options.natural:  # one row more would give everybody other rows
-        hint = "data.max_per_client bounds each client by itself."
-        raise wrong("data.max_examples", options.max_examples, "nothing where every row is some client's", hint=hint)
-    chosen = stream(seed, "max_examples").permutation(len(train.targets))[: options.max_examples]
-    return train.take(chosen) if len(chosen) < len(train.targets) else train
+def _taken(data: FederatedData, owners: Owners, rows: npt.NDArray[np.int64]) -> tuple[FederatedData, Owners]:
+    """Return some of the training rows, in stored order, and their owners."""
+    rows = np.sort(rows).astype(np.int64)
+    index = torch.from_numpy(rows)
+    fewer = dataclasses.replace(data, inputs=data.inputs[index], targets=data.targets[index])
+    return fewer, None if owners is None else owners[rows]
 
 
 def _without_test_clients(
-    data: FederatedData, train: Table, options: DataSection, which: float | Sequence[str | int]
+    data: FederatedData, owners: Owners, options: DataSection, which: float | Sequence[str | int]
 ) -> FederatedData:
     """Return the federation without whole clients, whose rows become the public test data."""
-    owners = train.natural if options.natural else None
-    names = () if owners is None else tuple(str(owners[part[0]]) for part in data.parts)
+    names = () if owners is None or not options.natural else tuple(str(owners[part[0]]) for part in data.parts)
     data = leave_out(dataclasses.replace(data, names=names), which, "data.test_clients")
     if options.clients is not None and options.clients != data.clients:
         raise wrong("data.clients", options.clients, f"{data.clients}, the clients that are left for training")
@@ -153,30 +133,20 @@ def _options(spec: DataSection | Mapping[str, Any]) -> DataSection:
     return section
 
 
-def _refuse_unused(options: DataSection, meaning: Meaning, has_test: bool) -> None:
-    """Refuse a key that this data set has no use for, rather than ignore it."""
-    used = () if options.dataset == "digits" else USED[meaning.preparation.kind]
-    for key in ("inputs", "target", "tokenizer", "max_length", "vocabulary", "categories", "scale", "fill"):
-        if getattr(options, key) is not None and key not in used:
-            raise wrong(f"data.{key}", getattr(options, key), f"nothing: {meaning.name} does not use it")
-    if has_test and options.test_fraction is not None:
-        allowed = f"nothing: {meaning.name} has test data of its own (data.max_test takes fewer)"
-        raise wrong("data.test_fraction", options.test_fraction, allowed)
-
-
-def _digits() -> tuple[Meaning, Table, None]:
+def _digits(options: DataSection) -> tuple[FederatedData, Owners, Owners]:
     from sklearn.datasets import load_digits
 
+    refuse_unused("digits", "bundled", options)
     source = DATASETS["digits"]
     bunch = load_digits()
     # pixels are 0..16; ×255/16 rounded would lose exactness, so they stay float32 in [0, 255]
     images = torch.from_numpy((bunch.images * (255.0 / 16.0)).astype(np.float32)).unsqueeze(1)
     targets = torch.from_numpy(bunch.target.astype(np.int64))
     preparation = Preparation("image", columns=("image",), mean=source.mean, std=source.std)
-    return Meaning("digits", source.classes, preparation), Table(images, targets), None
+    return FederatedData(images, targets, classes=source.classes, name="digits", preparation=preparation), None, None
 
 
-def _read(options: DataSection) -> tuple[Meaning, Table, Table | None]:
+def _read(options: DataSection) -> tuple[FederatedData, Owners, Owners]:
     written = Written(options.separator, options.encoding, options.by)
     name, source, splits = locate(options.dataset, written)
     wanted = [source.test] if source and source.test else ["test", "validation"]
@@ -206,23 +176,38 @@ def _named_test(options: DataSection, train: Split, there: Split | None, written
     return split
 
 
-def _public_test(
-    train: Table, test: Table | None, options: DataSection, seed: int, unlisted: bool
-) -> tuple[Table, Table | None]:
-    """Split off a public test set if there is none, unless the rows are somebody's own; keep the first ``max_test``."""
-    if test is None:
+def _divided(
+    data: FederatedData, owners: Owners, options: DataSection, seed: int, unlisted: bool
+) -> tuple[FederatedData, Owners]:
+    """Split off a public test set if there is none, unless the rows are somebody's own; keep the first ``max_test`` of
+    it, and ``max_examples`` of the others.
+    """
+    x, y = data.test_inputs, data.test_targets
+    if y is None:
         fraction = (0.0 if unlisted else 0.2) if options.test_fraction is None else options.test_fraction
-        order = stream(seed, "public test split").permutation(len(train.targets))
+        order = stream(seed, "public test split").permutation(len(data.targets))
         if count := int(fraction * len(order)):
-            test, train = train.take(order[:count]), train.take(order[count:])
-    if test is not None and options.max_test is not None:
-        test = Table(test.inputs[: options.max_test], test.targets[: options.max_test])
-    return train, test
+            test, _ = _taken(data, owners, order[:count])
+            data, owners = _taken(data, owners, order[count:])
+            x, y = test.inputs, test.targets
+    if x is not None and y is not None:
+        data = dataclasses.replace(data, test_inputs=x[: options.max_test], test_targets=y[: options.max_test])
+    if options.max_examples is None:
+        return data, owners
+    if unlisted and options.natural:  # one row more would give everybody other rows
+        hint = "data.max_per_client bounds each client by itself."
+        raise wrong("data.max_examples", options.max_examples, "nothing where every row is some client's", hint=hint)
+    return _taken(data, owners, stream(seed, "max_examples").permutation(len(data.targets))[: options.max_examples])
 
 
-def _resident(inputs: torch.Tensor, meaning: Meaning) -> torch.Tensor:
-    preparation = meaning.preparation
-    return normalise(inputs, preparation.mean, preparation.std) if preparation.kind == "image" else inputs
+def _normalised(data: FederatedData) -> FederatedData:
+    """Return the federation with its images standardised."""
+    preparation = data.preparation
+    if preparation is None or preparation.kind != "image":
+        return data
+    mean, std, test = preparation.mean, preparation.std, data.test_inputs
+    test = None if test is None else normalise(test, mean, std)
+    return dataclasses.replace(data, inputs=normalise(data.inputs, mean, std), test_inputs=test)
 
 
 def _one_label(targets: torch.Tensor, kind: Any) -> npt.NDArray[np.int64]:

@@ -8,119 +8,98 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedflat.config.sections import DataSection
 from fedflat.core.checks import InputError, one_of, require, wrong
 from fedflat.data import decoding
-from fedflat.data.clients import classes_of
-from fedflat.data.encoding import Encoding, Words, check_columns, clean, encoding_of, owners_of, words_of
+from fedflat.data.clients import FederatedData, classes_of
+from fedflat.data.encoding import KEYS, Encoding, Words, check_columns, clean, encoding_of, owners_of
 from fedflat.data.locate import Split
 from fedflat.data.preparation import Kind, Preparation, Source
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from fedflat.config.sections import DataSection
-
 LABELS = ("label", "labels", "target", "class", "y")  # tried when no column is a class label
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Examples as tensors, still of one owner: images uint8, token ids int64."""
-
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    natural: npt.NDArray[Any] | None = None
-
-    def take(self, rows: npt.NDArray[np.int64]) -> Table:
-        """Return some of the rows, in stored order."""
-        rows = np.sort(rows).astype(np.int64)
-        index = torch.from_numpy(rows)
-        return Table(self.inputs[index], self.targets[index], None if self.natural is None else self.natural[rows])
-
-
-@dataclasses.dataclass(frozen=True)
-class Meaning:
-    """How the tables are to be understood. vocabulary: number of token ids, 0 where there are none."""
-
-    name: str
-    classes: int
-    preparation: Preparation
-    vocabulary: int = 0
-    padding: int = 0
+Owners = npt.NDArray[Any] | None
+"""Whose each row is, where a column says it."""
+Rows = tuple[torch.Tensor, torch.Tensor, Owners]
+USED: dict[str, tuple[str, ...]] = {
+    "image": ("inputs", "target", "categories"),
+    "text": ("inputs", "target", "categories", "tokenizer", "max_length", "vocabulary"),
+    "chars": ("inputs", "max_length"),
+    "table": KEYS,
+}
+"""Keys of the data section that a data set of that kind may use, beside those that all do."""
 
 
 def read(
     name: str, source: Source | None, options: DataSection, train: Split, test: Split | None
-) -> tuple[Meaning, Table, Table | None]:
-    """Return what a data set means, its training rows, and its public test rows if it has some.
+) -> tuple[FederatedData, Owners, Owners]:
+    """Return a data set that nobody holds yet: images as uint8, token ids as int64. Then whose each of its rows is, and
+    each of its public test rows.
 
     Raises:
         InputError: columns that are not there or not clear, or a value that cannot be used, with its place.
     """
     kind = _kind_of(train, source, options)
+    refuse_unused(name, kind, options)
     if kind == "chars":
         return _characters(name, source, options, train, test)
     owner = _natural_column(train, source, options)
     encoding = _encoding(kind, train, source, options, owner)
-    frame = _frame(kind, train, encoding, owner)
-    if kind != "image":
-        # What is text is said by the recipe or by the types of the training file; a test split cannot change it.
-        words = words_of("data.", options.max_length, options.vocabulary, options.tokenizer)
-        if kind == "text" and not set(encoding.inputs) & set(encoding.categories):
-            encoding = dataclasses.replace(encoding, words=words or Words())
-        else:
-            encoding = encoding.for_texts("data.", words)
-    _, vocabulary, padding = ((), 0, 0) if encoding.words is None else encoding.words.ids([])
-    tables = [_table(kind, train, frame, encoding, owner)]
-    if test is not None:
-        test_table = _table(kind, test, _frame(kind, test, encoding, None), encoding, None)
-        users = np.array(test.values(owner), dtype=np.object_) if owner and owner in test.features else None
-        tables.append(dataclasses.replace(test_table, natural=users))
+    x, y, owners = _rows(kind, train, encoding, owner)
+    test_x, test_y, users = (None, None, None) if test is None else _rows(kind, test, encoding, None)
+    if test is not None and owner in test.features:
+        users = np.array(test.values(str(owner)), dtype=np.object_)
     label = train.features[encoding.target[0]] if len(encoding.target) == 1 else None
-    names = encoding.class_names(frame) or tuple(getattr(label, "names", None) or ())
-    classes = _classes(kind, encoding, label, source, tables)
+    names = encoding.names or tuple(getattr(label, "names", None) or ())
+    names = names or ((False, True) if getattr(label, "dtype", "") == "bool" else ())
+    classes = _classes(kind, encoding, label, source, y, test_y)
     # The labels' names stand apart: rows to predict have no labels.
     input_encoding = dataclasses.replace(encoding, categories={}) if kind == "text" and encoding.words else encoding
     preparation = Preparation(kind, input_encoding, names=names)
     if kind == "image":
         mean, std = (source.mean, source.std) if source else ((0.5,), (0.5,))
-        if len(mean) not in (1, channels := tables[0].inputs.shape[1]):
+        if len(mean) not in (1, channels := x.shape[1]):
             allowed = f"the {len(mean)} channels of {name}"
             raise wrong("data.dataset", f"{train.where} with {channels} channels", allowed)
         preparation = Preparation(kind, columns=encoding.inputs, mean=mean, std=std, names=names)
-    return Meaning(name, classes, preparation, vocabulary, padding), tables[0], tables[1] if test else None
+    vocabulary, padding = encoding.tokens
+    data = FederatedData(x, y, (), (), test_x, test_y, classes, name, vocabulary, padding, preparation=preparation)
+    return data, owners, users
+
+
+def refuse_unused(name: str, kind: str, options: DataSection) -> None:
+    """Refuse a key that a data set of this kind has no use for, rather than ignore it."""
+    for key in KEYS:
+        if getattr(options, key) is not None and key not in USED.get(kind, ()):
+            raise wrong(f"data.{key}", getattr(options, key), f"nothing: {name} does not use it")
 
 
 def _encoding(kind: Kind, split: Split, source: Source | None, options: DataSection, owner: str | None) -> Encoding:
     """Return which columns are read, and how."""
-    inputs: str | Sequence[str] | None = options.inputs
-    target = options.target
+    asked = {key: getattr(options, key) for key in KEYS}
     if kind != "table":
-        target = target or _label_column(split, source)
-        inputs = inputs or _input_columns(kind, split, source, (owner, str(target)))
-    there = [column for column in split.features if column != owner]
-    encoding = encoding_of("data.", there, inputs, target, options.categories, options.scale, options.fill)
-    plain = len(encoding.inputs) == 1 and encoding.inputs[0] not in encoding.categories
+        asked["target"] = options.target or _label_column(split, source)
+        asked["inputs"] = options.inputs or _input_columns(kind, split, source, (owner, str(asked["target"])))
+    encoding = encoding_of("data.", [column for column in split.features if column != owner], **asked)
+    listed = set(encoding.inputs) & set(encoding.categories)
     allowed = "one column without categories, where the input is an image"
+    plain = len(encoding.inputs) == 1 and not listed
     require(kind != "image" or plain, "data.inputs", ", ".join(encoding.inputs), allowed)
-    return encoding
+    # What is text is said by the recipe or by the types of the training file; a test split cannot change it.
+    return dataclasses.replace(encoding, words=encoding.words or Words()) if kind == "text" and not listed else encoding
 
 
-def _frame(kind: Kind, split: Split, encoding: Encoding, owner: str | None) -> pd.DataFrame:
-    """Return the columns of a split that are read row by row: images are decoded apart."""
+def _rows(kind: Kind, split: Split, encoding: Encoding, owner: str | None) -> Rows:
+    """Return the examples of one split, and whose each is if there is an owner column."""
+    # Images are decoded apart.
     columns = [*encoding.target, *(() if kind == "image" else encoding.inputs), *([owner] if owner else [])]
     check_columns(split.where, columns, split.features)
-    return split.frame(columns)
-
-
-def _table(kind: Kind, split: Split, frame: pd.DataFrame, encoding: Encoding, owner: str | None) -> Table:
-    """Return the tensors of one split, as training rows if it has an owner column."""
+    frame = split.frame(columns)
     owners = owners_of(frame[owner].tolist(), f"column {owner}") if owner else None
 
     def place(row: int) -> str:
@@ -129,21 +108,21 @@ def _table(kind: Kind, split: Split, frame: pd.DataFrame, encoding: Encoding, ow
     if kind == "image":
         column = encoding.inputs[0]
         inputs = decoding.cached(split.files, column, lambda: decoding.decode(split.values(column), place))
-        targets = encoding.targets_of(frame, place)
     else:
-        inputs, targets = encoding.examples_of(frame, place)
-    return Table(inputs, targets, None if owners is None else np.array(owners, dtype=object))
+        inputs = encoding.inputs_of(frame, place)
+    targets = encoding.targets_of(frame, place)
+    return inputs, targets, None if owners is None else np.array(owners, dtype=object)
 
 
-def _classes(kind: Kind, encoding: Encoding, label: Any, source: Source | None, tables: list[Table]) -> int:
+def _classes(kind: Kind, encoding: Encoding, label: Any, source: Source | None, *targets: torch.Tensor | None) -> int:
     """Return the number of classes: of the listed names, the label's type, the table of known data sets, else one more
     than the largest label.
     """
     if encoding.names:
         return len(encoding.names)
-    targets = [table.targets for table in tables]
     where, largest = f"column {encoding.target[0]}", classes_of(*targets)
-    least = min((int(rows.min()) for rows in targets if rows.numel() and not rows.is_floating_point()), default=0)
+    numbers = [rows for rows in targets if rows is not None and rows.numel() and not rows.is_floating_point()]
+    least = min((int(rows.min()) for rows in numbers), default=0)
     require(kind == "table" or least >= 0, where, f"label {least}", "class numbers ≥ 0 (is it unlabelled?)")
     classes = getattr(label, "num_classes", None) or (source.classes if source and kind != "table" else largest)
     require(largest <= classes, where, f"label {largest - 1}", f"class numbers below {classes}")
@@ -152,7 +131,7 @@ def _classes(kind: Kind, encoding: Encoding, label: Any, source: Source | None, 
 
 def _characters(
     name: str, source: Source | None, options: DataSection, train: Split, test: Split | None
-) -> tuple[Meaning, Table, Table | None]:
+) -> tuple[FederatedData, Owners, Owners]:
     natural = _natural_column(train, source, options)
     owner = natural or (source.natural if source else None)
     size = len(decoding.CHARACTERS) + 1
@@ -161,15 +140,17 @@ def _characters(
     column = "x" if ready else (_named(options) or _input_columns("chars", train, source, (natural,)))[0]
     one_of("data.inputs", column, train.features)
 
-    def table(split: Split) -> Table:
+    def rows(split: Split) -> Rows:
         owners = split.values(owner) if owner and owner in split.features else [""] * split.read([]).num_rows
         if {"x", "y"} <= set(split.features):
-            x, y = decoding.ready_windows(split.values("x"), split.values("y"))
-            return Table(x, y, np.array(owners, dtype=object))
-        return Table(*decoding.windows([value or "" for value in split.values(column)], owners, length))
+            return *decoding.ready_windows(split.values("x"), split.values("y")), np.array(owners, dtype=object)
+        return decoding.windows([value or "" for value in split.values(column)], owners, length)
 
+    x, y, owners = rows(train)
+    test_x, test_y, users = rows(test) if test else (None, None, None)
     preparation = Preparation("chars", columns=(column,), length=length, names=("", *decoding.CHARACTERS))
-    return Meaning(name, size, preparation, size), table(train), table(test) if test else None
+    data = FederatedData(x, y, (), (), test_x, test_y, size, name, size, preparation=preparation)
+    return data, owners, users
 
 
 def _kind_of(split: Split, source: Source | None, options: DataSection) -> Kind:

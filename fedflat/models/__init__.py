@@ -53,18 +53,14 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, seed: int, **op
     """
     whole("model: classes", classes, 1)
     shape = tuple(int(n) for n in input_shape)
-    if ":" not in name:
-        one_of("model.name", name, [*BUILDERS, "package.module:callable", "path/to/file.py:callable"])
-    factory = imported(f"model {name}", name) if ":" in name else BUILDERS[name]
-    accepted, anything = _parameters(factory)
-    arguments = {"input_shape": shape, "classes": classes}
-    arguments = {key: value for key, value in arguments.items() if anything or key in accepted}
+    factory, accepted, anything = _factory(name)
+    sizes = {key: value for key, value in zip(SIZES, (shape, classes)) if anything or key in accepted}
     allowed = [key for key in accepted if key not in SIZES]
     for key in options:
         if key in SIZES or (key not in allowed and not anything):
             raise wrong(f"model {name}: option", key, ", ".join(allowed) or "none", hint=nearest(key, allowed))
     with calling(f"model {name}"), seeded_torch(seed, "initial weights"), PortableDraws(seed, "initial weights"):
-        module = factory(**arguments, **options)
+        module = factory(**sizes, **options)
     if not isinstance(module, nn.Module):
         raise wrong(f"model {name}", f"a callable that returned {type(module).__name__}", "one that returns nn.Module")
     return module
@@ -77,20 +73,20 @@ def takes(name: str, option: str) -> bool:
 
 
 def is_sized(name: str) -> bool:
-    """Return whether a model by name or import path is built for a number of classes; False for unknown names."""
-    factory = imported(f"model {name}", name) if ":" in name else BUILDERS.get(name)
-    accepted, anything = ([], False) if factory is None else _parameters(factory)
+    """Return whether a model by name or import path is built for a number of classes."""
+    _, accepted, anything = _factory(name)
     return "classes" in accepted or anything
 
 
-def _parameters(factory: Callable[..., nn.Module]) -> tuple[list[str], bool]:
-    """Return the names that a callable takes, and whether it takes any other as well."""
+def _factory(name: str) -> tuple[Callable[..., nn.Module], list[str], bool]:
+    """Return what builds a model, the names that it takes, and whether it takes any other as well."""
+    if ":" not in name:
+        one_of("model.name", name, [*BUILDERS, "package.module:callable", "path/to/file.py:callable"])
+    factory = imported(f"model {name}", name) if ":" in name else BUILDERS[name]
     with turning(ValueError, wrong("model.name", "a callable without a signature", "a function or class of Python")):
         parameters = inspect.signature(factory).parameters.items()
-    return [key for key, p in parameters if p.kind in NAMED], any(p.kind is p.VAR_KEYWORD for _, p in parameters)
+    taken = [key for key, p in parameters if p.kind in NAMED]
+    return factory, taken, any(p.kind is p.VAR_KEYWORD for _, p in parameters)
 
 
-__all__ = [
-    "BUILDERS", "NAMES", "build", "freeze_batch_norm", "is_sized",
-    "refuse_unclipped_state", "takes",
-]  # fmt: skip
+__all__ = ["BUILDERS", "NAMES", "build", "freeze_batch_norm", "is_sized", "refuse_unclipped_state", "takes"]

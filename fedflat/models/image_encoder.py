@@ -68,8 +68,8 @@ class NetworkBody(representation.PublicBody):
     def __init__(self, source: Loaded, options: NetworkOptions, shape: tuple[int, int, int], pixels: Any) -> None:
         seen = source.preprocessing
         if options.size is not None:
-            seen = dataclasses.replace(seen, size=(options.size,) * 2, crop=None)
-        seen = dataclasses.replace(seen, interpolation=options.interpolation or seen.interpolation)
+            seen = seen._replace(size=(options.size,) * 2, crop=None)
+        seen = seen._replace(interpolation=options.interpolation or seen.interpolation)
         layers = (options.layers,) if isinstance(options.layers, str) else tuple(options.layers)
         layers = () if layers == ("last",) else layers
         super().__init__(NetworkMaps(Prepare(shape, pixels, seen), source, layers, options.cells))
@@ -222,7 +222,7 @@ def _body(
     """Return one body. new: with a projection, or with that of a file that is read later."""
     options = representation.named("model.body", setting)
     if options.get("kind", "patches") in representation.KINDS:
-        return representation.body_of(representation.BodyOptions.of(options), shape)
+        return representation.body_of(options, shape)
     chosen: NetworkOptions = representation.options_of({**shared, **options}, NetworkOptions)[0]
     source = loaded(chosen.kind, chosen.size)
     if chosen.sha256 not in (None, source.digest):

@@ -11,7 +11,6 @@ import inspect
 import math
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
@@ -22,8 +21,8 @@ from torch.nn import functional as F
 from fedflat.core.checks import becoming, first_line, nearest, one_of, require, turning, wrong
 from fedflat.core.durable import digest_of
 from fedflat.core.imports import calling, hub, imported, missing
-from fedflat.models.patches import pooling
-from fedflat.models.pretrained import NATURAL, extra, quiet, readable
+from fedflat.models.patches import COLOURS, pooling
+from fedflat.models.pretrained import NATURAL, loading, readable
 from fedflat.models.state import freeze_batch_norm
 
 LITE = {
@@ -36,11 +35,9 @@ BODIES = (*LITE, "a folder of transformers", "timm:NAME", "file.py:callable")
 INTERPOLATIONS = ("bicubic", "bilinear", "nearest")
 RESAMPLE = {0: "nearest", 2: "bilinear", 3: "bicubic"}
 """Pillow's numbers, which image processors of transformers write."""
-COLOURS = 3
 
 
-@dataclass(frozen=True)
-class Preprocessing:
+class Preprocessing(NamedTuple):
     """size: rows and columns that an image is resized to, or its shorter side; None leaves it. crop: rows and columns
     that are kept of its centre. mean, std: of pixels in [0, 1]."""
 
@@ -147,8 +144,7 @@ def _folder(name: str) -> Loaded:
         problem = f"{name} without weights" if pickled is None else f"{name} with pickled weights alone ({pickled})"
         hint = "save_pretrained writes it; a pickle may run any code when it is read."
         raise wrong("model.body", problem, "a folder with model.safetensors", hint=hint)
-    transformers = extra("transformers", "image-encoder")
-    with readable("image-encoder", name), quiet(transformers):
+    with loading("image-encoder", name) as transformers:
         network = transformers.AutoModel.from_pretrained(name, use_safetensors=True, local_files_only=True)
         network = getattr(network, "vision_model", network)
         processor = transformers.AutoImageProcessor.from_pretrained(name, local_files_only=True).to_dict()

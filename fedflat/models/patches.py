@@ -1,4 +1,5 @@
-"""Make images of a random process (dead leaves), and maps of images: by their whitened patches, or by wavelets.
+"""Make images of a random process (dead leaves), and maps of images: by their whitened patches, by wavelets, or by a
+small network that was trained on such images.
 
 Opaque ellipses and rectangles of power-law sizes fall on one another until nothing is seen between them (Matheron
 1968; Lee, Mumford and Huang 2001: many statistics of natural images follow); with shading inside them and 1/f texture
@@ -10,13 +11,19 @@ leaves, so that the body has seen nobody's data; it looks at one image at a time
 
 Scattering takes the filters of kymatio (Andreux et al. 2020). Its own transform goes path by path through a block of
 images; here it is one image and all angles at once, so that no image's bits follow from another's.
+
+The network was trained without labels and is read from its file: four convolutions, each followed by a group norm and a
+rectifier; of the last two, means over the cells of a grid. ``examples/pretrain_body.py`` trains one.
 """
+
+from __future__ import annotations
 
 import functools
 import importlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import in_range, require, whole, wrong
+from fedflat.core.checks import in_range, require, turning, whole, wrong
+from fedflat.core.durable import digest_of, read_about, read_tensors
 from fedflat.core.rng import stream
 
 LEAVES = 60
@@ -256,3 +264,81 @@ def _thinned(spectrum: Tensor, step: int) -> Tensor:
 def _filters(levels: Sequence[Any], thinned: int) -> Tensor:
     """Return the filters in Fourier space (n, rows, columns), after which every 2^thinned-th pixel is kept."""
     return cast(Tensor, torch.stack([torch.from_numpy(level) for level in levels]).float() / 4**thinned)
+
+
+COLOURS = 3
+LAYERS = ((32, 5, 2), (64, 3, 1), (128, 3, 2), (256, 3, 1))
+"""Channels, side and stride of each convolution."""
+GROUPS = 8
+
+
+@dataclass(frozen=True)
+class ContrastiveOptions:
+    """network: the file of a network. sha256: the digest it must have. cells: the grid's side."""
+
+    network: str | None = None
+    sha256: str | None = None
+    cells: int = 2
+
+    def __post_init__(self) -> None:
+        whole("model.body.cells", self.cells, 1)
+
+    def with_digest(self) -> ContrastiveOptions:
+        """Return them with the digest of the network in the file. Raises InputError where another was asked for."""
+        digest = digest_of(self.tensors())
+        if self.sha256 not in (None, digest):
+            raise wrong("model.body.sha256", f"{self.sha256} for a network of {digest}", "the digest of the network")
+        return replace(self, sha256=digest)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is in the file. Raises InputError."""
+        tensors = read_tensors(Path(self.network)) if isinstance(self.network, str) else None
+        if tensors is None:
+            raise wrong("model.body.network", self.network, "a sound file that examples/pretrain_body.py wrote")
+        return tensors
+
+    @property
+    def prior(self) -> str:
+        """What the network was made from, as its file says."""
+        # The value that the command of 0.2 wrote; the example still writes it.
+        return "random process" if "fedflat pretrain" in read_about(Path(str(self.network))).values() else "unknown"
+
+
+class Network(nn.Module):
+    """Images (b, c, h, w), c of 1 or 3 -> maps (b, 384, cells²). Buffers only; grey is three equal colours."""
+
+    def __init__(self, shape: tuple[int, int, int], options: ContrastiveOptions) -> None:
+        super().__init__()
+        if shape[0] not in (1, COLOURS) or min(shape[1:]) < 4 * options.cells:
+            least = 4 * options.cells
+            raise wrong("model.body", f"images of {shape}", f"1 or {COLOURS} channels, at least {least} × {least}")
+        self.cells, self.options, before = options.cells, options, COLOURS
+        for number, (channels, side, _) in enumerate(LAYERS):
+            self.register_buffer(f"filters{number}", torch.zeros(channels, before, side, side))
+            self.register_buffer(f"gain{number}", torch.ones(channels))
+            self.register_buffer(f"shift{number}", torch.zeros(channels))
+            before = channels
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.cat([self._maps(image) for image in images.split(1)])
+
+    def _maps(self, image: Tensor) -> Tensor:
+        pooled = [F.adaptive_avg_pool2d(layer, self.cells).flatten(2) for layer in self.layers(image)[-2:]]
+        return torch.cat(pooled, dim=1)
+
+    def layers(self, images: Tensor) -> list[Tensor]:
+        """Return what each layer makes of images (b, c, h, w)."""
+        maps = [images.expand(-1, COLOURS, -1, -1)]
+        for number, (_, side, stride) in enumerate(LAYERS):
+            filters, gain, shift = (self.get_buffer(f"{name}{number}") for name in ("filters", "gain", "shift"))
+            answers = F.conv2d(maps[-1], filters, stride=stride, padding=side // 2)
+            maps.append(F.group_norm(answers, GROUPS, gain, shift).relu())
+        return maps[1:]
+
+    def fit(self, images: Tensor, seed: int) -> None:
+        """Fill it from its file; it was trained before, on images of its own."""
+        tensors = self.options.tensors()
+        names = ", ".join(sorted(tensors)[:3])
+        # Names or shapes may be those of another network.
+        with turning(RuntimeError, wrong("model.body.network", names, "a file that examples/pretrain_body.py wrote")):
+            self.load_state_dict(tensors)

@@ -120,18 +120,17 @@ def _published(
     name: str, classes: int, path: str | None, pretrained: bool, config: Any, **defaults: Any
 ) -> tuple[nn.Module, str]:
     """Return a published classifier or a random one of its form, and where its weights are."""
-    transformers = extra("transformers", name)
     published, *names = PUBLISHED[name]
-    configurations, models = (getattr(transformers, kind) for kind in names)
     source = published if path is None else _folder(path)
-    with readable(name, source), hub() if pretrained and path is None else nullcontext(), quiet(transformers):
+    with loading(name, source) as transformers, hub() if pretrained and path is None else nullcontext():
+        configurations, models = (getattr(transformers, kind) for kind in names)
         configuration = _configuration(configurations, source, pretrained, config, defaults)
         configuration.num_labels, configuration.classifier_dropout = classes, 0.0
         _without_dropout(configuration)
         # A folder saved with another number of classes keeps its body and gets a new head. Only safetensors: the other
         # format is a pickle, which runs code.
-        loading = {"config": configuration, "ignore_mismatched_sizes": True, "use_safetensors": True}
-        body = models.from_pretrained(source, **loading) if pretrained else models(configuration)
+        options = {"config": configuration, "ignore_mismatched_sizes": True, "use_safetensors": True}
+        body = models.from_pretrained(source, **options) if pretrained else models(configuration)
     return body.float().train(), source
 
 
@@ -152,13 +151,15 @@ def readable(name: str, source: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def quiet(transformers: Any) -> Iterator[None]:
-    """No progress bars and no table of the classifier's missing weights: it is meant to be new."""
+def loading(name: str, source: str) -> Iterator[Any]:
+    """Give the block transformers without progress bars and table of the classifier's missing weights: it is meant to
+    be new. What it raises is as ``readable`` has it."""
+    transformers = extra("transformers", name)
     log = transformers.utils.logging
     set_bars = {True: log.enable_progress_bar, False: log.disable_progress_bar}
     no_bars = set_meanwhile(log.is_progress_bar_enabled, lambda enabled: set_bars[enabled](), False)
-    with set_meanwhile(log.get_verbosity, log.set_verbosity, log.ERROR), no_bars:
-        yield
+    with set_meanwhile(log.get_verbosity, log.set_verbosity, log.ERROR), no_bars, readable(name, source):
+        yield transformers
 
 
 def _folder(path: str | None) -> str:
@@ -263,11 +264,10 @@ class TextEncoder(Headed):
 
     prior = NATURAL
 
-    def __init__(self, body: nn.Module, classes: int, pooling: str) -> None:
+    def __init__(self, body: nn.Module, classes: int, pooling: str, first: int) -> None:
         super().__init__()
         config = cast(Any, body.config)
-        self.body, self.pooling, self.padding = body, pooling, int(config.pad_token_id)
-        self.first = FIRST_POSITION[config.model_type] * (self.padding + 1)
+        self.body, self.pooling, self.padding, self.first = body, pooling, int(config.pad_token_id), first
         self.kinds = int(config.type_vocab_size)
         width = int(config.hidden_size)
         self.classifier = nn.Linear(width if pooling == "mean" else 1, classes)
@@ -311,15 +311,14 @@ def text_encoder(
     """
     one_of("model.pooling", pooling, POOLING)
     name, source = "text-encoder", _folder(path)
-    transformers = extra("transformers", name)
-    with readable(name, source), quiet(transformers):
+    with loading(name, source) as transformers:
         config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
         if config.model_type not in FIRST_POSITION:
             raise wrong(f"model {name}", f"a {config.model_type} at {source}", ", ".join(FIRST_POSITION))
         _without_dropout(config)
-        loading = {"use_safetensors": True, "local_files_only": True, "add_pooling_layer": False}
-        body = transformers.AutoModel.from_pretrained(source, config=config, **loading)
+        options = {"use_safetensors": True, "local_files_only": True, "add_pooling_layer": False}
+        body = transformers.AutoModel.from_pretrained(source, config=config, **options)
     _check_ids(config, source, vocabulary, padding)
     first = FIRST_POSITION[config.model_type] * (config.pad_token_id + 1)
     _check_length(name, input_shape, config.max_position_embeddings - first)
-    return trainable(name, TextEncoder(body.float().train(), classes, pooling), train, rank)
+    return trainable(name, TextEncoder(body.float().train(), classes, pooling, first), train, rank)

@@ -11,9 +11,9 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from fedflat.core.checks import in_range, one_of, require, whole, wrong
 from fedflat.core.durable import cache_folder, digest_of, keep, read_tensors
 from fedflat.core.process import report_progress, using_threads
-from fedflat.models.contrastive import ContrastiveOptions, Network
-from fedflat.models.patches import Patches, PatchOptions, Scattering, ScatteringOptions, dead_leaves
+from fedflat.models import patches
 from fedflat.models.vision import image_shape
 
 
@@ -167,36 +166,12 @@ def _signed(vectors: Tensor) -> Tensor:
 
 FORMAT = "fedflat-body-1"
 KINDS: dict[str, tuple[Any, Any]] = {
-    "patches": (PatchOptions, Patches),
-    "scattering": (ScatteringOptions, Scattering),
-    "contrastive": (ContrastiveOptions, Network),
+    "patches": (patches.PatchOptions, patches.Patches),
+    "scattering": (patches.ScatteringOptions, patches.Scattering),
+    "contrastive": (patches.ContrastiveOptions, patches.Network),
 }
 """Each kind of body: its options, and what makes an image's maps."""
 Shape = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class BodyOptions:
-    """What a body is a function of, besides the images' shape. seed: of the random process, not of the run."""
-
-    kind: str
-    seed: int
-    maps: Any
-    projection: ProjectionOptions
-
-    @classmethod
-    def of(cls, setting: str | Mapping[str, Any]) -> Self:
-        """``patches``, or ``{kind: patches, filters: 400, …}``. Raises InputError."""
-        options = named("model.body", setting)
-        kind, seed = one_of("model.body.kind", options.pop("kind", "patches"), KINDS), options.pop("seed", 0)
-        maps, projection = options_of(options, KINDS[kind][0], ProjectionOptions)
-        return cls(kind, whole("model.body.seed", seed), maps, projection)
-
-    def text(self, shape: Shape) -> str:
-        """Return all of it in one line."""
-        facts = dataclasses.asdict(self)
-        facts["maps"].pop("network", None)  # where it lies is nothing to its digest
-        return json.dumps([FORMAT, list(shape), facts], sort_keys=True)
 
 
 def named(where: str, setting: Any) -> dict[str, Any]:
@@ -251,8 +226,8 @@ class PublicBody(nn.Module):
         tensors = read_tensors(cache_folder() / f"body-{key}.safetensors")
         if tensors is None:
             with torch.no_grad(), using_threads(torch.get_num_threads()):
-                images = self.as_data(dead_leaves(options.images, shape, seed))
-                if isinstance(self.maps, Patches | Network):
+                images = self.as_data(patches.dead_leaves(options.images, shape, seed))
+                if isinstance(self.maps, patches.Patches | patches.Network):
                     self.maps.fit(images, seed)
                 self.projection.fit([fitted_maps(self.maps, view) for view in self.views(images)], options)
             tensors = self.saved()
@@ -279,21 +254,28 @@ class PublicBody(nn.Module):
 
 
 def body_of(
-    options: BodyOptions, shape: Shape, path: str | Path | None = None, sha256: str | None = None
+    setting: str | Mapping[str, Any], shape: Shape, path: str | Path | None = None, sha256: str | None = None
 ) -> PublicBody:
-    """Return the body: from ``path``, from the cache, or made now.
+    """Return the body of a setting, ``patches`` or ``{kind: patches, filters: 400, …}``: from ``path``, from the cache,
+    or made now. Its ``seed`` is that of the random process, not of the run.
 
     Raises InputError where its digest is not ``sha256``, or where the file at ``path`` holds another body.
     """
-    body = PublicBody(KINDS[options.kind][1](shape, options.maps), options.projection.flip)
+    options = named("model.body", setting)
+    kind, seed = one_of("model.body.kind", options.pop("kind", "patches"), KINDS), options.pop("seed", 0)
+    maps, projection = options_of(options, KINDS[kind][0], ProjectionOptions)
+    body = PublicBody(KINDS[kind][1](shape, maps), projection.flip)
     tensors = given_tensors(path, sha256)
     if tensors is not None:
         body.prior = "unknown"
         body.fill(tensors)
         return body
-    if isinstance(options.maps, ContrastiveOptions):
-        options, body.prior = replace(options, maps=options.maps.with_digest()), options.maps.prior
-    body.make(options.text(shape), shape, options.projection, options.seed)
+    if isinstance(maps, patches.ContrastiveOptions):
+        maps, body.prior = maps.with_digest(), maps.prior
+    facts = {"kind": kind, "seed": whole("model.body.seed", seed), "projection": dataclasses.asdict(projection)}
+    # Where a network lies is nothing to its digest.
+    facts["maps"] = {key: value for key, value in dataclasses.asdict(maps).items() if key != "network"}
+    body.make(json.dumps([FORMAT, list(shape), facts], sort_keys=True), shape, projection, seed)
     return body
 
 
@@ -362,7 +344,7 @@ def representation(
     64}``. ``path``: a file with the body, the ``body.safetensors`` of a run; ``sha256``: the digest that it must have.
     Raises InputError.
     """
-    frozen = body_of(BodyOptions.of(body), image_shape(NAME, input_shape), path, sha256)
+    frozen = body_of(body, image_shape(NAME, input_shape), path, sha256)
     return Representation(frozen, head_of(head, frozen.width, classes), sha256)
 
 

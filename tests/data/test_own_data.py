@@ -217,7 +217,7 @@ def test_a_wrong_cell_is_named_with_row_client_and_column(
         (table().iloc[:0], {}, "a table of 0 rows"),
         (table().assign(user=None), {}, "row 0, column user: found a missing value"),
         (table().assign(colour=pd.Categorical(table().colour)), {"categories": {}}, "categories that come with"),
-        (table().assign(age=pd.Timestamp("2026-01-01")), {}, "column age: found datetime64"),
+        (table().assign(age=pd.Timestamp("2026-01-01")), {}, "column age: found Timestamp"),
         (pd.concat([table(), table().age], axis=1), {}, "two columns called age"),
         ({"a": table(), "b": table()[["age"]]}, {"by": None}, "client b: found no column visits"),
         ({"a": table()}, {}, "a dict has its users for keys"),

@@ -19,8 +19,8 @@ from fedflat.core.checks import InputError
 from fedflat.core.process import listening_to_progress
 from fedflat.data.clients import FederatedData, from_pairs
 from fedflat.models import build
-from fedflat.models.patches import CHUNK, Patches, PatchOptions, dead_leaves, normalised
-from fedflat.models.representation import BodyOptions, Headed, body_of
+from fedflat.models.patches import CHUNK, Patches, dead_leaves, normalised
+from fedflat.models.representation import Headed, body_of
 from fedflat.report.card import card
 from fedflat.report.metrics import read_run
 from fedflat.simulation.inspection import inspect_run
@@ -69,7 +69,7 @@ def test_filters_answer_as_the_formula_says() -> None:
 
 def test_whitened_filters_see_white_patches() -> None:
     """In the space of the filters the patches that they were made from have nearly one variance in all directions."""
-    options = BodyOptions.of({"kind": "patches", "filters": 60, "size": 3, "cells": 2, "dimension": 20, "images": 200})
+    options = {"kind": "patches", "filters": 60, "size": 3, "cells": 2, "dimension": 20, "images": 200}
     body = body_of(options, SHAPE)
     patches = normalised(torch.nn.functional.unfold(dead_leaves(200, SHAPE, 0), 3)).transpose(1, 2).reshape(-1, 9)
     answers = patches @ body.maps.filters.T - body.maps.shift.T
@@ -108,7 +108,7 @@ def test_a_body_is_made_once_and_known_by_its_digest(own_cache: Path, monkeypatc
     first = made()
     (file,) = own_cache.glob("body-*.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedflat.models.representation.dead_leaves", None)  # it is not made again
+        patch.setattr("fedflat.models.patches.dead_leaves", None)  # it is not made again
         assert made().sha256 == first.sha256 == made(sha256=first.sha256).sha256
     file.write_bytes(file.read_bytes()[:-1])  # damaged: made anew
     assert made().sha256 == first.sha256
@@ -188,7 +188,7 @@ def test_a_run_keeps_its_body_and_is_loaded_without_making_it(tmp_path: Path, ow
     shutil.rmtree(own_cache)
     x = images(5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedflat.models.representation.dead_leaves", None)
+        patch.setattr("fedflat.models.patches.dead_leaves", None)
         for folder in ("run", "out"):
             assert torch.equal(fedflat.load(tmp_path / folder).model(x), result.model(x))
 
@@ -321,9 +321,9 @@ def test_a_network_of_ones_own_inherits_no_prior() -> None:
     assert fedflat.run(without, model=Mine()).privacy["prior"].startswith("unknown")
 
 
-def test_options_know_what_they_make() -> None:
-    assert BodyOptions.of("patches").maps == BodyOptions.of({"whitening": 0}).maps == PatchOptions()
-    assert BodyOptions.of("patches").text(SHAPE) != BodyOptions.of({"kind": "patches", "seed": 1}).text(SHAPE)
+def test_another_seed_is_another_body() -> None:
+    first, second = (body_of({**SMALL, "seed": seed}, SHAPE).saved()["maps.filters"] for seed in (0, 1))
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("engine", [Engine("sequential"), Engine("vectorized"), Engine("lowrank")], ids=str)
