@@ -393,6 +393,7 @@ class Aggregate:
     total: ``(d,)`` float64-accumulated sum of clipped messages. bits: Σ(b_i − ½), b_i = 1[‖Δ_i‖ ≤ C] (adaptive clip).
     norms: L2 norm of each message before the clip, in client order. factors: what each message was multiplied by.
     exact: the whole-number sum of a mechanism that encodes messages on a grid, int64; None for a plain sum.
+    divisor: of the non-private sample-weighted mean and of published procedures; None: the plan's public constant m.
     """
 
     total: Tensor
@@ -402,6 +403,7 @@ class Aggregate:
     factors: Tensor
     stats: Mapping[str, float] = field(default_factory=dict)
     exact: np.ndarray | None = None
+    divisor: float | None = None
 
 
 Encode = Callable[[Tensor], np.ndarray]
@@ -412,11 +414,9 @@ class Mechanism:
     """The source of a round's noise. Each kind of noise overrides what it does in a way of its own.
 
     exact: messages are encoded as whole numbers (secure grid noise, ddgauss), and their sum itself is released.
-    ahead: the noise can be drawn before the cohort is known; ``noise`` then is ``scaled`` of ``unit``.
     """
 
     exact = False
-    ahead = False
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the noise ``(d,)`` on the sum, for the L2 bound the clip reports; asked of no ``exact`` mechanism."""
@@ -439,13 +439,9 @@ class Mechanism:
         """
         raise NotImplementedError
 
-    def unit(self, key: bytes, round: int, size: int) -> Tensor:
-        """Return N(0, I) ``(size,)`` of a round."""
-        raise NotImplementedError
-
-    def scaled(self, unit: Tensor, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """Return the round's noise from its ``unit``, which is overwritten."""
-        raise NotImplementedError
+    def drawn_ahead(self, key: bytes, round: int, size: int) -> "Mechanism":
+        """Return the noise of one round, for ``(size,)``: what of it needs nobody's data may be drawn from now on."""
+        return self
 
     def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the sum of clipped messages with its noise ``(d,)``."""

@@ -153,14 +153,11 @@ def within_cap(parts: RoundParts, state: RoundState, cohort: np.ndarray) -> tupl
 
 def finish_round(
     parts: RoundParts, state: RoundState, broadcast: Broadcast, aggregate: Aggregate, key: bytes,
-    charge: Callable[[dict[str, Any]], object], *, divisor: float | None = None,
-    unit: Callable[[], Tensor] | None = None, scores: np.ndarray | None = None,
+    charge: Callable[[dict[str, Any]], object], *, scores: np.ndarray | None = None,
 ) -> tuple[RoundState, RoundInfo]:  # fmt: skip
     """Charge the ledger, add noise to the sum, divide by the constant, run the server steps; return the new state.
 
     charge: writes the round's privacy event durably; it is called before anything that leaves the server exists.
-    divisor: only for the non-private sample-weighted mean; the plan's public constant m otherwise.
-    unit: the mechanism's own N(0, I) of this round, where it was drawn while clients trained.
     scores: the cohort's sums of a private evaluation (``engine.evaluate.cohort_scores``).
     """
     plan, round = parts.plan, state.round
@@ -171,8 +168,8 @@ def finish_round(
     # After the charge: that a round was aborted tells something of who came.
     if not plan.releases(aggregate.count):
         return _aborted(parts, state, broadcast, aggregate)
-    released = noisy_sum(parts, broadcast, aggregate, key, unit)
-    constant = plan.divisor if divisor is None else divisor
+    released = noisy_sum(parts, broadcast, aggregate, key)
+    constant = plan.divisor if aggregate.divisor is None else aggregate.divisor
     # A copy: ``released`` is still needed for the private figures.
     mean = released.to(state.shared.dtype, copy=True).div_(constant)
     slots = dict(state.slots)
@@ -208,15 +205,9 @@ def private_accuracy(plan: Plan, scores: np.ndarray, key: bytes, round: int) -> 
     return {"private_accuracy": float(np.clip(accuracy, 0, 1)), "private_accuracy_sd": std / plan.divisor}
 
 
-def noisy_sum(
-    parts: RoundParts, broadcast: Broadcast, aggregate: Aggregate, key: bytes, unit: Callable[[], Tensor] | None = None
-) -> Tensor:
+def noisy_sum(parts: RoundParts, broadcast: Broadcast, aggregate: Aggregate, key: bytes) -> Tensor:
     """Return the sum of clipped messages ``(d,)`` with the round's noise: all that leaves of the clients' messages."""
-    bound = parts.clip.bound(broadcast.clip)
-    if unit is None:
-        noisy = parts.mechanism.release(key, broadcast, aggregate, bound)
-    else:
-        noisy = rounding.plus(aggregate.total, parts.mechanism.scaled(unit(), broadcast, aggregate, bound))
+    noisy = parts.mechanism.release(key, broadcast, aggregate, parts.clip.bound(broadcast.clip))
     # Noise lives on the common mask, so nothing else may leave, whatever a client sent.
     return noisy if broadcast.mask is None else torch.where(broadcast.mask, noisy, torch.zeros_like(noisy))
 

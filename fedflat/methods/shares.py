@@ -121,10 +121,9 @@ class SharesAccumulator(Accumulator):
 class RealisedSum(PlainSum):
     """Divides by the clients that happened to come (Cheng et al. 2022, Alg. 1, line 7); an empty cohort: by one."""
 
-    @property
-    def divisor(self) -> float | None:
-        """|P_t|, the clients that came, and at least 1."""
-        return float(max(len(self._present), 1))
+    def result(self) -> Aggregate:
+        """Return the aggregate so far, divided by |P_t|, the clients that came, and at least 1."""
+        return replace(super().result(), divisor=float(max(len(self._present), 1)))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ shares is no function of the sum of continuous shares; use the distributed discr
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Self
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from fedflat.core.checks import in_range
 from fedflat.core.discrete import SecureBits, Source, exact_square, rounded_gaussian
+from fedflat.core.process import in_background
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Broadcast, Encode, Mechanism
 
@@ -46,13 +48,14 @@ class GaussianNoise(Mechanism):
     parties of the trust model add together — central: the server adds N(0, std²); distributed: each of n
     participants adds N(0, std²/min_cohort), n/min_cohort·std² in total; local: each of n adds N(0, std²), n·std² in
     total. min_cohort: the minimum cohort. count_std: σ_b of the adaptive clip's count, 0 if there is none.
+    drawn: waits for the one round's ``unit`` that is drawn ahead, which is then overwritten.
     """
 
     std: Callable[[float], float]
     trust: str = "central"
     min_cohort: float = 1.0
     count_std: float = 0.0
-    ahead = True
+    drawn: Callable[[], Tensor] | None = None
 
     def total_std(self, bound: float, participants: float) -> float:
         """Return the std of everything that is added to the sum when ``participants`` clients take part."""
@@ -63,19 +66,17 @@ class GaussianNoise(Mechanism):
         """N(0, I) ``(size,)`` of a round: what ``noise`` multiplies with the std."""
         return gaussian(size, 1.0, stream(key, "noise", round))
 
+    def drawn_ahead(self, key: bytes, round: int, size: int) -> Self:
+        """Return the noise of one round, whose ``unit`` a thread draws from now on; its std comes with the cohort."""
+        return replace(self, drawn=in_background(lambda: self.unit(key, round, size)))
+
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the noise ``(d,)`` float32; confined to the common mask if the round has one."""
         size, std = aggregate.total.numel(), self.total_std(bound, aggregate.count)
-        unit = torch.zeros(size) if std == 0 else self.unit(key, round, size)
-        return self.scaled(unit, broadcast, aggregate, bound)
-
-    def scaled(self, unit: Tensor, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """Return the noise of a round from its ``unit``, which is overwritten: times the std, confined to the common
-        mask.
-        """
-        drawn = unit.mul_(self.total_std(bound, aggregate.count))
+        unit = torch.zeros(size) if std == 0 else self.drawn() if self.drawn else self.unit(key, round, size)
+        noise = unit.mul_(std)
         # Sound: a common mask is drawn before, and without, the round's private data.
-        return drawn if broadcast.mask is None else torch.where(broadcast.mask, drawn, torch.zeros_like(drawn))
+        return noise if broadcast.mask is None else torch.where(broadcast.mask, noise, torch.zeros_like(noise))
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
         """Return the adaptive clip's centred count with N(0, σ_b²), as the plan accounts it; distributed:

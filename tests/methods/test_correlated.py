@@ -34,7 +34,7 @@ def nothing(bound: float) -> float:
 
 def test_rows_are_those_of_one_z() -> None:
     noise = CorrelatedNoise(twice, factor=FACTOR)
-    assert noise.ahead and not noise.exact
+    assert not noise.exact
     rows = torch.stack([noise.noise(KEY, t, broadcast(t), aggregate(), 0.5) for t in range(ROUNDS)])
     z = torch.from_numpy(FACTOR.matrix) @ rows.double()
     drawn = [stream(KEY, "noise", t).standard_normal(SIZE, dtype=np.float32) for t in range(ROUNDS)]
@@ -51,8 +51,8 @@ def test_a_row_depends_on_nothing_but_key_and_round() -> None:
     assert all(torch.equal(a, b) for a, b in zip(forwards, backwards))
     assert torch.equal(noise.unit(KEY, 4, SIZE)[:100], forwards[4])
     assert not torch.equal(noise.unit(bytes(32), 4, 100), forwards[4])
-    ahead = noise.scaled(noise.unit(KEY, 4, SIZE), broadcast(4), aggregate(), 0.5)
-    assert torch.equal(ahead, noise.noise(KEY, 4, broadcast(4), aggregate(), 0.5))
+    drawn = noise.drawn_ahead(KEY, 4, SIZE).noise(KEY, 4, broadcast(4), aggregate(), 0.5)
+    assert torch.equal(drawn, noise.noise(KEY, 4, broadcast(4), aggregate(), 0.5))
 
 
 def test_masks_and_no_noise() -> None:

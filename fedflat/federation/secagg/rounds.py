@@ -240,7 +240,6 @@ class ClientsSum:
     dimension: int
     total: np.ndarray
     count: int = 0
-    divisor: None = None
 
     def of(self, draw: int) -> ClientsSum:
         """Return the sum of a cohort draw: there is one."""
