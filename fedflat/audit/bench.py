@@ -27,9 +27,9 @@ from fedflat.core.params import ClientContext
 from fedflat.core.rng import digest, stream
 from fedflat.core.types import Aggregate, Broadcast, RoundState, ServerStep, ServerView
 from fedflat.engine.client import train_client
-from fedflat.engine.job import Job
+from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.problem import LinearData, LinearProblem
-from fedflat.engine.round import RoundParts, accumulator_of, broadcast_of, finish_round, noisy_sum, select_cohort
+from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, noisy_sum, select_cohort
 
 TENSORS, ENTRIES, CLIENTS = 16, 12, 3
 """The model has 16 tensors of 12 entries and a linear head of 26; two clients are there beside the canary."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedflat.core import rounding
 from fedflat.core.checks import in_range, one_of, require, whole, wrong
+from fedflat.core.factors import Factor
 from fedflat.core.rng import NO_GENERATOR
 
 Part = Literal["all", "shared", "personal"]
@@ -414,9 +415,11 @@ class Mechanism:
     """The source of a round's noise. Each kind of noise overrides what it does in a way of its own.
 
     exact: messages are encoded as whole numbers (secure grid noise, ddgauss), and their sum itself is released.
+    factor: C of noise that rounds share; None where each has its own.
     """
 
     exact = False
+    factor: Factor | None = None
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the noise ``(d,)`` on the sum, for the L2 bound the clip reports; asked of no ``exact`` mechanism."""
@@ -448,8 +451,8 @@ class Mechanism:
         return rounding.plus(aggregate.total, self.noise(key, broadcast.round, broadcast, aggregate, bound))
 
     def row_norm(self, round: int) -> float:
-        """Return the std of a round's noise in units of the mechanism's; not 1 only where rounds share noise."""
-        return 1.0
+        """Return the std of a round's noise in units of the mechanism's: ‖row t of C⁻¹‖₂ where rounds share noise."""
+        return 1.0 if self.factor is None else float(self.factor.row_norms[round])
 
     def total_std(self, bound: float, participants: float) -> float | None:
         """Return the std of all noise on the sum when so many clients take part; None: the plan's, whoever comes."""

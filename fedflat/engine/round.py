@@ -5,7 +5,7 @@ A simulation and a federation call the same functions; only the transport differ
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,82 +14,12 @@ from torch import Tensor
 
 from fedflat.core import rounding
 from fedflat.core.cohorts import NEVER, MinSeparation, separated
-from fedflat.core.params import Layout, PersonalState
 from fedflat.core.rng import stream
-from fedflat.core.types import (
-    AVERAGE,
-    Aggregate,
-    Algorithm,
-    Average,
-    Broadcast,
-    Clip,
-    Local,
-    MaskView,
-    MeanView,
-    Mechanism,
-    Optimizer,
-    RoundInfo,
-    RoundState,
-    ServerView,
-    broadcast_by,
-)
+from fedflat.core.types import AVERAGE, Aggregate, Broadcast, MaskView, MeanView, RoundInfo, RoundState, ServerView
 from fedflat.engine.client import rate_of, steps_of
+from fedflat.engine.job import RoundParts
 from fedflat.engine.reduce import GridAccumulator, PlainSum
 from fedflat.privacy.plan import Plan
-
-
-@dataclass(frozen=True)
-class RoundParts:
-    """Hold what the server and the clients of a run agree on, the same in a simulation and a federation.
-
-    optimizer: what is public of a round's noise -> the server optimiser of that round.
-    weighted: mean weighted by sample counts; only for the non-private twins and published procedures.
-    average: what is released of the iterates; None: the last one.
-    """
-
-    algorithm: Algorithm
-    plan: Plan
-    clip: Clip
-    mechanism: Mechanism
-    optimizer: Callable[[MeanView], Optimizer]
-    local: Local
-    layout: Layout
-    weighted: bool = False
-    average: Average | None = None
-
-    def first_state(self, shared: Tensor, threshold: float) -> RoundState:
-        """Return the server before round 0."""
-        slots = {name: slot for step in self.algorithm.server for name, slot in step.initial(shared).items()}
-        return RoundState(0, shared.clone(), threshold, slots)
-
-    @property
-    def message_length(self) -> int:
-        """Entries of a client's message: k·d."""
-        return self.algorithm.vectors * self.layout.dimension
-
-    @property
-    def message_tensors(self) -> tuple[slice, ...]:
-        """The slice of each shared tensor in a message, for each of its k vectors."""
-        starts = range(0, self.message_length, self.layout.dimension)
-        return tuple(slice(at + s.start, at + s.stop) for at in starts for s in self.layout.tensors("shared"))
-
-    @property
-    def broadcast(self) -> tuple[str, ...]:
-        """The slots that every client receives, as the server steps and the server optimiser say."""
-        return broadcast_by((*self.algorithm.server, self.algorithm.optimizer))
-
-    def shortened(self, steps: int) -> "RoundParts":
-        """Return the same parts with at most ``steps`` local steps in each phase."""
-        few, method = replace(self.local, steps=min(self.local.steps, steps), epochs=None), self.algorithm
-        phases = tuple(p if p.steps is None else replace(p, steps=min(p.steps, few.steps)) for p in method.phases)
-        return replace(self, local=few, algorithm=replace(method, phases=phases))
-
-    def of_trial(self, first: Tensor) -> tuple[Broadcast, PersonalState]:
-        """Return what clients receive and keep in a round of its own from w^0, ``first (D,)``."""
-        size, threshold = self.layout.dimension, 1.0 if math.isfinite(self.clip.bound(1.0)) else math.inf
-        vectors = dict.fromkeys(self.broadcast, torch.linspace(-0.1, 0.1, size) / math.sqrt(size))  # 0 hides faults
-        return Broadcast(0, first[:size].clone(), threshold, 1.0, vectors=vectors), PersonalState(first[size:].clone())
-
 
 QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
 """What is shown of a distribution over clients: its ends, its middle, and the bands that the report draws."""

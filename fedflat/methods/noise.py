@@ -43,10 +43,6 @@ class CorrelatedNoise(GaussianNoise):
 
     factor: Factor = field(default_factory=lambda: identity(1))
 
-    def row_norm(self, round: int) -> float:
-        """‖row t of C⁻¹‖₂."""
-        return float(self.factor.row_norms[round])
-
     def unit(self, key: bytes, round: int, size: int) -> Tensor:
         """Return row t of C⁻¹Z, float32 ``(size,)``, for Z of std 1."""
         total = np.zeros(size)
@@ -71,10 +67,6 @@ class CorrelatedGridNoise(GridNoise):
     """
 
     factor: Factor = field(default_factory=lambda: identity(1))
-
-    def row_norm(self, round: int) -> float:
-        """‖row t of C⁻¹‖₂, but for rounding."""
-        return float(self.factor.row_norms[round])
 
     def grid(self, bound: float, dimension: int) -> GridGaussian:
         """Return the public grid of a round, on which Z has std 2^bits with at most ``MOST_BITS`` bits."""

@@ -19,8 +19,8 @@ from fedflat.core.checks import require, wrong
 from fedflat.core.params import Layout
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, ClientView, Clip, Local, Mechanism, Transform
+from fedflat.engine.job import RoundParts
 from fedflat.engine.reduce import Accumulator, PlainSum
-from fedflat.engine.round import RoundParts
 from fedflat.methods.published import CITED, Published, paper_of, published_plan, with_tensors
 from fedflat.pieces import clipping
 from fedflat.pieces.transforms import AddBackDirection, TopK
@@ -79,7 +79,7 @@ class SharesAccumulator(Accumulator):
 
     def _sum(self, messages: Tensor, factors: Tensor) -> None:
         # Again, for the noise: the clip's factors do not say what a message was clipped to.
-        thresholds = self.message_clip.client_thresholds(messages, self.threshold, self.tensors)
+        thresholds = self.message_clip.limits(messages, self.threshold, self.tensors)[:, 0]
         for message, factor, threshold, size in zip(messages, factors, thresholds.tolist(), self._sizes):
             # Nobody sends for a client without data, so there is no noise of its own either.
             if size == 0:
