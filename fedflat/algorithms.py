@@ -226,12 +226,9 @@ def fed_normec(alpha: float = 0.1) -> Algorithm:
     """
     alpha = in_range("algorithm.alpha", alpha, 0, open_low=True)
     return Algorithm(
-        "fed-normec",
-        transforms=(state.Residual(),),
-        server=(state.FeedbackDirection(),),
-        client_state=(ClientState(state.MEMORY, state.ClientMemory()),),
-        scale=SmoothedNormalisation(alpha),
-    )
+        "fed-normec", transforms=(state.Residual(),), server=(state.FeedbackDirection(),),
+        client_state=(ClientState(state.MEMORY, state.ClientMemory()),), scale=SmoothedNormalisation(alpha),
+    )  # fmt: skip
 
 
 def dp_fedavg_ft(finetune_steps: int | None = None, finetune_lr: float | None = None) -> Algorithm:

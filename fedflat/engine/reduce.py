@@ -216,9 +216,8 @@ class Trained:
     @classmethod
     def of(cls, clients: Sequence[int], sizes: Sequence[int], result: LocalResult) -> "Trained":
         """Return the results of a block of clients, or of one."""
-        one = result.loss.dim() == 0
-        message, personal = (result.message[None], result.personal[None]) if one else (result.message, result.personal)
-        return cls(message, sizes, clients, personal, {"train_loss": result.loss, "train_accuracy": result.accuracy})
+        facts = {"train_loss": result.loss, "train_accuracy": result.accuracy}
+        return cls(torch.atleast_2d(result.message), sizes, clients, torch.atleast_2d(result.personal), facts)
 
     def row(self, row: int) -> "Trained":
         """Return one client's part of a block, as a copy."""

@@ -20,7 +20,7 @@ from fedflat.engine import evaluate
 from fedflat.engine.device import exact
 from fedflat.engine.job import Job, MemoryLedger, OnRound, Outcome, Record, RoundResult, Start, charge_remaining_rounds
 from fedflat.engine.reduce import RoundSum
-from fedflat.engine.resume import charge_drawn, first_start, ledger_mark, note_software, resume_run, update_plan
+from fedflat.engine.resume import charge_drawn, first_start, note_software, resume_run, update_plan
 from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger
 from fedflat.records import checkpoint, keys
@@ -65,7 +65,8 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
             history.append(released)
             private.append(hidden)
             if job.folder is not None:
-                saved = _save(job, state, heads, released, hidden, ledger_mark(ledger))
+                mark = {"events": len(ledger.entries), "tip": ledger.tip(len(ledger.entries))}
+                saved = _save(job, state, heads, released, hidden, mark)
             if on_round is None:
                 continue
             after = RoundResult(state, hidden, functools.partial(final_module, job, Start(state, heads, [], [])))

@@ -188,13 +188,10 @@ def mechanism_of(recipe: Recipe, plan: Plan) -> Mechanism:
     if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.kind != "independent":
         factor = plan.mechanism.factor
         # Without noise there is no grid to take it from.
-        if secure and plan.event_multiplier > 0:
-            return CorrelatedGridNoise(plan.std, factor=factor)
-        return CorrelatedNoise(plan.std, factor=factor)
-    count = plan.count_std or 0.0
-    if secure and plan.effective_multiplier > 0:
-        return GridNoise(plan.std, plan.trust, count)
-    return GaussianNoise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor), count)
+        correlated = CorrelatedGridNoise if secure and plan.event_multiplier > 0 else CorrelatedNoise
+        return correlated(plan.std, factor=factor)
+    noise = GridNoise if secure and plan.effective_multiplier > 0 else GaussianNoise
+    return noise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor), plan.count_std or 0.0)
 
 
 def mixed_by(plan: Plan) -> str:

@@ -23,6 +23,7 @@ from fedflat.engine.job import RoundParts
 from fedflat.engine.reduce import Accumulator, PlainSum
 from fedflat.methods.published import CITED, Published, paper_of, published_plan, with_tensors
 from fedflat.pieces import clipping
+from fedflat.pieces.mechanisms import GaussianNoise
 from fedflat.pieces.transforms import AddBackDirection, TopK
 from fedflat.privacy.plan import Plan
 
@@ -126,19 +127,14 @@ class RealisedSum(PlainSum):
         return replace(super().result(), divisor=float(max(len(self._present), 1)))
 
 
-@dataclass(frozen=True)
-class RealisedMean(Mechanism):
+class RealisedMean(GaussianNoise):
     """Cheng et al. 2022: shares of σ²C²/|P_t| of the realised cohort, σ²C² on the sum in all, the realised divisor."""
-
-    real: Mechanism
 
     def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
         """Return the sum of a round."""
         return RealisedSum(clip, broadcast.clip, tensors, tensors[-1].stop)
 
-    def noise(self, *arguments: Any) -> Tensor:
-        """Return all shares at once, in law."""
-        return self.real.noise(*arguments)
+    noisy_count = Mechanism.noisy_count  # its procedure has one constant clip
 
 
 # ---------------------------------------------------------------------------------------------------- from a recipe
@@ -201,7 +197,7 @@ def parts_of(parts: RoundParts, account: Published) -> RoundParts:
     """Return the same parts with the paper's own order of clip, noise and mask, its weights and its denominator."""
     plan = with_tensors(parts.plan, parts.layout.shared)
     if account.paper == "004":
-        return replace(parts, plan=plan, mechanism=RealisedMean(parts.mechanism))
+        return replace(parts, plan=plan, mechanism=RealisedMean(plan.std))
     method, mask = parts.algorithm, None
     if 3 in account.items:
         mask = next((t for t in method.transforms if isinstance(t, TopK)), None)

@@ -41,26 +41,36 @@ def gaussian(size: int, std: float, generator: np.random.Generator) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GaussianNoise(Mechanism):
-    """Gaussian noise on the sum, drawn once from the noise key's stream of the round.
+class _OnTheSum(Mechanism):
+    """What plain and secure Gaussian noise have in common.
 
     std: the plan's function from the clip's bound C to the std of the noise. trust: in law the same total as the
     parties of the trust model add together — central: the server adds N(0, std²); distributed: each of n
     participants adds N(0, std²/min_cohort), n/min_cohort·std² in total; local: each of n adds N(0, std²), n·std² in
     total. min_cohort: the minimum cohort. count_std: σ_b of the adaptive clip's count, 0 if there is none.
-    drawn: waits for the one round's ``unit`` that is drawn ahead, which is then overwritten.
     """
 
     std: Callable[[float], float]
     trust: str = "central"
     min_cohort: float = 1.0
     count_std: float = 0.0
-    drawn: Callable[[], Tensor] | None = None
 
     def total_std(self, bound: float, participants: float) -> float:
-        """Return the std of everything that is added to the sum when ``participants`` clients take part."""
+        """Return the std of everything that is added to the sum when ``participants`` clients take part, but for what
+        is rounded to a grid.
+        """
         shares = {"central": 1.0, "distributed": participants / self.min_cohort, "local": participants}[self.trust]
         return self.std(bound) * math.sqrt(shares)
+
+
+@dataclass(frozen=True)
+class GaussianNoise(_OnTheSum):
+    """Gaussian noise on the sum, drawn once from the noise key's stream of the round.
+
+    drawn: waits for the one round's ``unit`` that is drawn ahead, which is then overwritten.
+    """
+
+    drawn: Callable[[], Tensor] | None = None
 
     def unit(self, key: bytes, round: int, size: int) -> Tensor:
         """N(0, I) ``(size,)`` of a round: what ``noise`` multiplies with the std."""
@@ -173,23 +183,13 @@ class GridGaussian:
 
 
 @dataclass(frozen=True)
-class GridNoise(Mechanism):
+class GridNoise(_OnTheSum):
     """`privacy.secure_rng: true` for central and local trust: whole-number sums, exact rounded Gaussian noise.
 
-    std, trust and count_std as in `GaussianNoise`: the plan's std function, and σ_b of the adaptive clip's count. Under
-    local trust every one of the n messages carries its own noise, so that n independent draws are added.
+    Under local trust every one of the n messages carries its own noise, so that n independent draws are added.
     """
 
-    std: Callable[[float], float]
-    trust: str = "central"
-    count_std: float = 0.0
     exact = True
-
-    def total_std(self, bound: float, participants: float) -> float:
-        """Return the std of everything that is added to the sum when ``participants`` clients take part, but for its
-        rounding.
-        """
-        return self.std(bound) * (math.sqrt(participants) if self.trust == "local" else 1.0)
 
     def grid(self, bound: float, dimension: int) -> GridGaussian:
         """Return the public grid of a round whose messages have norm ≤ ``bound``."""
