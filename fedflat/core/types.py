@@ -414,15 +414,13 @@ Encode = Callable[[Tensor], np.ndarray]
 class Mechanism:
     """The source of a round's noise. Each kind of noise overrides what it does in a way of its own.
 
-    exact: messages are encoded as whole numbers (secure grid noise, ddgauss), and their sum itself is released.
     factor: C of noise that rounds share; None where each has its own.
     """
 
-    exact = False
     factor: Factor | None = None
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """Return the noise ``(d,)`` on the sum, for the L2 bound the clip reports; asked of no ``exact`` mechanism."""
+        """Return the noise ``(d,)`` on the sum, for the L2 bound that the clip reports; none has an ``encoder``."""
         raise NotImplementedError
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
@@ -436,11 +434,12 @@ class Mechanism:
         """
         return None
 
-    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> tuple[Encode, float | None]:
-        """Return what makes whole numbers of one round's messages ``(n, size)``, and what one is in the update's units;
-        None where only the plain clipped sum is readable.
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> tuple[Encode, float | None] | None:
+        """Return what makes whole numbers of one round's messages ``(n, size)``, whose sum is released itself (secure
+        grid noise, ddgauss), and what one is in the update's units, None where only the plain clipped sum is readable.
+        None for noise on a plain sum.
         """
-        raise NotImplementedError
+        return None
 
     def drawn_ahead(self, key: bytes, round: int, size: int) -> "Mechanism":
         """Return the noise of one round, for ``(size,)``: what of it needs nobody's data may be drawn from now on."""

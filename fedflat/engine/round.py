@@ -53,8 +53,8 @@ def accumulator_of(parts: RoundParts, broadcast: Broadcast, key: bytes) -> Any:
     tensors, size = parts.message_tensors, parts.message_length
     if (accumulator := parts.mechanism.accumulator(parts.clip, broadcast, tensors, key)) is not None:
         return accumulator
-    if parts.mechanism.exact:
-        encoder = parts.mechanism.encoder(key, broadcast, parts.clip.bound(broadcast.clip), size)
+    encoder = parts.mechanism.encoder(key, broadcast, parts.clip.bound(broadcast.clip), size)
+    if encoder is not None:
         return GridAccumulator(encoder, parts.clip, broadcast.clip, tensors, size)
     return PlainSum(parts.clip, broadcast.clip, tensors, size, parts.weighted)
 
@@ -163,14 +163,14 @@ def _aborted(
 ) -> tuple[RoundState, RoundInfo]:
     """Release nothing: too few honest shares, or more than the top-up has room for; the charge stays."""
     public = {"round": state.round, "clip": broadcast.clip, "aborted": True}
-    hidden = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
     after = _averaged(parts, replace(state, round=state.round + 1))
-    return after, RoundInfo(released=public, private=hidden)
+    return after, RoundInfo(released=public, private=_of_the_cohort(aggregate))
 
 
-def _malformed(aggregate: Aggregate) -> dict[str, int]:
-    """Return how many messages counted as zero because they were not finite, or of another shape; nothing if none."""
-    return {MALFORMED: count} if (count := int((~torch.isfinite(aggregate.norms)).sum())) else {}
+def _of_the_cohort(aggregate: Aggregate) -> dict[str, Any]:
+    """Return the cohort's size and figures, and how many messages were not finite, or of another shape, if any were."""
+    malformed = int((~torch.isfinite(aggregate.norms)).sum())
+    return {"cohort": aggregate.count, **aggregate.stats, **({MALFORMED: malformed} if malformed else {})}
 
 
 def _private_facts(aggregate: Aggregate, noise_norm: float) -> dict[str, Any]:
@@ -181,8 +181,7 @@ def _private_facts(aggregate: Aggregate, noise_norm: float) -> dict[str, Any]:
     """
     norms, factors = aggregate.norms, aggregate.factors
     ratio = float(rounding.norm(aggregate.total)) / noise_norm if noise_norm > 0 else None
-    facts: dict[str, Any] = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
-    facts |= {"noise_norm": noise_norm, "signal_to_noise": ratio}
+    facts = _of_the_cohort(aggregate) | {"noise_norm": noise_norm, "signal_to_noise": ratio}
     finite = norms[torch.isfinite(norms)]
     if finite.numel():
         points = torch.quantile(finite, torch.tensor(list(QUANTILES.values()), dtype=finite.dtype))

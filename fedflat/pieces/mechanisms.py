@@ -189,8 +189,6 @@ class GridNoise(_OnTheSum):
     Under local trust every one of the n messages carries its own noise, so that n independent draws are added.
     """
 
-    exact = True
-
     def grid(self, bound: float, dimension: int) -> GridGaussian:
         """Return the public grid of a round whose messages have norm ≤ ``bound``."""
         return GridGaussian(bound, self.std(bound), dimension)

@@ -34,7 +34,7 @@ def nothing(bound: float) -> float:
 
 def test_rows_are_those_of_one_z() -> None:
     noise = CorrelatedNoise(twice, factor=FACTOR)
-    assert not noise.exact
+    assert noise.encoder(KEY, broadcast(), 0.5, SIZE) is None
     rows = torch.stack([noise.noise(KEY, t, broadcast(t), aggregate(), 0.5) for t in range(ROUNDS)])
     z = torch.from_numpy(FACTOR.matrix) @ rows.double()
     drawn = [stream(KEY, "noise", t).standard_normal(SIZE, dtype=np.float32) for t in range(ROUNDS)]
@@ -69,7 +69,6 @@ def test_grid_release_is_a_function_of_the_continuous_mechanism(kind: str) -> No
     """R from X and the draws is R from ⌊2¹⁶(CX + Z)⌉ alone, in whole numbers, over several chunks."""
     factor = factor_for(kind, ROUNDS, 3)
     noise, size = CorrelatedGridNoise(twice, factor=factor), CHUNK + 5
-    assert noise.exact
     grid = noise.grid(0.5, size)
     assert grid.log2_std <= MOST_BITS
     x = np.random.default_rng(0).integers(-(10**6), 10**6, size=(ROUNDS, size))
