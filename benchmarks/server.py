@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,15 +40,14 @@ def _one(inputs: int, outputs: int) -> dict[str, Any]:
     add = _seconds(lambda: accumulator.add(update, [1]))
     aggregate = accumulator.result()
     unit = parts.mechanism.unit(job.key, 0, size)  # type: ignore[attr-defined]
+    drawn = replace(parts, mechanism=replace(parts.mechanism, drawn=lambda: unit))  # type: ignore[type-var, call-arg]
     with tempfile.TemporaryDirectory() as place:
         saved = _seconds(lambda: checkpoint.save(Path(place), state, PersonalState(torch.zeros(0)), {}), 2)
     other = torch.empty(size)
     return {
         "d": size,
         "noise": _seconds(lambda: parts.mechanism.unit(job.key, 0, size)),  # type: ignore[attr-defined]
-        "rest": _seconds(
-            lambda: finish_round(parts, state, broadcast, aggregate, job.key, lambda line: None, unit=lambda: unit)
-        ),
+        "rest": _seconds(lambda: finish_round(drawn, state, broadcast, aggregate, job.key, lambda line: None)),
         "add": add,
         "checkpoint": saved,
         "copy": _seconds(lambda: other.copy_(job.initial_weights)),

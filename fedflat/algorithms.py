@@ -7,7 +7,6 @@ method of your own is one more such function in a file of yours: ``algorithm: {n
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.types import Algorithm, ClientState, Factory, Phase
@@ -90,7 +89,7 @@ def fed_smp_randk(keep: float = 0.4, rescale: bool = False) -> Algorithm:
     >>> fed_smp_randk(keep=0.25).mask
     RandomMask(keep=0.25)
     """
-    return Algorithm("fed-smp-randk", mask=random_mask(keep), transforms=_rescaled(keep, rescale))
+    return Algorithm("fed-smp-randk", mask=random_mask(keep), transforms=(Rescale(1 / keep),) if rescale else ())
 
 
 def fed_smp_topk(
@@ -106,17 +105,8 @@ def fed_smp_topk(
     >>> fed_smp_topk(keep=0.25, explore=0.1).mask
     TopMask(keep=0.25, explore=0.1)
     """
-    return Algorithm(
-        "fed-smp-topk",
-        mask=top_mask(keep, explore),
-        transforms=_rescaled(keep, rescale),
-        server=(server.KeepInitial(),),
-        options={"public": public},
-    )
-
-
-def _rescaled(keep: float, wanted: bool) -> tuple[Any, ...]:
-    return (Rescale(1 / keep),) if wanted else ()
+    method, steps = fed_smp_randk(keep, rescale), (server.KeepInitial(),)
+    return replace(method, name="fed-smp-topk", mask=top_mask(keep, explore), server=steps, options={"public": public})
 
 
 def dp_fedsam(rho: float = 0.5, adaptive: bool = False) -> Algorithm:
@@ -175,7 +165,11 @@ def dp_fedpgn(rho: float = 0.2, beta: float = 0.3) -> Algorithm:
     >>> dp_fedpgn(beta=0.5).phases[0].rule
     Pgn(rho=0.2, beta=0.5)
     """
-    return _pgn("dp-fedpgn", rho, beta, None)
+    return Algorithm(
+        "dp-fedpgn", phases=(Phase(rule=pgn(rho, beta)),), transforms=(AddBackDirection(beta),),
+        server=(server.PgnDirection(beta),), momentum=0.0,
+        fixed_momentum="the message re-adds (1−β)·K·η·g̃, which is exact only without local momentum",
+    )  # fmt: skip
 
 
 def dp_fedpgn_ls(rho: float = 0.2, beta: float = 0.3, smoothing: float = 0.01, scope: str = "tensor") -> Algorithm:
@@ -184,18 +178,8 @@ def dp_fedpgn_ls(rho: float = 0.2, beta: float = 0.3, smoothing: float = 0.01, s
     >>> dp_fedpgn_ls(smoothing=0.1).server[0].smoothing
     LaplacianSmoothing(smoothing=0.1, scope='tensor')
     """
-    return _pgn("dp-fedpgn-ls", rho, beta, server.laplacian_smoothing(smoothing, scope))
-
-
-def _pgn(name: str, rho: float, beta: float, smoothing: server.LaplacianSmoothing | None) -> Algorithm:
-    return Algorithm(
-        name,
-        phases=(Phase(rule=pgn(rho, beta)),),
-        transforms=(AddBackDirection(beta),),
-        server=(server.PgnDirection(beta, smoothing),),
-        momentum=0.0,
-        fixed_momentum="the message re-adds (1−β)·K·η·g̃, which is exact only without local momentum",
-    )
+    step = server.PgnDirection(beta, server.laplacian_smoothing(smoothing, scope))
+    return replace(dp_fedpgn(rho, beta), name="dp-fedpgn-ls", server=(step,))
 
 
 def dp_scaffold(scale: float = 1.0) -> Algorithm:
@@ -242,12 +226,9 @@ def fed_normec(alpha: float = 0.1) -> Algorithm:
     """
     alpha = in_range("algorithm.alpha", alpha, 0, open_low=True)
     return Algorithm(
-        "fed-normec",
-        transforms=(state.Residual(),),
-        server=(state.FeedbackDirection(),),
-        client_state=(ClientState(state.MEMORY, state.ClientMemory()),),
-        scale=SmoothedNormalisation(alpha),
-    )
+        "fed-normec", transforms=(state.Residual(),), server=(state.FeedbackDirection(),),
+        client_state=(ClientState(state.MEMORY, state.ClientMemory()),), scale=SmoothedNormalisation(alpha),
+    )  # fmt: skip
 
 
 def dp_fedavg_ft(finetune_steps: int | None = None, finetune_lr: float | None = None) -> Algorithm:
@@ -290,7 +271,12 @@ def centaur(
     >>> [phase.part for phase in centaur().phases]
     ['personal', 'shared']
     """
-    return _partial("centaur", None, head, head_steps, head_lr)
+    if head_steps is not None:
+        whole("algorithm.head_steps", head_steps, 0)
+    in_range("algorithm.head_lr", head_lr, 0)
+    personal = Phase(part="personal", steps=head_steps, lr=head_lr)
+    patterns = () if head is None else ((head,) if isinstance(head, str) else tuple(head))
+    return Algorithm("centaur", phases=(personal, Phase(part="shared")), head=patterns)
 
 
 def dp2_fedsam(
@@ -303,7 +289,8 @@ def dp2_fedsam(
     >>> dp2_fedsam(head="classifier.*").head
     ('classifier.*',)
     """
-    return _partial("dp2-fedsam", rho, head, head_steps, head_lr)
+    method, shared = centaur(head, head_steps, head_lr), Phase(part="shared", rule=sam(rho))
+    return replace(method, name="dp2-fedsam", phases=(method.phases[0], shared))
 
 
 def p_fedsam(
@@ -314,18 +301,7 @@ def p_fedsam(
     >>> p_fedsam().private
     False
     """
-    return replace(_partial("p-fedsam", rho, head, head_steps, head_lr), private=False)
-
-
-def _partial(
-    name: str, rho: float | None, head: str | Sequence[str] | None, head_steps: int | None, head_lr: float
-) -> Algorithm:
-    if head_steps is not None:
-        whole("algorithm.head_steps", head_steps, 0)
-    in_range("algorithm.head_lr", head_lr, 0)
-    patterns = () if head is None else ((head,) if isinstance(head, str) else tuple(head))
-    shared = Phase(part="shared", rule=None if rho is None else sam(rho))
-    return Algorithm(name, phases=(Phase(part="personal", steps=head_steps, lr=head_lr), shared), head=patterns)
+    return replace(dp2_fedsam(rho, head, head_steps, head_lr), name="p-fedsam", private=False)
 
 
 def ae_dpfl(

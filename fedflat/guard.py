@@ -21,7 +21,8 @@ from fedflat.core.checks import RunError, in_range, require, turning, whole, wro
 from fedflat.core.params import Layout
 from fedflat.core.rng import digest, fresh_key
 from fedflat.core.types import Algorithm, Local, Mechanism, RoundState
-from fedflat.engine.round import RoundParts, accumulator_of, broadcast_of, finish_round, select_cohort
+from fedflat.engine.job import RoundParts
+from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, select_cohort
 from fedflat.pieces.clipping import whole_vector
 from fedflat.pieces.mechanisms import GaussianNoise, GridNoise
 from fedflat.privacy.ledger import RUN, Ledger

@@ -81,7 +81,7 @@ def test_weights_multiply_signal_and_noise_and_divide_by_the_realised_sum() -> N
     given, sizes = messages(2), [1, 9]
     plain = [summed(shares(), given[i : i + 1], [5]) for i in range(2)]
     both = summed(shares(weighted=True), given, sizes)
-    assert both.divisor == 10 and plain[0].divisor is None
+    assert both.result().divisor == 10 and plain[0].result().divisor is None
     assert torch.allclose(both.total, plain[0].total + 9 * plain[1].total)
     assert torch.allclose(summed(shares(weighted=True), given[:1], [4]).noise, 4 * plain[0].noise)
 
@@ -184,14 +184,14 @@ def test_the_realised_denominator_of_004() -> None:
     shared = made.initial_weights.clone()
     broadcast = Broadcast(0, shared, 0.2, 1.0)
     accumulator = accumulator_of(made.parts, broadcast, KEY)
-    assert accumulator.divisor == 1.0
+    assert accumulator.result().divisor == 1.0
     accumulator.add(torch.zeros(3, shared.numel()), [5, 5, 0])
-    assert accumulator.divisor == 3.0
     aggregate = accumulator.result()
+    assert aggregate.divisor == 3.0
     noise = noisy_sum(made.parts, broadcast, aggregate, KEY)
     assert float(noise.std()) == pytest.approx(0.95 * 0.2, rel=0.1)
     state = made.parts.first_state(shared, 0.2)
-    new, _ = finish_round(made.parts, state, broadcast, aggregate, KEY, lambda line: None, divisor=accumulator.divisor)
+    new, _ = finish_round(made.parts, state, broadcast, aggregate, KEY, lambda line: None)
     assert torch.allclose(new.shared - shared, (noise / 3).float(), atol=1e-6)
 
 

@@ -34,9 +34,8 @@ from fedflat.data.sources import public_training
 from fedflat.engine import device as place
 from fedflat.engine.device import device_for, exact, placed
 from fedflat.engine.evaluate import outputs_of
-from fedflat.engine.job import Evaluation, Job, Metric
+from fedflat.engine.job import Evaluation, Job, Metric, RoundParts
 from fedflat.engine.problem import ModuleProblem, refuse_change
-from fedflat.engine.round import RoundParts
 from fedflat.methods import noise as noising
 from fedflat.methods import shares, votes
 from fedflat.methods.published import Published

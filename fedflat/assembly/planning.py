@@ -29,8 +29,8 @@ from fedflat.core.params import layout_of
 from fedflat.core.process import using_threads
 from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData, made_rows
-from fedflat.engine.job import Job
-from fedflat.engine.round import RoundParts, broadcast_of, mean_view
+from fedflat.engine.job import Job, RoundParts
+from fedflat.engine.round import broadcast_of, mean_view
 from fedflat.methods import noise as noising
 from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS, noise_in_model
 from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan

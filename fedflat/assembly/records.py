@@ -18,10 +18,9 @@ from fedflat.core.durable import digest_of_json, write_tensors
 from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout
 from fedflat.core.types import MOMENTUM, Algorithm
-from fedflat.engine.job import Job
+from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Backend
-from fedflat.engine.round import RoundParts
 from fedflat.methods.published import Published
 from fedflat.models.representation import FILE, Representation
 from fedflat.records.opening import Identity, software, versions

@@ -27,9 +27,9 @@ from fedflat.core.params import ClientContext
 from fedflat.core.rng import digest, stream
 from fedflat.core.types import Aggregate, Broadcast, RoundState, ServerStep, ServerView
 from fedflat.engine.client import train_client
-from fedflat.engine.job import Job
+from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.problem import LinearData, LinearProblem
-from fedflat.engine.round import RoundParts, accumulator_of, broadcast_of, finish_round, noisy_sum, select_cohort
+from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, noisy_sum, select_cohort
 
 TENSORS, ENTRIES, CLIENTS = 16, 12, 3
 """The model has 16 tensors of 12 entries and a linear head of 26; two clients are there beside the canary."""
@@ -89,11 +89,10 @@ class Client:
 
 @dataclass(frozen=True)
 class World:
-    """What the server holds before noise: the round's broadcast, the aggregate and the accumulator's own divisor."""
+    """What the server holds before noise: the round's broadcast and the aggregate."""
 
     broadcast: Broadcast
     aggregate: Aggregate
-    divisor: float | None
 
 
 def bench_of(name: str, options: Mapping[str, Any] | None = None, sections: Mapping[str, Any] | None = None) -> Bench:
@@ -178,7 +177,7 @@ class Neighbours:
         for client in select_cohort(parts, key, state.round).tolist():
             if (chosen := canary if client == CLIENTS - 1 else self.others) is not None:
                 accumulator.add(self.bench.messages(broadcast, chosen.update)[None], [chosen.size])
-        return World(broadcast, accumulator.result(), accumulator.divisor)
+        return World(broadcast, accumulator.result())
 
 
 def run_key(seed: int, purpose: str, number: int) -> bytes:
@@ -204,7 +203,7 @@ def single(neighbours: Neighbours, present: bool, key: bytes, world: World | Non
     already."""
     bench = neighbours.bench
     held = neighbours.world(present, key) if world is None else world
-    new, _ = finish_round(bench.parts, bench.state, held.broadcast, held.aggregate, key, _ignore, divisor=held.divisor)
+    new, _ = finish_round(bench.parts, bench.state, held.broadcast, held.aggregate, key, _ignore)
     return released(bench, new)[0]
 
 
@@ -220,7 +219,7 @@ def side_by_side(neighbours: Neighbours, world: World, key: bytes, copies: int) 
     state = replace(bench.state, shared=bench.state.shared.repeat(copies), slots=slots)
     broadcast = replace(world.broadcast, shared=state.shared, mask=None if mask is None else mask.repeat(copies))
     aggregate = replace(world.aggregate, total=world.aggregate.total.repeat(copies))
-    new, _ = finish_round(parts, state, broadcast, aggregate, key, _ignore, divisor=world.divisor)
+    new, _ = finish_round(parts, state, broadcast, aggregate, key, _ignore)
     return released(bench, new, copies)
 
 

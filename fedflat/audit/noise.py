@@ -27,8 +27,8 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.process import using_threads
 from fedflat.core.rng import digest
 from fedflat.data.clients import FederatedData
-from fedflat.engine.job import Job
-from fedflat.engine.round import RoundParts, broadcast_of
+from fedflat.engine.job import Job, RoundParts
+from fedflat.engine.round import broadcast_of
 from fedflat.engine.train import train
 
 ROUNDS = 3
@@ -139,7 +139,7 @@ def _plan(parts: RoundParts, lines: Sequence[dict[str, Any]]) -> tuple[Floats, F
     source, count = parts.mechanism, len(lines)
     std = source.total_std(float(lines[0]["clip"]), CLIENTS)
     base = [line["std"] if std is None else std for line in lines]
-    if not hasattr(source, "factor"):
+    if source.factor is None:
         return np.array(base), np.eye(count)
     rows = np.asarray(source.factor.inverse, dtype=np.float64)[:count]
     lengths = np.linalg.norm(rows, axis=1)

@@ -30,8 +30,7 @@ from fedflat.core.rng import stream
 from fedflat.core.types import Algorithm, RoundState, ServerView
 from fedflat.data.clients import FederatedData
 from fedflat.engine.isolated import packaged
-from fedflat.engine.job import Job, Outcome
-from fedflat.engine.round import RoundParts
+from fedflat.engine.job import Job, Outcome, RoundParts
 from fedflat.engine.train import train
 from fedflat.simulation import run as simulation
 

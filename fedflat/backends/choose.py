@@ -20,6 +20,7 @@ from fedflat.backends.workers import Workers, portable
 from fedflat.core.checks import one_of, require, wrong
 from fedflat.core.held import own_rule
 from fedflat.core.imports import missing
+from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
 from fedflat.core.rng import stream
 from fedflat.core.types import Broadcast, Local
@@ -28,10 +29,10 @@ from fedflat.engine.batches import width_of
 from fedflat.engine.device import CPU, PROCESSES, TINY, TOLERANCE, placed
 from fedflat.engine.factored import Factored, LowRankProblem
 from fedflat.engine.isolated import Isolated, Refused, isolated, pieces_of
+from fedflat.engine.job import RoundParts
 from fedflat.engine.mlp import DenseProblem, Linear, layers_of
 from fedflat.engine.problem import BlockProblem, ModuleProblem
 from fedflat.engine.reduce import Backend, PlainSum, RoundSum
-from fedflat.engine.round import RoundParts
 
 BACKENDS = ("auto", "sequential", "vectorized", "vectorized-fp32", "lowrank", "workers", "ray")
 FLOAT32 = ("vectorized-fp32", "lowrank")
@@ -298,7 +299,7 @@ def _lanes(makers: _Makers, blocks: Vectorized) -> int | None:
     def bits(order: np.ndarray) -> list[torch.Tensor]:
         sums = list[torch.Tensor]()
         for share in AWAY:
-            broadcast, heads = parts.of_trial(weights + share * away)
+            broadcast, heads = trial_round(parts, weights + share * away)
             with _Bits(len(order)) as seen:
                 message = trial.trained(order, broadcast, heads).message
                 if isinstance(message, Factored):
@@ -333,10 +334,17 @@ def made_up(data: FederatedData, local: Local, clients: int) -> FederatedData:
 
 def sum_of(backend: Backend, parts: RoundParts, first: torch.Tensor, clients: np.ndarray) -> torch.Tensor:
     """Return the clipped sum ``(d,)`` of some clients' messages from w^0, as in a round of its own."""
-    broadcast, heads = parts.of_trial(first)
+    broadcast, heads = trial_round(parts, first)
     sink = empty_sum(parts, broadcast)
     RoundSum(parts.algorithm, parts.local, broadcast, sink, heads).add_cohort(backend, clients)
     return sink.total
+
+
+def trial_round(parts: RoundParts, first: torch.Tensor) -> tuple[Broadcast, PersonalState]:
+    """Return what clients receive and keep in a round of its own from w^0, ``first (D,)``."""
+    size, threshold = parts.layout.dimension, 1.0 if math.isfinite(parts.clip.bound(1.0)) else math.inf
+    vectors = dict.fromkeys(parts.broadcast, torch.linspace(-0.1, 0.1, size) / math.sqrt(size))  # 0 hides faults
+    return Broadcast(0, first[:size].clone(), threshold, 1.0, vectors=vectors), PersonalState(first[size:].clone())
 
 
 def empty_sum(parts: RoundParts, broadcast: Broadcast) -> PlainSum:

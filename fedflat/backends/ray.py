@@ -60,8 +60,6 @@ class RayTasks:
     block: int | None = None
     name: str = "ray"
     _session: str = field(default="", repr=False)
-    _run: Any = field(default=None, repr=False)
-    _task: Any = field(default=None, repr=False)
 
     def train(self, cohort: np.ndarray, broadcast: Broadcast, kept: PersonalState, clipped: Clipped) -> Iterator[Part]:
         """Train each client of the cohort in some task, and yield the results in client order."""
@@ -212,19 +210,7 @@ def _view(array: np.ndarray, order: list[int]) -> Tensor:
         return torch.from_numpy(array).permute(order)
 
 
-def connect(processes: int) -> str:
-    """Return the name of the session in use: one the caller has opened, the cluster at ``RAY_ADDRESS``, or a local one.
-
-    processes: CPUs of a session that is started here; it stays for later runs. Recent versions of Ray guard it with a
-    token (``~/.ray/auth_token``). Raises RunError, one line, where no session comes about.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts: it would report to its makers
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a warning about GPUs, which no task asks for
-    import ray
-
-    if ray.is_initialized():
-        return _name(ray)
-    address = os.environ.get("RAY_ADDRESS", "")
+def _begin(ray: Any, address: str, processes: int) -> None:
     local = {"address": "local", "num_cpus": processes, "include_dashboard": False}
     place = local if address in ("", "local") else {"address": address}
     before = signal.getsignal(signal.SIGTERM)  # Ray takes it over
@@ -236,10 +222,19 @@ def connect(processes: int) -> str:
     finally:
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
-    return _name(ray)
 
 
-def _name(ray: Any) -> str:
-    """Return a session's name: another one after every ``ray.init``, whoever called it."""
-    context = ray.get_runtime_context()
+def connect(processes: int) -> str:
+    """Return the name of the session in use: one the caller has opened, the cluster at ``RAY_ADDRESS``, or a local one.
+
+    processes: CPUs of a session that is started here; it stays for later runs. Recent versions of Ray guard it with a
+    token (``~/.ray/auth_token``). Raises RunError, one line, where no session comes about.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts: it would report to its makers
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a warning about GPUs, which no task asks for
+    import ray
+
+    if not ray.is_initialized():
+        _begin(ray, os.environ.get("RAY_ADDRESS", ""), processes)
+    context = ray.get_runtime_context()  # another one after every ``ray.init``, whoever called it
     return f"{context.get_node_id()} {context.get_job_id()}"

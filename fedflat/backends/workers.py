@@ -28,7 +28,6 @@ from fedflat.core.imports import Made, load_files, user_files
 from fedflat.core.params import PersonalState, slices_of
 from fedflat.core.process import how_it_ended, leave_to_parent
 from fedflat.core.types import Algorithm, Broadcast
-from fedflat.data.clients import FederatedData
 from fedflat.engine.client import LocalResult
 from fedflat.engine.device import keep_freed_memory
 from fedflat.engine.problem import ModuleProblem
@@ -64,7 +63,9 @@ class Workers:
         self.slots = torch.zeros(slots, self.spans[-1].stop).share_memory_()
         self.shared = torch.zeros(2 + vectors, layout.dimension).share_memory_()
         self.free = list(range(slots))
-        shared_inner = replace(inner, data=_share(inner.data), problem=_unbound(inner.problem))
+        inputs, targets = (side.clone().share_memory_() for side in (inner.data.inputs, inner.data.targets))
+        data = replace(inner.data, inputs=inputs, targets=targets, test_inputs=None, test_targets=None)
+        shared_inner = replace(inner, data=data, problem=_unbound(inner.problem))
         files = Made(load_files, user_files())  # before all else that is unpacked there
         common = (files, shared_inner, self.tasks, self.answers, self.slots, self.shared)
         with _worker_environment(), _without_main():
@@ -142,12 +143,6 @@ def spans_of(inner: Sequential) -> tuple[slice, ...]:
     layout, method = inner.problem.layout, inner.algorithm
     sizes = method.vectors * layout.dimension, layout.size - layout.dimension
     return slices_of([*sizes, *(layout.dimension for _ in method.client_state)])
-
-
-def _share(data: FederatedData) -> FederatedData:
-    """Return the federation with its training tensors in shared memory (layout kept) and without test data."""
-    inputs, targets = (side.clone().share_memory_() for side in (data.inputs, data.targets))
-    return replace(data, inputs=inputs, targets=targets, test_inputs=None, test_targets=None)
 
 
 def _unbound(problem: ModuleProblem, uncopied: Iterable[Tensor] = ()) -> ModuleProblem:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedflat.core import rounding
 from fedflat.core.checks import in_range, one_of, require, whole, wrong
+from fedflat.core.factors import Factor
 from fedflat.core.rng import NO_GENERATOR
 
 Part = Literal["all", "shared", "personal"]
@@ -393,6 +394,7 @@ class Aggregate:
     total: ``(d,)`` float64-accumulated sum of clipped messages. bits: Σ(b_i − ½), b_i = 1[‖Δ_i‖ ≤ C] (adaptive clip).
     norms: L2 norm of each message before the clip, in client order. factors: what each message was multiplied by.
     exact: the whole-number sum of a mechanism that encodes messages on a grid, int64; None for a plain sum.
+    divisor: of the non-private sample-weighted mean and of published procedures; None: the plan's public constant m.
     """
 
     total: Tensor
@@ -402,6 +404,7 @@ class Aggregate:
     factors: Tensor
     stats: Mapping[str, float] = field(default_factory=dict)
     exact: np.ndarray | None = None
+    divisor: float | None = None
 
 
 Encode = Callable[[Tensor], np.ndarray]
@@ -411,15 +414,13 @@ Encode = Callable[[Tensor], np.ndarray]
 class Mechanism:
     """The source of a round's noise. Each kind of noise overrides what it does in a way of its own.
 
-    exact: messages are encoded as whole numbers (secure grid noise, ddgauss), and their sum itself is released.
-    ahead: the noise can be drawn before the cohort is known; ``noise`` then is ``scaled`` of ``unit``.
+    factor: C of noise that rounds share; None where each has its own.
     """
 
-    exact = False
-    ahead = False
+    factor: Factor | None = None
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """Return the noise ``(d,)`` on the sum, for the L2 bound the clip reports; asked of no ``exact`` mechanism."""
+        """Return the noise ``(d,)`` on the sum, for the L2 bound that the clip reports; none has an ``encoder``."""
         raise NotImplementedError
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
@@ -433,27 +434,24 @@ class Mechanism:
         """
         return None
 
-    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> tuple[Encode, float | None]:
-        """Return what makes whole numbers of one round's messages ``(n, size)``, and what one is in the update's units;
-        None where only the plain clipped sum is readable.
+    def encoder(self, key: bytes, broadcast: Broadcast, bound: float, size: int) -> tuple[Encode, float | None] | None:
+        """Return what makes whole numbers of one round's messages ``(n, size)``, whose sum is released itself (secure
+        grid noise, ddgauss), and what one is in the update's units, None where only the plain clipped sum is readable.
+        None for noise on a plain sum.
         """
-        raise NotImplementedError
+        return None
 
-    def unit(self, key: bytes, round: int, size: int) -> Tensor:
-        """Return N(0, I) ``(size,)`` of a round."""
-        raise NotImplementedError
-
-    def scaled(self, unit: Tensor, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """Return the round's noise from its ``unit``, which is overwritten."""
-        raise NotImplementedError
+    def drawn_ahead(self, key: bytes, round: int, size: int) -> "Mechanism":
+        """Return the noise of one round, for ``(size,)``: what of it needs nobody's data may be drawn from now on."""
+        return self
 
     def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the sum of clipped messages with its noise ``(d,)``."""
         return rounding.plus(aggregate.total, self.noise(key, broadcast.round, broadcast, aggregate, bound))
 
     def row_norm(self, round: int) -> float:
-        """Return the std of a round's noise in units of the mechanism's; not 1 only where rounds share noise."""
-        return 1.0
+        """Return the std of a round's noise in units of the mechanism's: ‖row t of C⁻¹‖₂ where rounds share noise."""
+        return 1.0 if self.factor is None else float(self.factor.row_norms[round])
 
     def total_std(self, bound: float, participants: float) -> float | None:
         """Return the std of all noise on the sum when so many clients take part; None: the plan's, whoever comes."""

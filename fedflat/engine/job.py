@@ -1,4 +1,4 @@
-"""Hold everything live in a run, and what ``on_round`` is given after a round.
+"""Hold everything live in a run, what its server and clients agree on, and what ``on_round`` is given after a round.
 
 The planned run's releases are (ε, δ)-private together, and so is any part of them that is chosen by looking at them:
 ending early by what was released costs what the whole plan costs, and no less is proven. A round's own number would
@@ -6,19 +6,18 @@ hold only for an end that was fixed in advance. So the rounds that are left are 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from fedflat.core.params import PersonalState
-from fedflat.core.types import RoundState
+from fedflat.core.params import Layout, PersonalState
+from fedflat.core.types import Algorithm, Average, Clip, Local, MeanView, Mechanism, Optimizer, RoundState, broadcast_by
 from fedflat.data.clients import FederatedData
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Backend
-from fedflat.engine.round import RoundParts
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan
@@ -31,6 +30,53 @@ Metric = Any
 """(outputs, targets) of the test set -> a number; or an object as torchmetrics has them."""
 SEEN = "should_stop ended the run after on_round had read state.private: if that decided the end, no ε covers it."
 NOT_RUN = "planned and not run, since what was released ended the run"
+
+
+@dataclass(frozen=True)
+class RoundParts:
+    """Hold what the server and the clients of a run agree on, the same in a simulation and a federation.
+
+    optimizer: what is public of a round's noise -> the server optimiser of that round.
+    weighted: mean weighted by sample counts; only for the non-private twins and published procedures.
+    average: what is released of the iterates; None: the last one.
+    """
+
+    algorithm: Algorithm
+    plan: Plan
+    clip: Clip
+    mechanism: Mechanism
+    optimizer: Callable[[MeanView], Optimizer]
+    local: Local
+    layout: Layout
+    weighted: bool = False
+    average: Average | None = None
+
+    def first_state(self, shared: Tensor, threshold: float) -> RoundState:
+        """Return the server before round 0."""
+        slots = {name: slot for step in self.algorithm.server for name, slot in step.initial(shared).items()}
+        return RoundState(0, shared.clone(), threshold, slots)
+
+    @property
+    def message_length(self) -> int:
+        """Entries of a client's message: k·d."""
+        return self.algorithm.vectors * self.layout.dimension
+
+    @property
+    def message_tensors(self) -> tuple[slice, ...]:
+        """The slice of each shared tensor in a message, for each of its k vectors."""
+        starts = range(0, self.message_length, self.layout.dimension)
+        return tuple(slice(at + s.start, at + s.stop) for at in starts for s in self.layout.tensors("shared"))
+
+    @property
+    def broadcast(self) -> tuple[str, ...]:
+        """The slots that every client receives, as the server steps and the server optimiser say."""
+        return broadcast_by((*self.algorithm.server, self.algorithm.optimizer))
+
+    def shortened(self, steps: int) -> "RoundParts":
+        """Return the same parts with at most ``steps`` local steps in each phase."""
+        few, method = replace(self.local, steps=min(self.local.steps, steps), epochs=None), self.algorithm
+        phases = tuple(p if p.steps is None else replace(p, steps=min(p.steps, few.steps)) for p in method.phases)
+        return replace(self, local=few, algorithm=replace(method, phases=phases))
 
 
 def marked_released(module: nn.Module) -> nn.Module:

@@ -56,11 +56,6 @@ class Accumulator:
         self._figures: dict[str, list[Tensor]] = {}
         self._present: list[bool] = []
 
-    @property
-    def divisor(self) -> float | None:
-        """Σ n_i of the sample-weighted mean; None where the plan's public constant m divides."""
-        return max(self.weight, 1.0) if self.weighted else None
-
     def of(self, draw: int) -> "Accumulator":
         """Return the sum of one cohort draw: of all of them, here."""
         return self
@@ -148,7 +143,9 @@ class Accumulator:
         present = norms[torch.tensor(self._present, dtype=torch.bool, device=norms.device)]
         bits = float((present <= self.threshold).double().sum() - 0.5 * present.numel())
         means = {name: float(values.mean()) for name, values in figures.items()}
-        return Aggregate(self.total.clone(), norms.numel(), bits, norms, factors, means)
+        # Σ n_i of the sample-weighted mean.
+        divisor = max(self.weight, 1.0) if self.weighted else None
+        return Aggregate(self.total.clone(), norms.numel(), bits, norms, factors, means, divisor=divisor)
 
 
 class PlainSum(Accumulator):
@@ -219,9 +216,8 @@ class Trained:
     @classmethod
     def of(cls, clients: Sequence[int], sizes: Sequence[int], result: LocalResult) -> "Trained":
         """Return the results of a block of clients, or of one."""
-        one = result.loss.dim() == 0
-        message, personal = (result.message[None], result.personal[None]) if one else (result.message, result.personal)
-        return cls(message, sizes, clients, personal, {"train_loss": result.loss, "train_accuracy": result.accuracy})
+        facts = {"train_loss": result.loss, "train_accuracy": result.accuracy}
+        return cls(torch.atleast_2d(result.message), sizes, clients, torch.atleast_2d(result.personal), facts)
 
     def row(self, row: int) -> "Trained":
         """Return one client's part of a block, as a copy."""

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.engine.device import exact
 from fedflat.engine.job import Job, Record, Start
-from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import Entry, Ledger, run_of
 from fedflat.privacy.statement import is_whole
 from fedflat.records import checkpoint, keys
@@ -280,10 +278,7 @@ def update_plan(job: Job, ledger: Ledger, start: int, round: int) -> None:
     planned = [*ledger.entries, *[{**entry, "attempt": 2} for entry in ledger.drawn_before(round)]]
     plan = job.parts.plan.standing(planned, ledger.key_id, start)
     job.parts = job.parts if plan == job.parts.plan else replace(job.parts, plan=plan)
-    latest = {entry["round"]: entry.get("key_id") for entry in ledger.entries}
-    later = sum(number > round and name != ledger.key_id for number, name in latest.items())  # released, not yet again
-    # Charged once for each time drawn; with a schedule the plan itself counts them.
-    job.charged_again = plan.again(planned) + (0 if isinstance(plan.mechanism, ScheduledPlan) else later)
+    job.charged_again = plan.again(planned, round, ledger.key_id)
     vars(job).pop("last_round", None)  # whoever asked before now did not know what is charged again
 
 
@@ -292,8 +287,3 @@ def charge_drawn(job: Job, ledger: Ledger, round: int) -> bool:
     if again := job.folder is not None and bool(ledger.drawn_before(round)):
         ledger.charge_again(f"{job.why}: drawn again with a fresh key", round=round)
     return again
-
-
-def ledger_mark(ledger: Any) -> Record:
-    """Return how far the ledger is, for a checkpoint."""
-    return {"events": len(ledger.entries), "tip": ledger.tip(len(ledger.entries))}

@@ -5,7 +5,7 @@ A simulation and a federation call the same functions; only the transport differ
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,82 +14,12 @@ from torch import Tensor
 
 from fedflat.core import rounding
 from fedflat.core.cohorts import NEVER, MinSeparation, separated
-from fedflat.core.params import Layout, PersonalState
 from fedflat.core.rng import stream
-from fedflat.core.types import (
-    AVERAGE,
-    Aggregate,
-    Algorithm,
-    Average,
-    Broadcast,
-    Clip,
-    Local,
-    MaskView,
-    MeanView,
-    Mechanism,
-    Optimizer,
-    RoundInfo,
-    RoundState,
-    ServerView,
-    broadcast_by,
-)
+from fedflat.core.types import AVERAGE, Aggregate, Broadcast, MaskView, MeanView, RoundInfo, RoundState, ServerView
 from fedflat.engine.client import rate_of, steps_of
+from fedflat.engine.job import RoundParts
 from fedflat.engine.reduce import GridAccumulator, PlainSum
 from fedflat.privacy.plan import Plan
-
-
-@dataclass(frozen=True)
-class RoundParts:
-    """Hold what the server and the clients of a run agree on, the same in a simulation and a federation.
-
-    optimizer: what is public of a round's noise -> the server optimiser of that round.
-    weighted: mean weighted by sample counts; only for the non-private twins and published procedures.
-    average: what is released of the iterates; None: the last one.
-    """
-
-    algorithm: Algorithm
-    plan: Plan
-    clip: Clip
-    mechanism: Mechanism
-    optimizer: Callable[[MeanView], Optimizer]
-    local: Local
-    layout: Layout
-    weighted: bool = False
-    average: Average | None = None
-
-    def first_state(self, shared: Tensor, threshold: float) -> RoundState:
-        """Return the server before round 0."""
-        slots = {name: slot for step in self.algorithm.server for name, slot in step.initial(shared).items()}
-        return RoundState(0, shared.clone(), threshold, slots)
-
-    @property
-    def message_length(self) -> int:
-        """Entries of a client's message: k·d."""
-        return self.algorithm.vectors * self.layout.dimension
-
-    @property
-    def message_tensors(self) -> tuple[slice, ...]:
-        """The slice of each shared tensor in a message, for each of its k vectors."""
-        starts = range(0, self.message_length, self.layout.dimension)
-        return tuple(slice(at + s.start, at + s.stop) for at in starts for s in self.layout.tensors("shared"))
-
-    @property
-    def broadcast(self) -> tuple[str, ...]:
-        """The slots that every client receives, as the server steps and the server optimiser say."""
-        return broadcast_by((*self.algorithm.server, self.algorithm.optimizer))
-
-    def shortened(self, steps: int) -> "RoundParts":
-        """Return the same parts with at most ``steps`` local steps in each phase."""
-        few, method = replace(self.local, steps=min(self.local.steps, steps), epochs=None), self.algorithm
-        phases = tuple(p if p.steps is None else replace(p, steps=min(p.steps, few.steps)) for p in method.phases)
-        return replace(self, local=few, algorithm=replace(method, phases=phases))
-
-    def of_trial(self, first: Tensor) -> tuple[Broadcast, PersonalState]:
-        """Return what clients receive and keep in a round of its own from w^0, ``first (D,)``."""
-        size, threshold = self.layout.dimension, 1.0 if math.isfinite(self.clip.bound(1.0)) else math.inf
-        vectors = dict.fromkeys(self.broadcast, torch.linspace(-0.1, 0.1, size) / math.sqrt(size))  # 0 hides faults
-        return Broadcast(0, first[:size].clone(), threshold, 1.0, vectors=vectors), PersonalState(first[size:].clone())
-
 
 QUANTILES = {"min": 0.0, "0.05": 0.05, "0.25": 0.25, "0.5": 0.5, "0.75": 0.75, "0.95": 0.95, "max": 1.0}
 """What is shown of a distribution over clients: its ends, its middle, and the bands that the report draws."""
@@ -123,8 +53,8 @@ def accumulator_of(parts: RoundParts, broadcast: Broadcast, key: bytes) -> Any:
     tensors, size = parts.message_tensors, parts.message_length
     if (accumulator := parts.mechanism.accumulator(parts.clip, broadcast, tensors, key)) is not None:
         return accumulator
-    if parts.mechanism.exact:
-        encoder = parts.mechanism.encoder(key, broadcast, parts.clip.bound(broadcast.clip), size)
+    encoder = parts.mechanism.encoder(key, broadcast, parts.clip.bound(broadcast.clip), size)
+    if encoder is not None:
         return GridAccumulator(encoder, parts.clip, broadcast.clip, tensors, size)
     return PlainSum(parts.clip, broadcast.clip, tensors, size, parts.weighted)
 
@@ -153,14 +83,11 @@ def within_cap(parts: RoundParts, state: RoundState, cohort: np.ndarray) -> tupl
 
 def finish_round(
     parts: RoundParts, state: RoundState, broadcast: Broadcast, aggregate: Aggregate, key: bytes,
-    charge: Callable[[dict[str, Any]], object], *, divisor: float | None = None,
-    unit: Callable[[], Tensor] | None = None, scores: np.ndarray | None = None,
+    charge: Callable[[dict[str, Any]], object], *, scores: np.ndarray | None = None,
 ) -> tuple[RoundState, RoundInfo]:  # fmt: skip
     """Charge the ledger, add noise to the sum, divide by the constant, run the server steps; return the new state.
 
     charge: writes the round's privacy event durably; it is called before anything that leaves the server exists.
-    divisor: only for the non-private sample-weighted mean; the plan's public constant m otherwise.
-    unit: the mechanism's own N(0, I) of this round, where it was drawn while clients trained.
     scores: the cohort's sums of a private evaluation (``engine.evaluate.cohort_scores``).
     """
     plan, round = parts.plan, state.round
@@ -171,8 +98,8 @@ def finish_round(
     # After the charge: that a round was aborted tells something of who came.
     if not plan.releases(aggregate.count):
         return _aborted(parts, state, broadcast, aggregate)
-    released = noisy_sum(parts, broadcast, aggregate, key, unit)
-    constant = plan.divisor if divisor is None else divisor
+    released = noisy_sum(parts, broadcast, aggregate, key)
+    constant = plan.divisor if aggregate.divisor is None else aggregate.divisor
     # A copy: ``released`` is still needed for the private figures.
     mean = released.to(state.shared.dtype, copy=True).div_(constant)
     slots = dict(state.slots)
@@ -208,15 +135,9 @@ def private_accuracy(plan: Plan, scores: np.ndarray, key: bytes, round: int) -> 
     return {"private_accuracy": float(np.clip(accuracy, 0, 1)), "private_accuracy_sd": std / plan.divisor}
 
 
-def noisy_sum(
-    parts: RoundParts, broadcast: Broadcast, aggregate: Aggregate, key: bytes, unit: Callable[[], Tensor] | None = None
-) -> Tensor:
+def noisy_sum(parts: RoundParts, broadcast: Broadcast, aggregate: Aggregate, key: bytes) -> Tensor:
     """Return the sum of clipped messages ``(d,)`` with the round's noise: all that leaves of the clients' messages."""
-    bound = parts.clip.bound(broadcast.clip)
-    if unit is None:
-        noisy = parts.mechanism.release(key, broadcast, aggregate, bound)
-    else:
-        noisy = rounding.plus(aggregate.total, parts.mechanism.scaled(unit(), broadcast, aggregate, bound))
+    noisy = parts.mechanism.release(key, broadcast, aggregate, parts.clip.bound(broadcast.clip))
     # Noise lives on the common mask, so nothing else may leave, whatever a client sent.
     return noisy if broadcast.mask is None else torch.where(broadcast.mask, noisy, torch.zeros_like(noisy))
 
@@ -242,14 +163,14 @@ def _aborted(
 ) -> tuple[RoundState, RoundInfo]:
     """Release nothing: too few honest shares, or more than the top-up has room for; the charge stays."""
     public = {"round": state.round, "clip": broadcast.clip, "aborted": True}
-    hidden = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
     after = _averaged(parts, replace(state, round=state.round + 1))
-    return after, RoundInfo(released=public, private=hidden)
+    return after, RoundInfo(released=public, private=_of_the_cohort(aggregate))
 
 
-def _malformed(aggregate: Aggregate) -> dict[str, int]:
-    """Return how many messages counted as zero because they were not finite, or of another shape; nothing if none."""
-    return {MALFORMED: count} if (count := int((~torch.isfinite(aggregate.norms)).sum())) else {}
+def _of_the_cohort(aggregate: Aggregate) -> dict[str, Any]:
+    """Return the cohort's size and figures, and how many messages were not finite, or of another shape, if any were."""
+    malformed = int((~torch.isfinite(aggregate.norms)).sum())
+    return {"cohort": aggregate.count, **aggregate.stats, **({MALFORMED: malformed} if malformed else {})}
 
 
 def _private_facts(aggregate: Aggregate, noise_norm: float) -> dict[str, Any]:
@@ -260,8 +181,7 @@ def _private_facts(aggregate: Aggregate, noise_norm: float) -> dict[str, Any]:
     """
     norms, factors = aggregate.norms, aggregate.factors
     ratio = float(rounding.norm(aggregate.total)) / noise_norm if noise_norm > 0 else None
-    facts: dict[str, Any] = {"cohort": aggregate.count, **aggregate.stats, **_malformed(aggregate)}
-    facts |= {"noise_norm": noise_norm, "signal_to_noise": ratio}
+    facts = _of_the_cohort(aggregate) | {"noise_norm": noise_norm, "signal_to_noise": ratio}
     finite = norms[torch.isfinite(norms)]
     if finite.numel():
         points = torch.quantile(finite, torch.tensor(list(QUANTILES.values()), dtype=finite.dtype))

@@ -20,7 +20,7 @@ from fedflat.engine import evaluate
 from fedflat.engine.device import exact
 from fedflat.engine.job import Job, MemoryLedger, OnRound, Outcome, Record, RoundResult, Start, charge_remaining_rounds
 from fedflat.engine.reduce import RoundSum
-from fedflat.engine.resume import charge_drawn, first_start, ledger_mark, note_software, resume_run, update_plan
+from fedflat.engine.resume import charge_drawn, first_start, note_software, resume_run, update_plan
 from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger
 from fedflat.records import checkpoint, keys
@@ -65,7 +65,8 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
             history.append(released)
             private.append(hidden)
             if job.folder is not None:
-                saved = _save(job, state, heads, released, hidden, ledger_mark(ledger))
+                mark = {"events": len(ledger.entries), "tip": ledger.tip(len(ledger.entries))}
+                saved = _save(job, state, heads, released, hidden, mark)
             if on_round is None:
                 continue
             after = RoundResult(state, hidden, functools.partial(final_module, job, Start(state, heads, [], [])))
@@ -122,8 +123,8 @@ class _Round:
         self.spent = in_background(lambda: plan.epsilon(releases))
         # The noise's stream depends on the key and the round only; its std, on who took part, comes later.
         mechanism, size = job.parts.mechanism, job.parts.message_length
-        ahead = mechanism.ahead and plan.private and size >= LARGE
-        self.unit = in_background(lambda: mechanism.unit(job.key, state.round, size)) if ahead else None
+        drawn = plan.private and size >= LARGE
+        self.mechanism = mechanism.drawn_ahead(job.key, state.round, size) if drawn else mechanism
         self.scores: np.ndarray | None = None
 
     def draws(self, heads: PersonalState) -> Iterator[tuple[np.ndarray, RoundSum]]:
@@ -148,13 +149,12 @@ class _Round:
 
         saved: waits for the last round's checkpoint, which must be there before this round is charged.
         """
-        job, plan, accumulator, state = self.job, self.job.parts.plan, self.accumulator, self.state
-        aggregate = accumulator.result()
+        job, plan, state, aggregate = self.job, self.job.parts.plan, self.state, self.accumulator.result()
         saved()
         note_software(job, ledger, state.round, charged=self.charged)
         new, info = finish_round(
-            job.parts, state, self.broadcast, aggregate, job.key, ledger.append,
-            divisor=accumulator.divisor, unit=self.unit, scores=self.scores,
+            replace(job.parts, mechanism=self.mechanism), state, self.broadcast, aggregate, job.key,
+            ledger.append, scores=self.scores,
         )  # fmt: skip
         self.clock("noise, ledger and server")
         hidden = {"round": state.round, **info.private} | ({"left_out": self.left_out} if self.left_out else {})

@@ -143,7 +143,6 @@ class SharedDiscreteNoise(Mechanism):
     seed: int
     shares: int
     secure: bool = False
-    exact = True
 
     def longest(self, bound: float) -> float:
         """Norm that no encoded message exceeds before its noise: rounding may lengthen one beyond C."""

@@ -43,10 +43,6 @@ class CorrelatedNoise(GaussianNoise):
 
     factor: Factor = field(default_factory=lambda: identity(1))
 
-    def row_norm(self, round: int) -> float:
-        """‖row t of C⁻¹‖₂."""
-        return float(self.factor.row_norms[round])
-
     def unit(self, key: bytes, round: int, size: int) -> Tensor:
         """Return row t of C⁻¹Z, float32 ``(size,)``, for Z of std 1."""
         total = np.zeros(size)
@@ -71,10 +67,6 @@ class CorrelatedGridNoise(GridNoise):
     """
 
     factor: Factor = field(default_factory=lambda: identity(1))
-
-    def row_norm(self, round: int) -> float:
-        """‖row t of C⁻¹‖₂, but for rounding."""
-        return float(self.factor.row_norms[round])
 
     def grid(self, bound: float, dimension: int) -> GridGaussian:
         """Return the public grid of a round, on which Z has std 2^bits with at most ``MOST_BITS`` bits."""
@@ -196,13 +188,10 @@ def mechanism_of(recipe: Recipe, plan: Plan) -> Mechanism:
     if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.kind != "independent":
         factor = plan.mechanism.factor
         # Without noise there is no grid to take it from.
-        if secure and plan.event_multiplier > 0:
-            return CorrelatedGridNoise(plan.std, factor=factor)
-        return CorrelatedNoise(plan.std, factor=factor)
-    count = plan.count_std or 0.0
-    if secure and plan.effective_multiplier > 0:
-        return GridNoise(plan.std, plan.trust, count)
-    return GaussianNoise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor), count)
+        correlated = CorrelatedGridNoise if secure and plan.event_multiplier > 0 else CorrelatedNoise
+        return correlated(plan.std, factor=factor)
+    noise = GridNoise if secure and plan.effective_multiplier > 0 else GaussianNoise
+    return noise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor), plan.count_std or 0.0)
 
 
 def mixed_by(plan: Plan) -> str:

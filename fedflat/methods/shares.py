@@ -19,10 +19,11 @@ from fedflat.core.checks import require, wrong
 from fedflat.core.params import Layout
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, ClientView, Clip, Local, Mechanism, Transform
+from fedflat.engine.job import RoundParts
 from fedflat.engine.reduce import Accumulator, PlainSum
-from fedflat.engine.round import RoundParts
 from fedflat.methods.published import CITED, Published, paper_of, published_plan, with_tensors
 from fedflat.pieces import clipping
+from fedflat.pieces.mechanisms import GaussianNoise
 from fedflat.pieces.transforms import AddBackDirection, TopK
 from fedflat.privacy.plan import Plan
 
@@ -79,7 +80,7 @@ class SharesAccumulator(Accumulator):
 
     def _sum(self, messages: Tensor, factors: Tensor) -> None:
         # Again, for the noise: the clip's factors do not say what a message was clipped to.
-        thresholds = self.message_clip.client_thresholds(messages, self.threshold, self.tensors)
+        thresholds = self.message_clip.limits(messages, self.threshold, self.tensors)[:, 0]
         for message, factor, threshold, size in zip(messages, factors, thresholds.tolist(), self._sizes):
             # Nobody sends for a client without data, so there is no noise of its own either.
             if size == 0:
@@ -121,25 +122,19 @@ class SharesAccumulator(Accumulator):
 class RealisedSum(PlainSum):
     """Divides by the clients that happened to come (Cheng et al. 2022, Alg. 1, line 7); an empty cohort: by one."""
 
-    @property
-    def divisor(self) -> float | None:
-        """|P_t|, the clients that came, and at least 1."""
-        return float(max(len(self._present), 1))
+    def result(self) -> Aggregate:
+        """Return the aggregate so far, divided by |P_t|, the clients that came, and at least 1."""
+        return replace(super().result(), divisor=float(max(len(self._present), 1)))
 
 
-@dataclass(frozen=True)
-class RealisedMean(Mechanism):
+class RealisedMean(GaussianNoise):
     """Cheng et al. 2022: shares of σ²C²/|P_t| of the realised cohort, σ²C² on the sum in all, the realised divisor."""
-
-    real: Mechanism
 
     def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
         """Return the sum of a round."""
         return RealisedSum(clip, broadcast.clip, tensors, tensors[-1].stop)
 
-    def noise(self, *arguments: Any) -> Tensor:
-        """Return all shares at once, in law."""
-        return self.real.noise(*arguments)
+    noisy_count = Mechanism.noisy_count  # its procedure has one constant clip
 
 
 # ---------------------------------------------------------------------------------------------------- from a recipe
@@ -202,7 +197,7 @@ def parts_of(parts: RoundParts, account: Published) -> RoundParts:
     """Return the same parts with the paper's own order of clip, noise and mask, its weights and its denominator."""
     plan = with_tensors(parts.plan, parts.layout.shared)
     if account.paper == "004":
-        return replace(parts, plan=plan, mechanism=RealisedMean(parts.mechanism))
+        return replace(parts, plan=plan, mechanism=RealisedMean(plan.std))
     method, mask = parts.algorithm, None
     if 3 in account.items:
         mask = next((t for t in method.transforms if isinstance(t, TopK)), None)

@@ -65,8 +65,6 @@ class VoteAggregate(Aggregate):
 class VoteAccumulator:
     """One running sum for each cohort draw of a round; memory is O(draws·Q·V), not O(cohort)."""
 
-    divisor: float | None = None
-
     def __init__(self, clip: Clip, threshold: float, draws: range, size: int) -> None:
         self._sums = {draw: Accumulator(clip, threshold, (slice(0, size),), size) for draw in draws}
 

@@ -91,8 +91,21 @@ class WholeVector(NormClip):
     threshold: float
 
 
+class _EachTensor(Clip):
+    """Every tensor clipped by itself."""
+
+    def limits(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
+        """Return what each tensor's norm is clipped to, ``(L,)`` or for each message ``(n, 1)``: C, here."""
+        return torch.full((len(messages), 1), threshold, dtype=torch.float64)
+
+    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """Messages ``(n, d)`` -> norms ``(n,)`` of the whole message, factors ``(n, L)``, one per tensor."""
+        norms, limits = norms_of(messages), self.limits(messages, threshold, tensors)
+        return norms, _factor(tensor_norms(messages, tensors), limits) * torch.isfinite(norms)[:, None]
+
+
 @dataclass(frozen=True)
-class PerTensor(Clip):
+class PerTensor(_EachTensor):
     """Clip tensor j to C_j; the message's bound, and C in std = σ·C, is √ΣC_j².
 
     values: one C_j for each tensor. tensors: L, their number.
@@ -106,28 +119,13 @@ class PerTensor(Clip):
         """C = √ΣC_j², the threshold of the whole message."""
         return math.sqrt(sum(v * v for v in self.values))
 
-    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
-        """Messages ``(n, d)`` -> norms ``(n,)`` of the whole message, factors ``(n, L)``, one per tensor."""
-        norms = norms_of(messages)
-        limits = torch.tensor(self.values, dtype=torch.float64, device=messages.device)
-        return norms, _factor(tensor_norms(messages, tensors), limits) * torch.isfinite(norms)[:, None]
-
-
-class _PublishedClip(Clip):
-    """Every tensor clipped by itself to the message's own threshold, which is what its noise is made for."""
-
-    def client_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
-        """Return the threshold ``(n,)`` of each message: C."""
-        return torch.full((len(messages),), threshold, dtype=torch.float64)
-
-    def factors(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
-        """Messages ``(n, d)`` -> norms ``(n,)`` of the whole message, factors ``(n, L)``, one per tensor."""
-        norms, limits = norms_of(messages), self.client_thresholds(messages, threshold, tensors)[:, None]
-        return norms, _factor(tensor_norms(messages, tensors), limits) * torch.isfinite(norms)[:, None]
+    def limits(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
+        """Return C_j ``(L,)``."""
+        return torch.tensor(self.values, dtype=torch.float64, device=messages.device)
 
 
 @dataclass(frozen=True)
-class PublishedPerTensor(_PublishedClip):
+class PublishedPerTensor(_EachTensor):
     """Published item 1: every one of L tensors clipped to C on its own, so that a message's norm is up to C·√L.
 
     The noise of that procedure is σC all the same, so the clip is for ``privacy.protocol: published`` only.
@@ -141,7 +139,7 @@ class PublishedPerTensor(_PublishedClip):
 
 
 @dataclass(frozen=True)
-class PublishedMedian(_PublishedClip):
+class PublishedMedian(_EachTensor):
     """Published item 2: each tensor clipped to the median of the client's own tensor norms ("median clipping").
 
     The threshold follows the client's data, so nothing bounds a message: the bound is infinite, and no ε is proven.
@@ -151,11 +149,13 @@ class PublishedMedian(_PublishedClip):
         """Infinite: nothing bounds a message."""
         return math.inf
 
-    def client_thresholds(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
-        """Return each message's own median ``(n,)``, the mean of the middle two if L is even; 0 if broken."""
+    def limits(self, messages: Tensor, threshold: float, tensors: tuple[slice, ...]) -> Tensor:
+        """Return each message's own median ``(n, 1)``, the mean of the middle two if L is even; 0 if broken. Its noise
+        is made for it.
+        """
         pieces = tensor_norms(messages, tensors)
-        median = torch.quantile(torch.nan_to_num(pieces, posinf=0.0), 0.5, dim=1)
-        return torch.where(torch.isfinite(pieces).all(1), median, torch.zeros_like(median))
+        median = torch.quantile(torch.nan_to_num(pieces, posinf=0.0), 0.5, dim=1, keepdim=True)
+        return torch.where(torch.isfinite(pieces).all(1, keepdim=True), median, torch.zeros_like(median))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ shares is no function of the sum of continuous shares; use the distributed discr
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Self
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from fedflat.core.checks import in_range
 from fedflat.core.discrete import SecureBits, Source, exact_square, rounded_gaussian
+from fedflat.core.process import in_background
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Broadcast, Encode, Mechanism
 
@@ -39,8 +41,8 @@ def gaussian(size: int, std: float, generator: np.random.Generator) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GaussianNoise(Mechanism):
-    """Gaussian noise on the sum, drawn once from the noise key's stream of the round.
+class _OnTheSum(Mechanism):
+    """What plain and secure Gaussian noise have in common.
 
     std: the plan's function from the clip's bound C to the std of the noise. trust: in law the same total as the
     parties of the trust model add together — central: the server adds N(0, std²); distributed: each of n
@@ -52,30 +54,39 @@ class GaussianNoise(Mechanism):
     trust: str = "central"
     min_cohort: float = 1.0
     count_std: float = 0.0
-    ahead = True
 
     def total_std(self, bound: float, participants: float) -> float:
-        """Return the std of everything that is added to the sum when ``participants`` clients take part."""
+        """Return the std of everything that is added to the sum when ``participants`` clients take part, but for what
+        is rounded to a grid.
+        """
         shares = {"central": 1.0, "distributed": participants / self.min_cohort, "local": participants}[self.trust]
         return self.std(bound) * math.sqrt(shares)
+
+
+@dataclass(frozen=True)
+class GaussianNoise(_OnTheSum):
+    """Gaussian noise on the sum, drawn once from the noise key's stream of the round.
+
+    drawn: waits for the one round's ``unit`` that is drawn ahead, which is then overwritten.
+    """
+
+    drawn: Callable[[], Tensor] | None = None
 
     def unit(self, key: bytes, round: int, size: int) -> Tensor:
         """N(0, I) ``(size,)`` of a round: what ``noise`` multiplies with the std."""
         return gaussian(size, 1.0, stream(key, "noise", round))
 
+    def drawn_ahead(self, key: bytes, round: int, size: int) -> Self:
+        """Return the noise of one round, whose ``unit`` a thread draws from now on; its std comes with the cohort."""
+        return replace(self, drawn=in_background(lambda: self.unit(key, round, size)))
+
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the noise ``(d,)`` float32; confined to the common mask if the round has one."""
         size, std = aggregate.total.numel(), self.total_std(bound, aggregate.count)
-        unit = torch.zeros(size) if std == 0 else self.unit(key, round, size)
-        return self.scaled(unit, broadcast, aggregate, bound)
-
-    def scaled(self, unit: Tensor, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """Return the noise of a round from its ``unit``, which is overwritten: times the std, confined to the common
-        mask.
-        """
-        drawn = unit.mul_(self.total_std(bound, aggregate.count))
+        unit = torch.zeros(size) if std == 0 else self.drawn() if self.drawn else self.unit(key, round, size)
+        noise = unit.mul_(std)
         # Sound: a common mask is drawn before, and without, the round's private data.
-        return drawn if broadcast.mask is None else torch.where(broadcast.mask, drawn, torch.zeros_like(drawn))
+        return noise if broadcast.mask is None else torch.where(broadcast.mask, noise, torch.zeros_like(noise))
 
     def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
         """Return the adaptive clip's centred count with N(0, σ_b²), as the plan accounts it; distributed:
@@ -172,23 +183,11 @@ class GridGaussian:
 
 
 @dataclass(frozen=True)
-class GridNoise(Mechanism):
+class GridNoise(_OnTheSum):
     """`privacy.secure_rng: true` for central and local trust: whole-number sums, exact rounded Gaussian noise.
 
-    std, trust and count_std as in `GaussianNoise`: the plan's std function, and σ_b of the adaptive clip's count. Under
-    local trust every one of the n messages carries its own noise, so that n independent draws are added.
+    Under local trust every one of the n messages carries its own noise, so that n independent draws are added.
     """
-
-    std: Callable[[float], float]
-    trust: str = "central"
-    count_std: float = 0.0
-    exact = True
-
-    def total_std(self, bound: float, participants: float) -> float:
-        """Return the std of everything that is added to the sum when ``participants`` clients take part, but for its
-        rounding.
-        """
-        return self.std(bound) * (math.sqrt(participants) if self.trust == "local" else 1.0)
 
     def grid(self, bound: float, dimension: int) -> GridGaussian:
         """Return the public grid of a round whose messages have norm ≤ ``bound``."""

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import in_range, one_of, whole
+from fedflat.core.checks import in_range, one_of
 from fedflat.core.types import MeanView, Optimizer, ServerStep, ServerView
 
 
@@ -226,9 +226,6 @@ class TailAverage:
 
     rounds: int
 
-    def __post_init__(self) -> None:
-        whole("server.average: rounds", self.rounds, 1)
-
     def __call__(self, round: int, shared: Tensor, average: Tensor | None) -> Tensor | None:
         """After ``round`` ≥ 1 rounds: w^t ``(d,)`` and the average so far -> the average now, None before it begins."""
         counted = round - self.rounds // 2
@@ -246,9 +243,6 @@ class MovingAverage:
     """
 
     decay: float
-
-    def __post_init__(self) -> None:
-        in_range("server.decay", self.decay, 0, 1, open_high=True)
 
     def __call__(self, round: int, shared: Tensor, average: Tensor | None) -> Tensor | None:
         """As ``TailAverage``."""

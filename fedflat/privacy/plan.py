@@ -245,9 +245,16 @@ class Plan(AccountingParams):
             return self
         return replace(self, mechanism=self.mechanism.standing(entries, key, start))
 
-    def again(self, entries: Sequence[Mapping[str, Any]]) -> int:
-        """Return how many more rounds than one each a ledger charges; 0 where ``standing`` counts them."""
-        return 0 if isinstance(self.mechanism, ScheduledPlan) else extra_rounds(entries)
+    def again(self, entries: Sequence[Mapping[str, Any]], round: int | None = None, key: str | None = None) -> int:
+        """Return how many more rounds than one each a ledger charges; 0 where ``standing`` counts them.
+
+        round, key: the last round that ``key`` drew. Later ones were released, and will be drawn again with it.
+        """
+        if isinstance(self.mechanism, ScheduledPlan):
+            return 0
+        lines = () if round is None else [entry for entry in entries if entry["round"] > round]
+        later: dict[int, object] = {entry["round"]: entry.get("key_id") for entry in lines}
+        return extra_rounds(entries) + sum(name != key for name in later.values())
 
 
 def _finite(value: float) -> float | None:

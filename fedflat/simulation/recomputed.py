@@ -431,10 +431,8 @@ def _plan_then(plan: Plan, run: Records, round: int) -> tuple[list[Entry], Plan,
     Rounds that another key drew before it, and that are yet to be drawn again, are counted twice already.
     """
     before = _entries_then(run, round)
-    now = plan.standing(before)
-    latest = {entry["round"]: entry.get("key_id") for entry in before}
-    later = sum(number > round and name != latest.get(round) for number, name in latest.items())
-    return before, now, now.again(before) + (0 if isinstance(now.mechanism, ScheduledPlan) else later)
+    now, keys = plan.standing(before), {entry["round"]: entry.get("key_id") for entry in before}
+    return before, now, now.again(before, round, keys.get(round))
 
 
 def _terms_stated(stated: Mapping[str, Any]) -> dict[str, Any]:

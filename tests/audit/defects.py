@@ -100,10 +100,9 @@ class MaskAfterNoise(Mechanism):
 class _Realised(PlainSum):
     """Divides by the clients that happened to come."""
 
-    @property
-    def divisor(self) -> float | None:
-        """The realised cohort, at least 1."""
-        return float(max(len(self._present), 1))
+    def result(self) -> Aggregate:
+        """The aggregate, with the realised cohort, at least 1, as its divisor."""
+        return replace(super().result(), divisor=float(max(len(self._present), 1)))
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,10 @@ def _too_little(real):
     return noise
 
 
+def _realised(real):
+    return lambda self: dataclasses.replace(real(self), divisor=float(max(1, len(self._present))))
+
+
 REAL_NOISE = mechanisms.GaussianNoise.noise
 CHANGES = {
     "per-tensor clip": lambda patch: patch.setattr(clipping.WholeVector, "factors", _per_tensor),
@@ -123,9 +127,7 @@ CHANGES = {
     ),
     "too little noise": lambda patch: patch.setattr(mechanisms.GaussianNoise, "noise", _too_little(REAL_NOISE)),
     "weighted mean": lambda patch: patch.setattr(jobs, "weighted", lambda recipe, method: True),
-    "realised denominator": lambda patch: patch.setattr(
-        Accumulator, "divisor", property(lambda self: float(max(1, len(self._present))))
-    ),
+    "realised denominator": lambda patch: patch.setattr(Accumulator, "result", _realised(Accumulator.result)),
 }
 
 

@@ -20,8 +20,8 @@ from fedflat.audit.bench import DELTA, AuditModel, examples_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.cohorts import CyclicPoisson, MinSeparation
 from fedflat.core.types import Aggregate
-from fedflat.engine.job import Job
-from fedflat.engine.round import RoundParts, broadcast_of, noisy_sum, select_cohort, within_cap
+from fedflat.engine.job import Job, RoundParts
+from fedflat.engine.round import broadcast_of, noisy_sum, select_cohort, within_cap
 from fedflat.methods.noise import CorrelatedNoise
 from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.correlated import ScheduledPlan

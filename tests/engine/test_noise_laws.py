@@ -10,9 +10,9 @@ from scipy import stats
 from fedflat.assembly.jobs import prepare
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Broadcast
-from fedflat.engine.job import Job
+from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.reduce import GridAccumulator, PlainSum
-from fedflat.engine.round import RoundParts, accumulator_of, broadcast_of, noisy_sum
+from fedflat.engine.round import accumulator_of, broadcast_of, noisy_sum
 
 KEY = b"\5" * 32
 D = 4000

@@ -188,9 +188,7 @@ def test_server_optimisers(method: str, server: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("multiplier", "floor"), [(0.5, None), (3.0, None), (0.5, 1e-5)])
 def test_adam_takes_the_known_noise_off(multiplier: float, floor: float | None, monkeypatch: Any) -> None:
     """No noise is drawn, so that the release is known; the plan still says how much there would be."""
-    monkeypatch.setattr(
-        "fedflat.pieces.mechanisms.GaussianNoise.scaled", lambda self, unit, *known: torch.zeros_like(unit)
-    )
+    monkeypatch.setattr("fedflat.pieces.mechanisms.GaussianNoise.unit", lambda *known: torch.zeros(known[-1]))
     s = setting("dp-fedadam", clip=0.2, rounds=4, floor=floor, noise_multiplier=multiplier, server={"lr": 0.05})
     result, _ = compare(s, TANH, "sequential")
     first = start_of(TANH)

@@ -34,7 +34,7 @@ def nothing(bound: float) -> float:
 
 def test_rows_are_those_of_one_z() -> None:
     noise = CorrelatedNoise(twice, factor=FACTOR)
-    assert noise.ahead and not noise.exact
+    assert noise.encoder(KEY, broadcast(), 0.5, SIZE) is None
     rows = torch.stack([noise.noise(KEY, t, broadcast(t), aggregate(), 0.5) for t in range(ROUNDS)])
     z = torch.from_numpy(FACTOR.matrix) @ rows.double()
     drawn = [stream(KEY, "noise", t).standard_normal(SIZE, dtype=np.float32) for t in range(ROUNDS)]
@@ -51,8 +51,8 @@ def test_a_row_depends_on_nothing_but_key_and_round() -> None:
     assert all(torch.equal(a, b) for a, b in zip(forwards, backwards))
     assert torch.equal(noise.unit(KEY, 4, SIZE)[:100], forwards[4])
     assert not torch.equal(noise.unit(bytes(32), 4, 100), forwards[4])
-    ahead = noise.scaled(noise.unit(KEY, 4, SIZE), broadcast(4), aggregate(), 0.5)
-    assert torch.equal(ahead, noise.noise(KEY, 4, broadcast(4), aggregate(), 0.5))
+    drawn = noise.drawn_ahead(KEY, 4, SIZE).noise(KEY, 4, broadcast(4), aggregate(), 0.5)
+    assert torch.equal(drawn, noise.noise(KEY, 4, broadcast(4), aggregate(), 0.5))
 
 
 def test_masks_and_no_noise() -> None:
@@ -69,7 +69,6 @@ def test_grid_release_is_a_function_of_the_continuous_mechanism(kind: str) -> No
     """R from X and the draws is R from ⌊2¹⁶(CX + Z)⌉ alone, in whole numbers, over several chunks."""
     factor = factor_for(kind, ROUNDS, 3)
     noise, size = CorrelatedGridNoise(twice, factor=factor), CHUNK + 5
-    assert noise.exact
     grid = noise.grid(0.5, size)
     assert grid.log2_std <= MOST_BITS
     x = np.random.default_rng(0).integers(-(10**6), 10**6, size=(ROUNDS, size))

@@ -143,7 +143,3 @@ def test_an_aborted_round_counts_as_the_same_iterate_once_more() -> None:
 def test_mistakes_are_one_sentence(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError, match=told):
         prepare(Recipe.of(recipe(**changes)))
-    with pytest.raises(InputError):
-        TailAverage(0)
-    with pytest.raises(InputError):
-        MovingAverage(1.0)

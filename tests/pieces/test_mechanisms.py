@@ -57,6 +57,8 @@ def test_noise_stays_on_the_common_mask_and_is_the_same_there() -> None:
     masked = GaussianNoise(twice).noise(KEY, 1, broadcast(mask), aggregate(2), 1.0)
     assert torch.equal(masked[mask], free[mask])
     assert not bool(masked[~mask].any())
+    drawn = GaussianNoise(twice).drawn_ahead(KEY, 1, SIZE)
+    assert torch.equal(drawn.noise(KEY, 1, broadcast(), aggregate(2), 1.0), free)
 
 
 def test_the_counts_noise_has_its_own_stream_and_std() -> None:

@@ -29,12 +29,12 @@ def test_each_tensor_is_clipped_alone_and_the_bound_is_reached() -> None:
     assert clip.bound(0.3) == 0.3 * math.sqrt(4)
     huge = clipped(clip.factors(torch.ones(1, 12) * 1e6, 0.3, TENSORS)[1], torch.ones(1, 12) * 1e6)
     assert torch.allclose(huge.norm(), torch.tensor(clip.bound(0.3), dtype=torch.float64))
-    assert clip.client_thresholds(given, 0.3, TENSORS).tolist() == [0.3] * 5
+    assert clip.limits(given, 0.3, TENSORS)[:, 0].tolist() == [0.3] * 5
 
 
 def test_the_median_is_each_clients_own_and_bounds_nothing() -> None:
     given, clip = messages(), PublishedMedian()
-    own = clip.client_thresholds(given, math.inf, TENSORS)
+    own = clip.limits(given, math.inf, TENSORS)[:, 0]
     for row, threshold in zip(tensor_norms(given, TENSORS), own):
         low, high = sorted(row.tolist())[1:3]
         assert math.isclose(float(threshold), (low + high) / 2)
@@ -53,4 +53,4 @@ def test_broken_and_empty_messages_are_zero() -> None:
         norms, factors = clip.factors(given, threshold, TENSORS)
         assert not torch.isfinite(norms[:2]).any() and bool((factors[:2] == 0).all())
         assert bool(torch.isfinite(factors).all())
-    assert PublishedMedian().client_thresholds(given, math.inf, TENSORS).tolist() == [0.0, 0.0, 0.0]
+    assert PublishedMedian().limits(given, math.inf, TENSORS)[:, 0].tolist() == [0.0, 0.0, 0.0]

@@ -110,7 +110,9 @@ def test_another_key_is_another_span() -> None:
     assert mechanism(plan.standing(entries)).start == 6
     assert mechanism(plan.standing(lines(plan, 3), "new", 3)).spans == ((0, 3),)
     assert recompute(entries).epsilon == pytest.approx(going_on.epsilon(), rel=1e-6)
-    assert build_plan(clients=9, cohort=3, rounds=2, noise_multiplier=1.0).standing(entries).mechanism is None
+    plain = build_plan(clients=9, cohort=3, rounds=2, noise_multiplier=1.0)
+    assert plain.standing(entries).mechanism is None
+    assert (plain.again(entries), plain.again(entries, 3, "b")) == (1, 3)  # rounds 4 and 5 are yet to be drawn again
     lost = [{**e, "reason": "lost"} for e in lines(plan, 9, "lost", 6)]  # charged after the first lines of b
     late = plan.standing([*lines(plan, 6), *lines(plan, 7, "b", 6), *lost, *lines(plan, 8, "b", 7)])
     assert mechanism(late).spans == ((0, 6), (6, 9))

@@ -234,7 +234,6 @@ class ClientsSum:
     dimension: int
     total: np.ndarray
     count: int = 0
-    divisor: None = None
     clients: tuple[int, ...] = ()
     personal: None = None
 
