@@ -217,7 +217,7 @@ class _Walk:
             # Not the cache: it only saves time. Nor the module's name, which has the place of a user's file in it.
             self.over({name: inner for name, inner in vars(value).items() if name != "__module__"})
             return
-        if (state is None and not slots) or _has_hidden(type(value)):
+        if (state is None and not slots) or has_hidden(type(value)):
             raise _Unknown
         self.over(type(value))
         fields = {**(state or {}), **{name: getattr(value, name) for name in slots}}
@@ -270,7 +270,7 @@ def _is_known(module: str) -> bool:
     return f"{module}.".startswith(_OWN) or module.partition(".")[0] in sys.stdlib_module_names
 
 
-def _has_hidden(kind: type) -> bool:
+def has_hidden(kind: type) -> bool:
     """Return whether objects of a class hold more than their attributes and slots: values of C that nobody can look
     into.
     """
