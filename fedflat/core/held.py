@@ -80,10 +80,7 @@ def own_code(root: object) -> bool:
     """Return whether a pass through a module, or a call of a method or a loss, may run Python that is neither this
     package's nor a library's: of its class, a hook, or a function or an object that it holds.
     """
-    parts = list(root.modules()) if isinstance(root, nn.Module) else []
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooked = any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in parts)
-    return hooked or any(not is_library(_home(obj)) for _, obj, _ in _walk(root))
+    return any(not is_library(_home(obj)) for _, obj, _ in _walk(root))
 
 
 def own_rule(root: object) -> str:
@@ -151,11 +148,8 @@ class StateWatch:
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._versions = [tensor._version for tensor in self._tensors]
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self.root, self._skip
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateWatch, (self.root, self._skip)
 
     def changed(self, *, everything: bool = True) -> str | None:
         """Return where something is not as it was, or None.
