@@ -129,12 +129,11 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
     return None
 
 
-def global_generators() -> tuple[bytes, tuple[Any, ...], tuple[Any, ...]]:
+def global_generators() -> tuple[bytes, bytes, tuple[Any, ...]]:
     """Return the states of the generators that belong to nobody: torch's (GPUs' included), NumPy's, Python's."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     states = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
-    name, *numbers = np.random.get_state()  # noqa: NPY002 (looked at, not drawn from)
-    legacy = (name, *(n.tobytes() if isinstance(n, np.ndarray) else n for n in numbers))
+    legacy = pickle.dumps(np.random.get_state())  # noqa: NPY002 (looked at, not drawn from)
     return b"".join(state.numpy().tobytes() for state in states), legacy, random.getstate()
 
 

@@ -103,7 +103,7 @@ WAYS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "closure": (_closure(), "is changed"),
     "global": (_global, "model: keep._MEMORY[0] is changed"),
     "environment": (_environment, "another outcome the second time"),
-    "global numpy": (lambda m, x: torch.tensor(np.random.rand()), "NumPy's global generator"),  # noqa: NPY002
+    "global numpy": (lambda m, x: torch.tensor(np.random.rand()), "a global generator of NumPy"),  # noqa: NPY002
     "evaluation only": (lambda m, x: None if m.training else m.mean.add_(1), "model: mean is changed"),
 }
 
