@@ -246,8 +246,6 @@ def uniform_below(limit: int, count: int, source: Source) -> Integers:
     while top < 1 << 64 and (bad := np.flatnonzero(words >= np.uint64(top))).size:
         words = words.copy()
         words[bad] = random_words(source, bad.size)
-    if limit & (limit - 1) == 0:  # several times as fast as the remainder
-        return (words & np.uint64(limit - 1)).astype(np.int64)
     return (words % np.uint64(limit)).astype(np.int64)
 
 

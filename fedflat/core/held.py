@@ -58,7 +58,9 @@ _UNSAID = re.compile(r"~held.*|~\d+")
 """Parts of a path that are places of Python's own: no sentence has them."""
 _BEHIND = {"get_unwrapped", "_unwrap_batched", "_remove_batch_dim", "_vmap_decrement_nesting"}
 """Functions of torch's own inside that show a client's code the whole block."""
-_OPAQUE = ("logging", "_thread", "weakref", "torch._ops", "torch._C", "torch._dynamo", "enum", "importlib", "_abc")
+_OPAQUE = (
+    "logging.", "_thread.", "weakref.", "torch._ops.", "torch._C.", "torch._dynamo.", "enum.", "importlib.", "_abc.",
+)  # fmt: skip
 """Modules, and what is in them, whose objects are no memory."""
 
 
@@ -270,16 +272,12 @@ def _beside(leaf: Any) -> list[tuple[str, Any]]:
     return _attributes(leaf) + ([] if isinstance(base, np.ndarray) and base.size >= LARGE else [(".base", base)])
 
 
-def _opaque(module: str) -> bool:
-    return any(module == name or module.startswith(f"{name}.") for name in _OPAQUE)
-
-
 def _of_object(obj: Any) -> list[tuple[str, Any]] | None:
     if isinstance(obj, nn.Module):
         inner = ("_parameters", "_buffers", "_modules")
         registered = [(f".{name}", value) for held in inner for name, value in getattr(obj, held).items()]
         return registered + [(label, value) for label, value in _attributes(obj) if label[1:] not in inner]
-    if _opaque(_module(type(obj))):
+    if f"{_module(type(obj))}.".startswith(_OPAQUE):
         return None
     parts = _attributes(obj)
     return [*parts, *(_compiled(obj) if _layout(type(obj))[1] or not parts else [])] or None

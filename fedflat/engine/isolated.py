@@ -105,7 +105,7 @@ class Recording:
 def _filled(arg: Any, slots: Mapping[int, Any]) -> Any:
     if type(arg) is _Slot:
         return slots[arg.number]
-    return [_filled(part, slots) for part in arg] if type(arg) is list else arg
+    return [_filled(part, slots) for part in arg] if type(arg) in (list, tuple) else arg
 
 
 class _Recorder(TorchDispatchMode):
@@ -133,14 +133,9 @@ class _Recorder(TorchDispatchMode):
 
     def note(self, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outcome: Any) -> None:
         """Add a step."""
-        marked = tuple(self._marked(arg) for arg in args), {k: self._marked(v) for k, v in kwargs.items()}
+        args, kwargs = tree_map(lambda part: self.slot(part) if isinstance(part, Tensor) else part, (args, kwargs))
         outs = [self._new(value) for value in (outcome if isinstance(outcome, tuple | list) else (outcome,))]
-        self.steps.append(_Step(call, *marked, tuple(outs)))
-
-    def _marked(self, arg: Any) -> Any:
-        if isinstance(arg, Tensor):
-            return self.slot(arg)
-        return [self._marked(part) for part in arg] if isinstance(arg, list | tuple) else arg
+        self.steps.append(_Step(call, args, kwargs, tuple(outs)))
 
     def _new(self, value: Any) -> int | None:
         if not isinstance(value, Tensor):
