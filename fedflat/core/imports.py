@@ -7,11 +7,14 @@ the same modules of it before anything else of a run is unpacked (``user_files``
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import io
 import linecache
 import os
+import re
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -63,7 +66,15 @@ def calling(where: str) -> Iterator[None]:
             raise
         place = f" at line {user_frames[-1].lineno} of {Path(user_frames[-1].filename).name}" if user_frames else ""
         failure = f"{type(error).__name__}{place} ({error})"
-        raise wrong(where, failure, "a function that runs with these arguments") from error
+        raise wrong(where, failure, "a function that runs with these arguments", hint=_meant(error)) from error
+
+
+def _meant(error: Exception) -> str:
+    """Return the nearest name of what a class takes, where it was given another; "" for any other error."""
+    last = deque(traceback.walk_tb(error.__traceback__), maxlen=1)[0][0]
+    words = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    kind = words and {**last.f_globals, **last.f_locals}.get(words[1])
+    return nearest(words[2], inspect.signature(kind).parameters) if words and isinstance(kind, type) else ""
 
 
 def _package(where: str, name: str) -> ModuleType:
