@@ -163,10 +163,9 @@ class Guard(AbstractContextManager["Guard"]):
         whole("round", round)
         if os.getpid() != self._process:
             raise RunError("guard: a copy in another process would draw the same noise; make one there")
-        if round in self._gone:
-            raise wrong("round", round, f"{self.next_round} or later", hint="Each round is released once.")
-        if round < self.next_round or round >= self.plan.rounds:
-            raise wrong("round", round, f"from {self.next_round} to {self.plan.rounds - 1}, as planned")
+        left = f"from {self.next_round} to {self.plan.rounds - 1}, as planned"
+        once = "Each round is released once."
+        require(self.next_round <= round < self.plan.rounds, "round", round, left, hint=once)
 
     def _checked(self, round: int, vectors: Mapping[int, Any]) -> list[Tensor]:
         """Return the vectors as they will be measured, in the order of ids: each id once, and copies of our own."""

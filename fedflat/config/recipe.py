@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from fedflat.config import sections
 from fedflat.config.reading import GIVEN, advised, override, read
 from fedflat.config.sections import Only, Section, as_named, section_in
-from fedflat.core.checks import InputError, gather, nearest, require, wrong
+from fedflat.core.checks import InputError, nearest, raise_all, require, wrong
 
 
 class Recipe(Section):
@@ -144,7 +144,7 @@ def refuse_beside(recipe: Recipe, given: Mapping[str, bool], written: Iterable[s
         keys.append(("loss", "loss", recipe.loss))
     refused = [(key, value, argument) for argument, key, value in keys if given.get(argument)]
     allowed = "nothing beside {}=, which takes its place"
-    gather.raised([wrong(key, value, allowed.format(name), hint=HINTS.get(name, "")) for key, value, name in refused])
+    raise_all([wrong(key, value, allowed.format(name), hint=HINTS.get(name, "")) for key, value, name in refused])
 
 
 BESIDE_CLIENTS = ("client_test_fraction", "examples_per_client", "classes")

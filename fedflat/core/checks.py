@@ -60,7 +60,8 @@ def placed(path: Path) -> str:
     return f"{path}{'' if path.exists() else ', no such file or folder'}"
 
 
-class gather(AbstractContextManager["gather"]):
+@contextlib.contextmanager
+def gather(faults: list[InputError]) -> Iterator[None]:
     """Collect what is wrong in several places, so that one answer names all of it.
 
     >>> faults: list[InputError] = []
@@ -70,26 +71,19 @@ class gather(AbstractContextManager["gather"]):
     >>> len(faults)
     2
     """
+    try:
+        yield
+    except InputError as fault:
+        faults.append(fault)
 
-    def __init__(self, faults: list[InputError]) -> None:
-        self.faults = faults
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, InputError):
-            self.faults += getattr(error, "faults", [error])  # what was gathered inside counts one by one
-            return True
-        return False
-
-    @staticmethod
-    def raised(faults: list[InputError]) -> None:
-        """Raise one error with every fault, if there is one."""
-        if len(faults) == 1:
-            raise faults[0]
-        if faults:
-            listed = " ".join(f"({number}) {fault}" for number, fault in enumerate(faults, 1))
-            error = InputError(f"{len(faults)} faults: {listed}")
-            error.faults = list(faults)  # type: ignore[attr-defined]
-            raise error
+def raise_all(faults: list[InputError]) -> None:
+    """Raise one error with every fault, if there is one."""
+    if len(faults) > 1:
+        listed = " ".join(f"({number}) {fault}" for number, fault in enumerate(faults, 1))
+        raise InputError(f"{len(faults)} faults: {listed}")
+    for fault in faults:
+        raise fault
 
 
 Kinds = type[Exception] | tuple[type[Exception], ...]

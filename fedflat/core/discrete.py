@@ -219,11 +219,13 @@ def bernoulli_exp(gamma: Floats, enclose: Enclosure, source: Source) -> Flags:
 def bernoulli_exp_rational(numerator: Integers, denominator: int, source: Source) -> Flags:
     """Return independent draws of Bernoulli(exp(−numerator_i/denominator)); numerators below 2^53, shape `(n,)`."""
 
-    def enclose(i: int, words: int) -> tuple[Fraction, Fraction]:
-        exact = Fraction(int(numerator[i]), denominator)
-        return exact, exact
+    exact = _exactly(lambda i: Fraction(int(numerator[i]), denominator))
+    return bernoulli_exp(numerator / float(denominator), exact, source)
 
-    return bernoulli_exp(numerator / float(denominator), enclose, source)
+
+def _exactly(value: Callable[[int], Fraction]) -> Enclosure:
+    """Return the bounds of numbers that are rational."""
+    return lambda i, words: (value(i), value(i))
 
 
 def _successes(count: int, denominator: int, source: Source) -> Integers:
@@ -244,8 +246,6 @@ def uniform_below(limit: int, count: int, source: Source) -> Integers:
     while top < 1 << 64 and (bad := np.flatnonzero(words >= np.uint64(top))).size:
         words = words.copy()
         words[bad] = random_words(source, bad.size)
-    if limit & (limit - 1) == 0:  # several times as fast as the remainder
-        return (words & np.uint64(limit - 1)).astype(np.int64)
     return (words % np.uint64(limit)).astype(np.int64)
 
 
@@ -271,12 +271,8 @@ def _gaussian_batch(sigma2: Fraction, count: int, source: Source) -> Integers:
     size = np.abs(y)
     variance, centre = float(sigma2), float(sigma2 / scale)
     gamma = (size - centre) ** 2 / (2 * variance)
-
-    def enclose(i: int, words: int) -> tuple[Fraction, Fraction]:
-        exact = (int(size[i]) - sigma2 / scale) ** 2 / (2 * sigma2)
-        return exact, exact
-
-    return y[bernoulli_exp(gamma, enclose, source)]
+    exact = _exactly(lambda i: (int(size[i]) - sigma2 / scale) ** 2 / (2 * sigma2))
+    return y[bernoulli_exp(gamma, exact, source)]
 
 
 def _fill(size: int, batch: Callable[[int], Integers]) -> Integers:

@@ -237,11 +237,8 @@ class Local:
 
     def of(self, examples: int) -> "Local":
         """Return the training of a client with so many examples: the same for everybody, unless ``epochs`` is set."""
-        return self if self.epochs is None else replace(self, steps=self.steps_for(examples))
-
-    def steps_for(self, examples: int) -> int:
-        """K, or K_i = E·⌈n_i/batch⌉ where ``epochs`` is set."""
-        return self.steps if self.epochs is None else self.epochs * math.ceil(examples / self.batch_size)
+        steps = self.steps if self.epochs is None else self.epochs * math.ceil(examples / self.batch_size)
+        return replace(self, steps=steps)
 
     def rate(self, round: int) -> float:
         """Learning rate factor of a round: lr_decay^t, times the schedule's and the warm-up's."""
@@ -468,11 +465,6 @@ class RoundInfo:
 
     released: Mapping[str, Any]
     private: Mapping[str, Any]
-
-
-def plain_gradient(gradient: GradientFn, view: ClientView) -> GradientFn:
-    """Return the neutral gradient rule: plain SGD."""
-    return gradient
 
 
 def l2(vector: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedflat.core.checks import wrong
 from fedflat.core.params import NOTHING, ClientContext
-from fedflat.core.types import Algorithm, Broadcast, ClientView, GradientFn, Local, Phase, plain_gradient
+from fedflat.core.types import Algorithm, Broadcast, ClientView, GradientFn, Local, Phase
 from fedflat.engine.factored import Declined, Factored
 from fedflat.engine.problem import Batch, Gradient, Problem
 
@@ -143,9 +143,10 @@ def train_client(
         part = weights[..., layout.span(phase.part)]
         start = part.clone() if phase.rule else part  # the plain gradient looks at no start: a copy saved
         view = client.view(phase, start=start, clip=broadcast.clip, shares=data.class_shares)
-        rule, direction = phase.rule or plain_gradient, _directions(local, phase)
+        direction = _directions(local, phase)
         for batch in data.batches(index, view.steps):
-            gradient = rule(client.loss_gradient(phase, batch), view)(part)
+            slope = client.loss_gradient(phase, batch)
+            gradient = (phase.rule(slope, view) if phase.rule else slope)(part)
             part.sub_(direction(_like(gradient, part, f"algorithm.phases[{index}].rule")), alpha=view.lr)
     message, personal = client.message(algorithm), weights[..., layout.span("personal")]
     return LocalResult(message, personal, client.mean(client.losses), client.mean(client.accuracies))

@@ -111,7 +111,7 @@ class SharesAccumulator(Accumulator):
         local, beta, direction = self.shares.local, self.shares.beta, self.broadcast.vectors.get("direction")
         if local is None or beta is None or direction is None:
             return torch.zeros_like(self.total)
-        steps = local.steps - local.steps_for(size)
+        steps = local.steps - local.of(size).steps
         return (1 - beta) * steps * (local.lr * self.broadcast.rate) * direction.double()
 
     def result(self) -> NoisedAggregate:

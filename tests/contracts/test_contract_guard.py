@@ -224,7 +224,7 @@ def test_a_start_over_goes_on_with_fresh_noise(tmp_path: Path) -> None:
         first = guard.release(0, zeros(guard, 0))
     with made(tmp_path) as guard:
         assert guard.next_round == 1
-        with pytest.raises(InputError, match="1 or later"):
+        with pytest.raises(InputError, match="from 1 to"):
             guard.release(0, zeros(guard, 0))
         second = guard.release(1, zeros(guard, 1))
         assert guard.epsilon == guard.plan.epsilon(2)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import InputError
-from fedflat.core.types import ClientView, plain_gradient
+from fedflat.core.types import ClientView
 from fedflat.pieces.gradients import Blur, blur, compose, look_ahead, pgn, proximal, sam
 from fedflat.pieces.state import disk
 
@@ -147,10 +147,6 @@ def test_a_broken_row_stays_in_its_row() -> None:
         found = rule(slope, view(torch.zeros_like(rows)))(rows)
         torch.testing.assert_close(found[0], rule(slope, view())(rows[0]))
         assert not bool(torch.isfinite(found[1]).any())
-
-
-def test_plain_sgd_is_the_neutral_rule() -> None:
-    assert plain_gradient(slope, view()) is slope
 
 
 @pytest.mark.parametrize(
