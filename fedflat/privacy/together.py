@@ -16,7 +16,7 @@ from fedflat.privacy.ledger import event
 @dataclass(frozen=True)
 class Published:
     """One run as its folder states it. epsilon: the proven one, None where none is. released: the digest of its weights
-    and its metrics without their times, to compare releases; None where there is no digest."""
+    and its metrics, to compare releases; None where there is no digest."""
 
     name: str
     epsilon: float | None

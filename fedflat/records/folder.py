@@ -232,10 +232,6 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-TIMES = ("seconds",)
-"""Keys of a round's released record that follow from who took part: how long a round takes tells its cohort's size."""
-
-
 def single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object's pairs as a dict. Raises ValueError for a key that comes twice: readers differ on those."""
     mapping = dict(pairs)
@@ -245,15 +241,9 @@ def single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def metrics_digest(folder: Path) -> str:
-    """Return the SHA-256 of the released records but for their times; "" where there are none, or not only records."""
+    """Return the SHA-256 of the released records; "" where there are none, or not only records."""
     lines = whole_lines(folder / METRICS)
-    if not lines:
-        return ""
-    records = [
-        {name: value for name, value in line.items() if name not in TIMES or not isinstance(value, float | int)}
-        for line in lines
-    ]
-    return durable.digest_of_json(records)
+    return durable.digest_of_json(lines) if lines else ""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -267,7 +267,6 @@ def sign_run(folder: Path, run: str, weights: str, made_for: Any, key: Operator 
         path.unlink(missing_ok=True)  # of another attempt: it would be about records that are no longer these
         return
     subjects = {name: durable.digest_of_file(folder / name) for name in (LEDGER, STATEMENT)}
-    # Not of the file's bytes: an export leaves the times of rounds out.
     subjects |= {"weights": weights, "metrics": metrics_digest(folder), MADE_FOR: checkpoint.made_for_digest(made_for)}
     lines = [line for line in (folder / LEDGER).read_bytes().split(b"\n") if line]
     tip = hashlib.sha256(lines[-1]).hexdigest() if lines else ""

@@ -349,8 +349,6 @@ def check_sums(run: Records) -> Iterator[Check]:
         yield Check(RECIPE, "wrong", "has a comment, or another form than an export writes")
     if files.whole_lines(path / METRICS) is None:
         yield Check(METRICS, "wrong", IRREGULAR)
-    if any(key in row for row in run.metrics for key in files.TIMES):
-        yield Check(METRICS, "wrong", "names the seconds of a round, which no export holds")
 
 
 TIP = {"round", "events", "tip", "checkpoint", "signed"}
