@@ -578,7 +578,8 @@ def test_a_reviewer_checks_an_attested_folder_alone(tmp_path: Path, reviewer: An
     recipe = {**RECIPE, "algorithm": "dp-fedavg", "cohort": {"size": 20, "sampling": "full"}}
     signing.Operator.create(tmp_path / "operator.pem")
     simulation.run(recipe, out=tmp_path / "run", key=tmp_path / "operator.pem")
-    attest(tmp_path / "run", tmp_path / "out", tmp_path / "operator.pub")
+    attest(tmp_path / "run", tmp_path / "out")
+    shutil.copyfile(tmp_path / "operator.pub", tmp_path / "out/operator.pub")
 
     def status() -> int:
         return reviewer(tmp_path / "out/check.py").returncode

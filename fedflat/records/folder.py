@@ -37,26 +37,6 @@ class RunFolder:
     deployment: bool = False
     run: str = ""
 
-    @classmethod
-    @contextlib.contextmanager
-    def create(cls, path: Path, *, deployment: bool = False) -> "Iterator[RunFolder]":
-        """A new folder, nobody else's while the block runs, which writes recipe.yaml last; one that already holds a run
-        is never overwritten.
-
-        Raises:
-            InputError: it holds a run, is being made one by another process, or cannot be written.
-        """
-        check_new(path)
-        with contextlib.ExitStack() as claims:
-            with making("--out", f"{path}, which cannot be created"), turning(BlockingIOError, _taken(path)):
-                path.mkdir(parents=True, exist_ok=True)
-                (path / "private").mkdir(mode=0o700, exist_ok=True)
-                claim = os.open(path / "private", os.O_RDONLY)
-                claims.callback(os.close, claim)
-                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            check_new(path)
-            yield cls(path, deployment)
-
     @property
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints."""
@@ -160,6 +140,26 @@ def _sealed(path: Path) -> dict[int, str]:
     text = path.read_bytes().decode("ascii", "replace") if path.exists() else ""
     pairs = (line.split() for line in text.splitlines())
     return {int(pair[0]): pair[1] for pair in pairs if len(pair) == 2 and pair[0].isdecimal()}
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Make a new folder, nobody else's while the block runs, which writes recipe.yaml last; one that already holds a
+    run is never overwritten.
+
+    Raises:
+        InputError: it holds a run, is being made one by another process, or cannot be written.
+    """
+    check_new(path)
+    with contextlib.ExitStack() as claims:
+        with making("--out", f"{path}, which cannot be created"), turning(BlockingIOError, _taken(path)):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "private").mkdir(mode=0o700, exist_ok=True)
+            claim = os.open(path / "private", os.O_RDONLY)
+            claims.callback(os.close, claim)
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        check_new(path)
+        yield
 
 
 def check_unsealed(path: Path) -> None:

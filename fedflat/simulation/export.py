@@ -194,10 +194,10 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def attest(run: str | Path, out: str | Path, key: Path | None = None) -> list[str]:
+def attest(run: str | Path, out: str | Path) -> list[str]:
     """Write the folder ``out`` from a run that ended, or from an exported one, and return its files' names.
 
-    key: the operator's public key. Default: this account's own, if that signed the run.
+    This account's public key goes with it, if that signed the run.
 
     Raises:
         InputError: no statement, a record that is wrong, or ``out`` holds something already.
@@ -206,7 +206,7 @@ def attest(run: str | Path, out: str | Path, key: Path | None = None) -> list[st
     _check_ended("attest", source, "the folder of a run that ended, or an exported one")
     refuse_seeded("attest", refuse_damage(source).statement or {})
     _check_new("attest", target)
-    public = key if key is not None else own_key(source)
+    public = own_key(source)
     with making("attest", target):
         target.mkdir(parents=True, exist_ok=True)
         for name in (STATEMENT, LEDGER, SIGNATURE, TIPS):

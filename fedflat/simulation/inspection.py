@@ -388,10 +388,6 @@ def check_signed(run: Records, public: Ed25519PublicKey | None = None, witness: 
         yield Check(f"witness {witness.name}", *_witnessed(run, public, witness))
 
 
-def _payload(envelope: Any, public: Ed25519PublicKey | None) -> dict[str, Any]:
-    return signing.payload_of(envelope) if public is None else signing.opened(envelope, public)
-
-
 def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]:
     path = run.folder
     if not (path / SIGNATURE).is_file():
@@ -400,7 +396,7 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
         yield Check("signature", "wrong" if missing else "unchecked", text)
         return
     try:
-        payload = _payload(signing.read(path / SIGNATURE), public)
+        payload = signing.opened(signing.read(path / SIGNATURE), public)
     except InputError as error:
         yield Check(SIGNATURE, "wrong", str(error))
         return
@@ -424,7 +420,7 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
 
 def _tip_fits(run: Records, line: Mapping[str, Any], public: Ed25519PublicKey | None) -> bool:
     try:
-        payload = _payload(line["signed"], public)
+        payload = signing.opened(line["signed"], public)
         expected = signing.tip_statement(run.id, line["round"], line["events"], line["tip"], line["checkpoint"])
     except (InputError, KeyError):
         return False
@@ -434,7 +430,7 @@ def _tip_fits(run: Records, line: Mapping[str, Any], public: Ed25519PublicKey | 
 def _witnessed(run: Records, public: Ed25519PublicKey | None, witness: Path) -> tuple[Verdict, str]:
     """Compare what a client kept of the run with the ledger."""
     try:
-        tip = _payload(signing.read(witness), public)["predicate"]
+        tip = signing.opened(signing.read(witness), public)["predicate"]
         events, name = int(tip["events"]), str(tip["run"])
     except UNREADABLE as error:
         return "wrong", f"no tip of a run ({error})"
