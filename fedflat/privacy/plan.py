@@ -145,7 +145,11 @@ class Plan(AccountingParams):
         Raises:
             InputError: no noise reaches it, or the adaptive clip's count alone would reveal more.
         """
-        plan = replace(self, noise_multiplier=_calibrated(self, epsilon))
+        require(self.rounds > 0, "rounds", 0, "at least 1 when privacy.epsilon is given")
+        measured = self.simulated() or self
+        start = guess(measured.params, epsilon)
+        sigma = calibrate(lambda s: replace(measured, noise_multiplier=s).epsilon(), epsilon, start)
+        plan = replace(self, noise_multiplier=sigma)
         plan.effective_multiplier  # noqa: B018  (refuses what the count's noise does not allow)
         return plan
 
@@ -318,7 +322,7 @@ def build_plan(
     # An abort that uses up δ is refused here, before any data is read.
     plan.params.remaining_delta()  # refuses what cannot be accounted before any work
     if epsilon is not None:
-        plan = replace(plan, noise_multiplier=_calibrated(plan, epsilon))
+        plan = plan.calibrated(epsilon)
     plan = _with_count_noise(plan, adaptive, count_noise)
     return replace(plan, warnings=tuple(warnings_of(plan)))
 
@@ -361,13 +365,6 @@ def _summable(sampler: Sampler) -> None:
     largest = sampler.maximum or (sampler.size if exact else min(sampler.clients, 2 * sampler.size))
     if largest > MOST:
         raise wrong("cohort.size", f"{sampler.size:g} of {sampler.clients}", f"cohorts of at most {MOST} clients")
-
-
-def _calibrated(plan: Plan, target: float) -> float:
-    require(plan.rounds > 0, "rounds", 0, "at least 1 when privacy.epsilon is given")
-    measured = plan.simulated() or plan
-    start = guess(measured.params, target)
-    return calibrate(lambda sigma: replace(measured, noise_multiplier=sigma).epsilon(), target, start)
 
 
 def _with_count_noise(plan: Plan, adaptive: bool, count_noise: float | None) -> Plan:
