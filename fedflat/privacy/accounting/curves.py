@@ -6,10 +6,9 @@ multiplier is always std / sensitivity *under the relation*, and the events are 
 SampledWithoutReplacement is composed under REPLACE_ONE, the one relation the library accepts for it.
 """
 
-import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +29,9 @@ RDP_ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(11, 256), 288, 320, 3
 """1.1…10.9 by 0.1 and 11…255, the grid of Shi et al. 2023a; the few beyond only matter where ε is small."""
 WITHOUT_REPLACEMENT_ORDERS = (*(1 + x / 10 for x in range(1, 50)), *range(6, 65), 80, 96, 128)
 """Fewer: the library's bound costs the square of the order."""
+EXPECTED = ("failed to converge", "Negative Renyi divergence")
+"""Notes of the library that change no bound: an order that it leaves out then, and a divergence that was rounded below
+zero (much noise; δ alone covers what is left)."""
 
 
 def gdp_mu(q: float, multiplier: float, rounds: int) -> float:
@@ -122,37 +124,25 @@ def renyi(event: Any, rounds: int) -> tuple[tuple[float, ...], NDArray[np.float6
     return orders, rounds * divergences
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hide the library's notes that an order did not converge (it then leaves it out, which is still a bound), and that
-    a divergence was rounded below zero (much noise; δ alone then covers what is left)."""
-    logger = logging.getLogger("absl")
-
-    def keep(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return "failed to converge" not in text and "Negative Renyi divergence" not in text
-
-    # A filter and not a level: other warnings of the library must still be seen.
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)
-
-
 @lru_cache(maxsize=16)
 def _renyi(event: Any) -> tuple[tuple[float, ...], NDArray[np.float64]]:
     """Orders and the library's Rényi divergences ``(n,)`` of one repetition; kept."""
     accountant = rdp_accountant(event)
-    with quiet():
-        accountant.compose(event)
+    accountant.compose(event)
     return tuple(float(order) for order in accountant.orders), accountant.rdp
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    return not any(note in record.getMessage() for note in EXPECTED)
+
+
 def rdp_accountant(event: Any) -> Any:
-    """Return the library's Rényi accountant for such events, with nothing composed yet."""
+    """Return the library's Rényi accountant for such events, with nothing composed yet; its notes that are expected are
+    hidden from now on."""
     from dp_accounting import NeighboringRelation, rdp
 
+    # A filter and not a level: other warnings of the library must still be seen.
+    logging.getLogger("absl").addFilter(_is_news)
     # The library accepts one relation for cohorts without replacement, and another one for all others.
     if _kind(event)[0] == "fixed":
         return rdp.RdpAccountant(WITHOUT_REPLACEMENT_ORDERS, NeighboringRelation.REPLACE_ONE)
@@ -201,5 +191,4 @@ def renyi_epsilon(orders: Sequence[float], divergences: NDArray[np.float64], del
     """ε at ``delta`` of Rényi divergences ``(n,)`` at these orders, by the library's conversion."""
     from dp_accounting import rdp
 
-    with quiet():
-        return float(rdp.compute_epsilon(orders, divergences, delta)[0])
+    return float(rdp.compute_epsilon(orders, divergences, delta)[0])
