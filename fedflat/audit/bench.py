@@ -196,11 +196,9 @@ def released(bench: Bench, new: RoundState, copies: int = 1) -> Tensor:
     return torch.cat(columns, 1)
 
 
-def single(neighbours: Neighbours, present: bool, key: bytes, world: World | None = None) -> Tensor:
-    """Return one run: the real path from the cohort to the new state; ``(width,)``. ``world`` if it is known
-    already."""
-    bench = neighbours.bench
-    held = neighbours.world(present, key) if world is None else world
+def single(neighbours: Neighbours, present: bool, key: bytes) -> Tensor:
+    """Return one run: the real path from the cohort to the new state; ``(width,)``."""
+    bench, held = neighbours.bench, neighbours.world(present, key)
     new, _ = finish_round(bench.parts, bench.state, held.broadcast, held.aggregate, key, _ignore, divisor=held.divisor)
     return released(bench, new)[0]
 
@@ -245,7 +243,7 @@ def must_loop(neighbours: Neighbours) -> bool:
         if not torch.equal(worlds[0].aggregate.total, worlds[1].aggregate.total):
             # Messages are random where clients add their own noise.
             return True
-        separate = single(neighbours, present, keys[0], worlds[0])
+        separate = single(neighbours, present, keys[0])
         first, second, _ = side_by_side(neighbours, worlds[0], keys[0], 3)
         if separate.shape != first.shape or not torch.allclose(separate, first, rtol=1e-4, atol=1e-5):
             return True

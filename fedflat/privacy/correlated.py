@@ -81,7 +81,7 @@ class ScheduledPlan(Accounted):
     def guarantees(self, plan: Any, rounds: int) -> tuple[Guarantee, ...]:
         """Return the guarantee towards recipients after ``rounds`` rounds, a number that is fixed in advance."""
         how = COINS if self.chance is not None else PUBLIC
-        return (Guarantee("recipients", how, self.relation, self.epsilon(plan, rounds), plan.delta, plan.accountant),)
+        return (plan.guarantee("recipients", how, self.epsilon(plan, rounds)),)
 
     def known_epsilon(self, plan: Any, rounds: int) -> float:
         """Return ε towards somebody who learns which coins fell: Gaussians over Bin(turns, p) participations."""

@@ -105,7 +105,7 @@ def guarantee(plan: Any, rounds: int) -> Guarantee:
     # The score that selects is of whole runs, so a trial counts as a whole run from its first round on.
     orders, divergences = renyi(round_event(plan.params), max(rounds, plan.rounds))
     epsilon = plan.selection.epsilon(orders, divergences, plan.delta)
-    return Guarantee("recipients", TOWARDS, plan.relation, epsilon, plan.delta, "rdp")
+    return plan.guarantee("recipients", TOWARDS, epsilon, "rdp")  # type: ignore[no-any-return]
 
 
 def alone(plan: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fedflat.core.checks import InputError, becoming, one_line, require, turning, wrong
 from fedflat.privacy import tuning
 from fedflat.privacy.accounting.gaussian import LITTLE
-from fedflat.privacy.schedules import contradictions
+from fedflat.privacy.schedules import contradictions, gaussians
 
 Entries = Sequence[Mapping[str, Any]]
 
@@ -251,8 +251,6 @@ def _truncated(entries: Entries, sigma: float, delta: float) -> Recomputed:
 
 def _scheduled(entries: Entries, sigma: float, delta: float) -> Recomputed:
     """Rounds that follow a schedule, by the columns in their lines (``schedules.gaussians``)."""
-    from fedflat.privacy.schedules import gaussians
-
     first, incomplete = entries[0], (LookupError, TypeError, ZeroDivisionError)
     with turning(incomplete, wrong("ledger line 0", "not all of a schedule", "every parameter of its rounds")):
         sigma, turns = gaussians(entries, drawn(entries))
