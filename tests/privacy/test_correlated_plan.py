@@ -181,7 +181,7 @@ def test_the_tree_of_an_ended_run_is_checked_too() -> None:
 def test_statement_says_what_is_and_what_is_not() -> None:
     plan = plan_of(noise="banded")
     entries = lines(plan, 12)
-    arguments: dict[str, Any] = {"algorithm": "dp-fedavg", "facts": {"clip": 0.5}, "key_source": "seed"}
+    arguments: dict[str, Any] = {"algorithm": "dp-fedavg", "facts": {"clip": 0.5}, "seeded": True}
     found = statement(plan, rounds_run=12, entries=entries, **arguments)
     assert found["epsilon"] == pytest.approx(plan.epsilon())
     assert "zero-out in place" in found["adjacency"]
