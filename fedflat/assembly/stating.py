@@ -24,7 +24,7 @@ from fedflat.methods import noise as noising
 from fedflat.methods import published
 from fedflat.methods.plans import DDGaussPlan
 from fedflat.methods.published import Published
-from fedflat.privacy.accounting.gaussian import schedule_epsilon
+from fedflat.privacy.accounting.curves import schedule_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import PRIORS, TEXTS, least_noise, rounds_charged, statement

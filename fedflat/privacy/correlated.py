@@ -14,9 +14,8 @@ from fedflat.core.checks import require, wrong
 from fedflat.core.cohorts import CyclicPoisson, MinSeparation, Scheduled
 from fedflat.core.factors import Factor
 from fedflat.core.types import Sampler
-from fedflat.privacy.accounting.curves import compose_epsilon
+from fedflat.privacy.accounting.curves import compose_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.factorisation import factor_for
-from fedflat.privacy.accounting.gaussian import schedule_epsilon
 from fedflat.privacy.trust import Accounted, Guarantee
 
 Span = tuple[int, int]

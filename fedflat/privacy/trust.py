@@ -12,8 +12,7 @@ from fedflat.core.checks import InputError, in_range, one_of, require, whole, wr
 from fedflat.core.cohorts import Scheduled
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Sampler
-from fedflat.privacy.accounting.curves import compose_epsilon, proving, refuse_unproven
-from fedflat.privacy.accounting.gaussian import schedule_epsilon
+from fedflat.privacy.accounting.curves import compose_epsilon, proving, refuse_unproven, schedule_epsilon
 
 TRUSTS = ("central", "distributed", "local")
 NOISE = (1e-12, 1e8)

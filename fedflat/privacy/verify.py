@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fedflat.core.checks import InputError, becoming, one_line, require, turning, wrong
 from fedflat.privacy import tuning
-from fedflat.privacy.accounting.gaussian import LITTLE
+from fedflat.privacy.accounting.curves import LITTLE, compose_epsilon
 from fedflat.privacy.schedules import contradictions, gaussians
 
 Entries = Sequence[Mapping[str, Any]]
@@ -107,8 +107,6 @@ def _not_shortened(figure: Recomputed, event: Any, rounds: int, delta: float, ac
 
     What rdp states is more than is needed, so that less is no fault as long as the second accountant bears it out.
     """
-    from fedflat.privacy.accounting.curves import compose_epsilon
-
     if accountant not in ("pld", "fft"):
         return figure
     return figure._replace(at_least=max(figure.at_least, compose_epsilon(event, rounds, delta, accountant)))

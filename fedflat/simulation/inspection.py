@@ -225,9 +225,9 @@ def check_fields(run: Records) -> Iterator[Check]:
     yield from _outcome(FIELDS, different, "as recipe, ledger, metrics and this code give it")
     if comparable:
         yield from _outcome(SHOWN, faults_shown, "as recipe, ledger and this code give them")
-    weights = recomputed.released_digest(run.folder, run.stated_rounds)
+    weights = recomputed.released(run, run.stated_rounds)
     if weights is not None:
-        yield _same("the weights", body.get("weights") == weights, "those of the statement")
+        yield _same("the weights", body.get("weights") == weights[0], "those of the statement")
 
 
 FIELDS, SHOWN = f"{STATEMENT}, every field", f"{METRICS}, ε and clip"
@@ -401,12 +401,10 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
         yield Check(SIGNATURE, "wrong", str(error))
         return
     predicate, subjects = payload.get("predicate") or {}, payload["subjects"]
-    ours = {
-        LEDGER: digest_of_file(path / LEDGER), STATEMENT: digest_of_file(path / STATEMENT),
-        "weights": recomputed.released_digest(path, run.finished_rounds), "metrics": files.metrics_digest(path),
-        MADE_FOR: recomputed.made_for_digest(run),
-    }  # fmt: skip
-    others = [f"it is about other {name}" for name, digest in ours.items() if digest not in (None, subjects.get(name))]
+    ours = {name: digest_of_file(path / name) for name in (LEDGER, STATEMENT)} | {"metrics": files.metrics_digest(path)}
+    if (weights := recomputed.released(run, run.finished_rounds)) is not None:
+        ours |= {"weights": weights[0], MADE_FOR: checkpoint.made_for_digest(weights[1])}
+    others = [f"it is about other {name}" for name, digest in ours.items() if digest != subjects.get(name)]
     if predicate.get("run") != run.id or (run.entries and predicate.get("tip") != run.ledger.tip):
         others.append("it is about another run or another ledger")
     if others:

@@ -28,7 +28,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.types import Mechanism
 from fedflat.engine.reduce import Accumulator
 from fedflat.pieces import clipping, mechanisms
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.curves import gaussian_epsilon
 
 CLAIMED = gaussian_epsilon(1 / 3, 1e-5)
 PRIVATE = [name for name, factory in ALGORITHMS.items() if (a := factory()).private and a.kind == "update"]

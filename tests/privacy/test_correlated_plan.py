@@ -11,9 +11,9 @@ import pytest
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import SECRET, FromRound
 from fedflat.privacy.accounting.budget import budget_table
+from fedflat.privacy.accounting.curves import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.epsilon import accounting_params, epsilon
 from fedflat.privacy.accounting.factorisation import noise_in_model
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan, build_plan

@@ -17,7 +17,7 @@ from scipy.stats import norm
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.methods.plans import VotesPlan
 from fedflat.privacy import statement as module
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.curves import gaussian_epsilon
 from fedflat.privacy.plan import build_plan
 from fedflat.privacy.statement import headline, rounds_charged, statement, true_positives, write
 from fedflat.privacy.verify import verify

@@ -7,9 +7,8 @@ from typing import Any
 
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import NAMES, SECRET
-from fedflat.privacy.accounting.curves import ACCOUNTANTS, APPROXIMATIONS, gdp_mu
+from fedflat.privacy.accounting.curves import ACCOUNTANTS, APPROXIMATIONS, gaussian_epsilon, gdp_mu
 from fedflat.privacy.accounting.epsilon import accounting_params, epsilon, noise_multiplier
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
 from fedflat.privacy.trust import guarantees
 
 Row = dict[str, Any]
