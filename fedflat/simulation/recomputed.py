@@ -456,8 +456,8 @@ def released(run: Records, rounds: int) -> tuple[str, Any] | None:
     exported, file = run.folder / MODEL, checkpoint.path_of(run.folder / "checkpoints", rounds)
     with contextlib.suppress(ValueError):
         if exported.is_file():
-            tensors, about = contents_of(exported)
-            return digest_of(tensors), _parsed(about.get("made_for", "{}"))
+            tensors, metadata = contents_of(exported)
+            return digest_of(tensors), _parsed(metadata.get("made_for", "{}"))
         if not file.is_file():
             return None
         state, _, facts = checkpoint.load(file, hidden=False)
