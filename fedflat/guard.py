@@ -132,7 +132,7 @@ class Guard(AbstractContextManager["Guard"]):
         runs = [line[RUN] for line in entries if RUN in line]  # by guards of the same ledger, this one among them
         secure = all(run["secure"] for run in runs) and self.secure
         report = statement(
-            self.plan, rounds_run=len(self._ledger.rounds_recorded()), algorithm=name, key_source="os-entropy",
+            self.plan, rounds_run=len(self._ledger.rounds_recorded()), algorithm=name, seeded=False,
             facts={"clip": self.clip.threshold, "secure": secure, "simulation": False}, entries=entries,
         )  # fmt: skip
         report["noise_source"] = SOURCE

@@ -20,7 +20,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.cohorts import Fixed, Truncated
 from fedflat.core.rounding import ROUNDING
 from fedflat.data.clients import from_pairs
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.curves import gaussian_epsilon
 from fedflat.privacy.plan import Plan, build_plan
 
 RECIPE: dict[str, Any] = {

@@ -251,9 +251,8 @@ def test_a_resumed_folder_is_the_same_recipe(tmp_path: Path) -> None:
     assert (again.local.epochs, again.local.steps, again.privacy.published) == (2, None, "000")
     assert again.cohort.sampling == "fixed"
     first, second = prepare(Recipe.of(recipe())), prepare(again)
-    assert first.identity.fingerprint == second.identity.fingerprint and resolved(again, second) == resolved(
-        Recipe.of(recipe()), first
-    )
+    assert replace(first.identity, engine="") == replace(second.identity, engine="")
+    assert resolved(again, second) == resolved(Recipe.of(recipe()), first)
     lines = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
     assert len(lines) == 3 and lines[-1]["epsilon"] == pytest.approx(result.privacy["proven_epsilon"])
     resumed = fedflat.run(again, out=tmp_path / "run", resume=True)

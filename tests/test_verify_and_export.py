@@ -167,7 +167,7 @@ def test_an_export_holds_what_is_covered_and_nothing_else(run: Path, tmp_path: P
     secrets.append(json.loads((run / "private/run.json").read_text())["secret"].encode())
     assert [word for word in secrets if word in everything] == []
     assert set(found.files) == {path.name for path in out.iterdir()}
-    assert {"private", "recipe.yaml: seed", "metrics.jsonl: seconds", "checkpoints"} <= found.left.keys()
+    assert {"private", "recipe.yaml: seed", "checkpoints"} <= found.left.keys()
     assert wrong(out) == []
 
 
@@ -578,7 +578,8 @@ def test_a_reviewer_checks_an_attested_folder_alone(tmp_path: Path, reviewer: An
     recipe = {**RECIPE, "algorithm": "dp-fedavg", "cohort": {"size": 20, "sampling": "full"}}
     signing.Operator.create(tmp_path / "operator.pem")
     simulation.run(recipe, out=tmp_path / "run", key=tmp_path / "operator.pem")
-    attest(tmp_path / "run", tmp_path / "out", tmp_path / "operator.pub")
+    attest(tmp_path / "run", tmp_path / "out")
+    shutil.copyfile(tmp_path / "operator.pub", tmp_path / "out/operator.pub")
 
     def status() -> int:
         return reviewer(tmp_path / "out/check.py").returncode
@@ -773,7 +774,7 @@ def test_metrics_of_a_signed_export_are_signed_and_of_an_unsigned_one_said_to_be
     assert verdict == "unchecked" and "nothing here is covered" in about
 
 
-def test_a_key_that_comes_twice_or_words_for_a_time_are_seen_in_a_signed_export(exports: Path) -> None:
+def test_a_key_that_comes_twice_or_was_added_is_seen_in_a_signed_export(exports: Path) -> None:
     """JSON readers differ on a doubled key: one shows the first value, another the last."""
     folder, path = exports / "signed", exports / "signed" / "metrics.jsonl"
     sound = path.read_text()
@@ -781,9 +782,6 @@ def test_a_key_that_comes_twice_or_words_for_a_time_are_seen_in_a_signed_export(
         path.write_text(sound.replace("{", more))
         resealed(folder)
         assert said_of(folder, "signature.json")[-1] == ("wrong", "it is about other metrics")
-    path.write_text(sound.replace("{", '{"seconds": 1.5, '))  # the twin: times are not signed
-    resealed(folder)
-    assert said_of(folder, "signature.json")[-1][0] != "wrong"
     stated = exports / "unsigned" / "privacy.json"
     stated.write_text(stated.read_text().replace("{", '{"epsilon": 0.1, ', 1))
     resealed(exports / "unsigned")
@@ -1035,14 +1033,12 @@ def test_where_an_account_takes_long_no_line_of_the_ledger_states_too_little_or_
         assert found and "epsilon" in found[0], (place, epsilon)
 
 
-def test_lines_that_come_twice_and_times_in_an_export_are_seen(exports: Path) -> None:
+def test_lines_that_come_twice_in_an_export_are_seen(exports: Path) -> None:
     folder = exports / "unsigned"
     sound = (folder / "metrics.jsonl").read_text()
-    first = sound.splitlines(keepends=True)[0]
     for changed in (
         sound + sound.splitlines(keepends=True)[-1],
         sound.replace('"test_accuracy":', '"test_accuracy": 0.999, "test_accuracy":', 1),
-        sound.replace(first, first.replace("{", '{"seconds": 1.5, ', 1)),
     ):
         (folder / "metrics.jsonl").write_text(changed)
         resealed(folder)

@@ -24,7 +24,7 @@ from fedflat.methods import noise as noising
 from fedflat.methods import published
 from fedflat.methods.plans import DDGaussPlan
 from fedflat.methods.published import Published
-from fedflat.privacy.accounting.gaussian import schedule_epsilon
+from fedflat.privacy.accounting.curves import schedule_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import PRIORS, TEXTS, least_noise, rounds_charged, statement
@@ -180,19 +180,14 @@ def stated(
         facts |= more
     asked = plan.mechanism.stated(plan, charged) if isinstance(plan.mechanism, Published) else {}
     record = statement(
-        plan, rounds_run=rounds, algorithm=terms.method.name, facts=facts, key_source=key_source(recipe, terms),
-        entries=entries, warnings=warnings, **asked,
+        plan, rounds_run=rounds, algorithm=terms.method.name, facts=facts, entries=entries, warnings=warnings,
+        seeded=is_seeded(recipe) and terms.identified and not terms.deployment, **asked,
     )  # fmt: skip
     if not terms.deployment:
         last = min(plan.rounds, plan.rounds_within_budget(plan.again(entries)))
         record["reasons"] += interrupted(plan, record["rounds_charged"], last)
     record["warnings"] += [SEEN] if seen else []
     return record
-
-
-def key_source(recipe: Recipe, terms: Terms) -> Any:
-    """Return where the key of cohorts and noise came from: ``seed`` or ``os-entropy``."""
-    return "seed" if is_seeded(recipe) and terms.identified and not terms.deployment else "os-entropy"
 
 
 def _facts(recipe: Recipe, terms: Terms, tested: bool) -> dict[str, Any]:

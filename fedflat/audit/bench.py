@@ -5,8 +5,7 @@ transforms of the method turn a chosen direction into the message that the metho
 
 Behind the sum everything is the key's noise and deterministic functions of the noisy sum, so n runs are one call on a
 state of n copies: n·d entries of noise, the constant divisor, the server's steps applied to each copy (by vmap of the
-real steps). That is checked against single calls, exactly and in law; where it does not hold, a loop of single calls
-is used instead.
+real steps). That is checked against single calls; where it does not hold, a loop of single calls is used instead.
 """
 
 import functools
@@ -150,8 +149,6 @@ def examples_of(clients: int, last: Tensor | None = None) -> tuple[list[tuple[Te
 
 Slots = dict[str, Tensor]
 Stepped = tuple[Tensor, Slots]
-CHECKED = 150
-"""Single calls per world that are compared with the copies."""
 
 
 @dataclass(frozen=True)
@@ -198,11 +195,9 @@ def released(bench: Bench, new: RoundState, copies: int = 1) -> Tensor:
     return torch.cat(columns, 1)
 
 
-def single(neighbours: Neighbours, present: bool, key: bytes, world: World | None = None) -> Tensor:
-    """Return one run: the real path from the cohort to the new state; ``(width,)``. ``world`` if it is known
-    already."""
-    bench = neighbours.bench
-    held = neighbours.world(present, key) if world is None else world
+def single(neighbours: Neighbours, present: bool, key: bytes) -> Tensor:
+    """Return one run: the real path from the cohort to the new state; ``(width,)``."""
+    bench, held = neighbours.bench, neighbours.world(present, key)
     new, _ = finish_round(bench.parts, bench.state, held.broadcast, held.aggregate, key, _ignore)
     return released(bench, new)[0]
 
@@ -232,10 +227,9 @@ def releases(neighbours: Neighbours, present: bool, runs: int, purpose: str, loo
     return side_by_side(neighbours, neighbours.world(present, key), key, runs)
 
 
-def must_loop(neighbours: Neighbours, law: bool = True) -> bool:
-    """Return whether copies side by side would not be the same as single runs.
-
-    Exactly: the first copy is the single run of the same key. law: in distribution as well, by many single runs.
+def must_loop(neighbours: Neighbours) -> bool:
+    """Return whether copies side by side would not be the same as single runs: the first copy is the single run of the
+    same key, and the next one has noise of its own.
     """
     if neighbours.bench.parts.clip.moves:
         return True
@@ -248,11 +242,11 @@ def must_loop(neighbours: Neighbours, law: bool = True) -> bool:
         if not torch.equal(worlds[0].aggregate.total, worlds[1].aggregate.total):
             # Messages are random where clients add their own noise.
             return True
-        separate = single(neighbours, present, keys[0], worlds[0])
-        first = side_by_side(neighbours, worlds[0], keys[0], 3)[0]
+        separate = single(neighbours, present, keys[0])
+        first, second, _ = side_by_side(neighbours, worlds[0], keys[0], 3)
         if separate.shape != first.shape or not torch.allclose(separate, first, rtol=1e-4, atol=1e-5):
             return True
-        if law and _law_differs(neighbours, present, worlds[0]):
+        if neighbours.bench.parts.plan.event_multiplier and torch.equal(first, second):
             return True
     return False
 
@@ -260,22 +254,6 @@ def must_loop(neighbours: Neighbours, law: bool = True) -> bool:
 def on_a_grid(world: World) -> bool:
     """Return whether the mechanism works on whole numbers (secure grid noise, ddgauss): its runs are slow."""
     return world.aggregate.exact is not None
-
-
-def _law_differs(neighbours: Neighbours, present: bool, world: World) -> bool:
-    """Return whether energy or a projection differ between single runs and copies: means or spreads."""
-    one = torch.stack([single(neighbours, present, run_key(n, "law", 7), world) for n in range(CHECKED)]).double()
-    many = side_by_side(neighbours, world, run_key(0, "law, copies", 7), 4 * CHECKED).double()
-    if one.shape[1] != many.shape[1]:
-        return True
-    direction = torch.linspace(-1, 1, one.shape[1], dtype=torch.float64)
-    for a, b in ((one.square().sum(1), many.square().sum(1)), (one @ direction, many @ direction)):
-        error = torch.sqrt(a.var() / len(a) + b.var() / len(b))
-        if float((a.mean() - b.mean()).abs()) > 6 * float(error) + 1e-6 * float(b.mean().abs()) + 1e-9:
-            return True
-        if max(float(a.var()), float(b.var())) > 1e-12 and not 1 / 4 < float((a.var() + 1e-30) / (b.var() + 1e-30)) < 4:
-            return True
-    return False
 
 
 def coupled_difference(neighbours: Neighbours) -> Tensor:

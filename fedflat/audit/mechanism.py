@@ -178,7 +178,7 @@ ASSUMPTIONS = assumptions(
 )  # fmt: skip
 LEARNED = "projection on the learned change"
 ALONE = "Every run is a call of the real path of its own."
-TOGETHER = "Runs are copies side by side in one call of the real path; single calls agree, exactly and in law."
+TOGETHER = "Runs are copies side by side in one call of the real path; single calls agree."
 
 
 def audit_method(
@@ -218,7 +218,7 @@ def audit_bench(
     """Return the best bound over pairs of neighbours (default: all), which share the failure probability evenly."""
     pairs = pairs_of(bench) if pairs is None else pairs
     failure, (first, *_) = (1 - confidence) / len(pairs), pairs.values()
-    looped = any(room.must_loop(pair, law=pair is first) for pair in pairs.values())
+    looped = any(map(room.must_loop, pairs.values()))
     if looped and room.on_a_grid(first.world(True, room.run_key(0, "grid", 0))):
         pairs = dict(islice(pairs.items(), GRID_CANARIES))
     count = min(runs, LOOPED_RUNS) if looped else runs

@@ -104,14 +104,14 @@ def cache_folder() -> Path:
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "fedflat"
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 (hex) over the tensors' names, types, shapes and bytes, in the order of their names."""
+def digest_of(tensors: Mapping[str, Tensor], first: bytes = b"", end: str = "\n") -> str:
+    """SHA-256 (hex) over ``first`` and the tensors' names, types, shapes, ``end`` and bytes, in the order of names."""
     import torch
 
-    total = hashlib.sha256()
+    total = hashlib.sha256(first)
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
-        total.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        total.update(f"{name} {value.dtype} {tuple(value.shape)}{end}".encode())
         total.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 

@@ -144,7 +144,7 @@ def _refuse_fork(path: Path, events: int, history: bytes) -> None:
     if not path.exists():
         return
     with reading(path, "no signed tip", "the file as this client kept it"):
-        before = signing.payload_of(signing.read(path))["predicate"]
+        before = signing.opened(signing.read(path))["predicate"]
         seen, tip = int(before["events"]), str(before["tip"])
     insist(events >= seen, Refused(f"the server's ledger has {events} events, and had {seen} before"))
     if seen and history[32 * (seen - 1) : 32 * seen].hex() != tip:

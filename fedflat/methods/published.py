@@ -17,9 +17,8 @@ import yaml
 from fedflat.core.checks import in_range, nearest, one_of, whole, wrong
 from fedflat.core.cohorts import FromRound, Poisson
 from fedflat.core.types import Sampler
-from fedflat.privacy.accounting.curves import compose_epsilon
+from fedflat.privacy.accounting.curves import compose_epsilon, gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.epsilon import calibrate
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.plan import Plan, check_target, warnings_of
 from fedflat.privacy.trust import Accounted, Guarantee, accountable
 

@@ -14,9 +14,8 @@ from fedflat.core.checks import require, wrong
 from fedflat.core.cohorts import CyclicPoisson, MinSeparation, Scheduled
 from fedflat.core.factors import Factor
 from fedflat.core.types import Sampler
-from fedflat.privacy.accounting.curves import compose_epsilon
+from fedflat.privacy.accounting.curves import compose_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.factorisation import factor_for
-from fedflat.privacy.accounting.gaussian import schedule_epsilon
 from fedflat.privacy.trust import Accounted, Guarantee
 
 Span = tuple[int, int]
@@ -81,7 +80,7 @@ class ScheduledPlan(Accounted):
     def guarantees(self, plan: Any, rounds: int) -> tuple[Guarantee, ...]:
         """Return the guarantee towards recipients after ``rounds`` rounds, a number that is fixed in advance."""
         how = COINS if self.chance is not None else PUBLIC
-        return (Guarantee("recipients", how, self.relation, self.epsilon(plan, rounds), plan.delta, plan.accountant),)
+        return (plan.guarantee("recipients", how, self.epsilon(plan, rounds)),)
 
     def known_epsilon(self, plan: Any, rounds: int) -> float:
         """Return ε towards somebody who learns which coins fell: Gaussians over Bin(turns, p) participations."""

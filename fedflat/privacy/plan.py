@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from fedflat.core.checks import in_range, one_of, require, whole, wrong
+from fedflat.core.checks import in_range, require, whole, wrong
 from fedflat.core.cohorts import make_sampler
 from fedflat.core.rounding import MOST
 from fedflat.core.types import Sampler
@@ -20,8 +20,6 @@ from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.trust import GAUSSIAN, Accounted, AccountingParams, Guarantee
 
 __all__ = ["Accounted", "Guarantee", "Plan", "build_plan"]
-
-PROTOCOLS = ("sound", "published")
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,11 @@ class Plan(AccountingParams):
         Raises:
             InputError: no noise reaches it, or the adaptive clip's count alone would reveal more.
         """
-        plan = replace(self, noise_multiplier=_calibrated(self, epsilon))
+        require(self.rounds > 0, "rounds", 0, "at least 1 when privacy.epsilon is given")
+        measured = self.simulated() or self
+        start = guess(measured.params, epsilon)
+        sigma = calibrate(lambda s: replace(measured, noise_multiplier=s).epsilon(), epsilon, start)
+        plan = replace(self, noise_multiplier=sigma)
         plan.effective_multiplier  # noqa: B018  (refuses what the count's noise does not allow)
         return plan
 
@@ -274,7 +276,6 @@ def build_plan(
     rounds: int,
     noise_multiplier: float | None = None,
     epsilon: float | None = None,
-    protocol: str = "sound",
     noise_cohort: float | None = None,
     count_noise: float | None = None,
     adaptive: bool = False,
@@ -298,15 +299,12 @@ def build_plan(
         InputError: neither or both of noise_multiplier and epsilon; a value out of range; a combination for which
             no bound is known.
     """
-    one_of("privacy.protocol", protocol, PROTOCOLS)
     chosen = 1.0 if noise_multiplier is None else noise_multiplier
     # Checked first and without privacy too: a wrong cohort is wrong for every method.
     params = accounting_params(rounds=rounds, noise_multiplier=chosen, **accounting)
     if not private:
         require(selection is None, "privacy.selection", "a method without privacy", "a private method")
-        return _without_privacy(
-            params, protocol, bool(noise_multiplier) or epsilon is not None or noise != "independent"
-        )
+        return _without_privacy(params, bool(noise_multiplier) or epsilon is not None or noise != "independent")
     check_target(noise_multiplier, epsilon)
     scheduled = scheduled_plan(params.sampler, rounds, noise, bands, momentum)
     if scheduled is not None:
@@ -315,8 +313,8 @@ def build_plan(
     if noise_cohort is not None:
         in_range("privacy.noise_cohort", noise_cohort, params.sampler.size)
     plan = Plan(
-        **vars(params), protocol=protocol, budget=epsilon, noise_cohort=noise_cohort, mechanism=mechanism,
-        selection=selection, evaluation=evaluation,
+        **vars(params), budget=epsilon, noise_cohort=noise_cohort, mechanism=mechanism, selection=selection,
+        evaluation=evaluation,
     )  # fmt: skip
     if selection is not None:
         tuning.check(plan)
@@ -325,7 +323,7 @@ def build_plan(
     # An abort that uses up δ is refused here, before any data is read.
     plan.params.remaining_delta()  # refuses what cannot be accounted before any work
     if epsilon is not None:
-        plan = replace(plan, noise_multiplier=_calibrated(plan, epsilon))
+        plan = plan.calibrated(epsilon)
     plan = _with_count_noise(plan, adaptive, count_noise)
     return replace(plan, warnings=tuple(warnings_of(plan)))
 
@@ -351,11 +349,11 @@ def _check_scheduled(
     require(not varied, "privacy.clip", "adaptive", f"one constant clip with {kind}", hint=hint)
 
 
-def _without_privacy(params: AccountingParams, protocol: str, ignored: bool) -> Plan:
+def _without_privacy(params: AccountingParams, ignored: bool) -> Plan:
     warnings = ["This method neither clips nor adds noise: no privacy guarantee."]
     if ignored:
         warnings.append("privacy.noise_multiplier, epsilon and noise are ignored by a method without privacy.")
-    return Plan(**vars(params) | {"noise_multiplier": 0.0}, protocol=protocol, private=False, warnings=tuple(warnings))
+    return Plan(**vars(params) | {"noise_multiplier": 0.0}, private=False, warnings=tuple(warnings))
 
 
 def _summable(sampler: Sampler) -> None:
@@ -368,13 +366,6 @@ def _summable(sampler: Sampler) -> None:
     largest = sampler.maximum or (sampler.size if exact else min(sampler.clients, 2 * sampler.size))
     if largest > MOST:
         raise wrong("cohort.size", f"{sampler.size:g} of {sampler.clients}", f"cohorts of at most {MOST} clients")
-
-
-def _calibrated(plan: Plan, target: float) -> float:
-    require(plan.rounds > 0, "rounds", 0, "at least 1 when privacy.epsilon is given")
-    measured = plan.simulated() or plan
-    start = guess(measured.params, target)
-    return calibrate(lambda sigma: replace(measured, noise_multiplier=sigma).epsilon(), target, start)
 
 
 def _with_count_noise(plan: Plan, adaptive: bool, count_noise: float | None) -> Plan:

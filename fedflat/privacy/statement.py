@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from fedflat.core import durable
-from fedflat.core.checks import InputError, one_of, whole, writing, wrong
+from fedflat.core.checks import InputError, whole, writing, wrong
 from fedflat.privacy import tuning
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import extra_rounds, plain_json
@@ -55,7 +55,7 @@ def statement(
     rounds_run: int,
     algorithm: str,
     facts: Mapping[str, Any],
-    key_source: Literal["seed", "os-entropy"],
+    seeded: bool,
     warnings: Sequence[str] = (),
     entries: Sequence[Mapping[str, Any]] = (),
     claimed: float | None = None,
@@ -67,13 +67,12 @@ def statement(
     ``facts`` are the public facts of the recipe, kept as given; those known here: ``clip``, ``simulation`` (default
     true), ``secure``, ``personal``, ``finetuned``, ``client_state``, ``held_out``, ``left_out``, ``uncompared``,
     ``prior`` (a key of :data:`PRIORS`, with which one after a colon), ``mechanism`` (a sentence), ``own_clients``
-    (false: published data) and ``paper_items`` (numbers of those in statement.yaml). ``key_source``: where cohorts and
-    noise came from.
+    (false: published data) and ``paper_items`` (numbers of those in statement.yaml). ``seeded``: whether cohorts and
+    noise followed the run's seed, and not entropy of the operating system.
     Under ``protocol: published`` the caller gives the paper's ``claimed`` ε and what is ``proven`` for what ran;
     under ``sound`` both are the plan's. ``entries`` are the ledger's lines.
     """
-    one_of("key_source", key_source, ("seed", "os-entropy"))
-    seeded, charged = key_source == "seed", rounds_charged(rounds_run, entries)
+    charged = rounds_charged(rounds_run, entries)
     spent, count = plan.at(least_noise(plan, entries)), charged
     shared: list[str] = []
     if isinstance(plan.mechanism, ScheduledPlan):
@@ -115,7 +114,7 @@ def statement(
             *reasons, *shared, *_selected(plan), *refused, *_reasons(spent, finite, charged - rounds_run),
             *(TEXTS["reasons"]["again"].format(count=count, reason=reason) for reason, count in again.items()),
         ],
-        "not_covered": not_covered(plan, facts, key_source),
+        "not_covered": not_covered(plan, facts, seeded=seeded),
         "noise_source": TEXTS["noise_source"][_noise_source(facts, seeded)],
         "floating_point": TEXTS["floating_point"]["secure" if facts.get("secure") else "plain"],
         "rounding": _rounding(plan, entries),
@@ -224,9 +223,9 @@ def _rounding(plan: Plan, entries: Sequence[Mapping[str, Any]]) -> float | None:
     return share if plan.private and share else None
 
 
-def not_covered(plan: Plan, facts: Mapping[str, Any], key_source: str) -> list[str]:
+def not_covered(plan: Plan, facts: Mapping[str, Any], *, seeded: bool) -> list[str]:
     """Return what the guarantee says nothing about, one sentence each."""
-    seeded, mechanism = key_source == "seed", plan.mechanism
+    mechanism = plan.mechanism
     # The account of a public schedule covers clients whose turns stay.
     schedule = mechanism if isinstance(mechanism, ScheduledPlan) and mechanism.relation == "zero-out" else None
     conditions = {

@@ -5,12 +5,9 @@ that is emptied is one way of replacing a client's data, so a replace-one accoun
 turns stay, only emptied ones are covered. Runs that share a noise key without being one release have no finite total.
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fedflat.privacy.ledger import event
@@ -18,13 +15,14 @@ from fedflat.privacy.ledger import event
 
 @dataclass(frozen=True)
 class Published:
-    """One run as its folder states it. epsilon: the proven one, None where none is. folder: to compare releases."""
+    """One run as its folder states it. epsilon: the proven one, None where none is. released: the digest of its weights
+    and its metrics, to compare releases; None where there is no digest."""
 
     name: str
     epsilon: float | None
     delta: float
     entries: Sequence[Mapping[str, Any]] = ()
-    folder: Path | None = None
+    released: tuple[str, Sequence[Mapping[str, Any]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,27 +85,6 @@ def _keys(run: Published) -> set[str]:
 
 
 def _same_release(run: Published, other: Published) -> bool:
-    """Whether events, released metrics and the weights of the checkpoints are the same, bit for bit."""
-    if [event(e) for e in run.entries] != [event(e) for e in other.entries]:
-        return False
-    digest = release_digest(run.folder)
-    return digest is not None and digest == release_digest(other.folder)
-
-
-def release_digest(folder: Path | None) -> str | None:
-    """Return the SHA-256 of a run's released weights and its metrics without their times; None without weights."""
-    from safetensors import SafetensorError, safe_open
-
-    digest, paths = hashlib.sha256(), sorted((folder / "checkpoints").glob("round-*.safetensors")) if folder else []
-    if not paths or folder is None:
-        return None
-    try:
-        for path in paths:
-            with safe_open(path, framework="np") as file:
-                digest.update(path.name.encode() + file.get_tensor("shared").tobytes())
-        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            record = {key: value for key, value in json.loads(line).items() if key != "seconds"}
-            digest.update(json.dumps(record, sort_keys=True).encode())
-    except (OSError, ValueError, SafetensorError):
-        return None
-    return digest.hexdigest()
+    """Whether events, released metrics and the released weights are the same, bit for bit."""
+    alike = [event(e) for e in run.entries] == [event(e) for e in other.entries]
+    return alike and run.released is not None and run.released == other.released

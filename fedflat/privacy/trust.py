@@ -12,8 +12,7 @@ from fedflat.core.checks import InputError, in_range, one_of, require, whole, wr
 from fedflat.core.cohorts import Scheduled
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Sampler
-from fedflat.privacy.accounting.curves import compose_epsilon, proving, refuse_unproven
-from fedflat.privacy.accounting.gaussian import schedule_epsilon
+from fedflat.privacy.accounting.curves import compose_epsilon, proving, refuse_unproven, schedule_epsilon
 
 TRUSTS = ("central", "distributed", "local")
 NOISE = (1e-12, 1e8)
@@ -108,6 +107,10 @@ class AccountingParams:
     def factor(self) -> int:
         """Sensitivity of the sum in units of C: 1 under add-remove, 2 under replace-one."""
         return 2 if self.relation == "replace-one" else 1
+
+    def guarantee(self, adversary: str, description: str, epsilon: float, accountant: str = "") -> Guarantee:
+        """Return an adversary's guarantee at the whole run's δ. accountant: what computed it, if not this one's."""
+        return Guarantee(adversary, description, self.relation, epsilon, self.delta, accountant or self.accountant)
 
     def abort_probability(self) -> float:
         """The chance that any round has fewer honest shares than the minimum cohort (0 unless distributed)."""
@@ -254,7 +257,7 @@ def _amplified(params: AccountingParams) -> float:
 
 def _central(params: AccountingParams) -> tuple[Guarantee, ...]:
     text = "everyone who sees the released models (the other clients, the public); the server itself is trusted"
-    return (Guarantee("recipients", text, params.relation, _amplified(params), params.delta, params.accountant),)
+    return (params.guarantee("recipients", text, _amplified(params)),)
 
 
 def _distributed(params: AccountingParams) -> tuple[Guarantee, ...]:
@@ -272,21 +275,17 @@ def _distributed(params: AccountingParams) -> tuple[Guarantee, ...]:
     towards_all = min(_amplified(params), towards_server) if hidden else towards_server
     how = "the cohort being hidden from them" if hidden else "not amplified: the noise's energy tells the cohort's size"
     exact = "exact Gaussian over Bin(T, q) participations"
+    recipients = f"everyone who sees the released models only; {how}"
+    server = "the honest-but-curious server, which knows every cohort and sees each sum (secure aggregation)"
+    server += f", with {params.colluders} colluding clients" if params.colluders else ""
     return (
-        Guarantee(
-            "recipients", f"everyone who sees the released models only; {how}", params.relation, towards_all,
-            params.delta, params.accountant if hidden else exact,
-        ),
-        Guarantee(
-            "server", "the honest-but-curious server, which knows every cohort and sees each sum (secure aggregation)"
-            + (f", with {params.colluders} colluding clients" if params.colluders else ""),
-            params.relation, towards_server, params.delta, exact,
-        ),
-    )  # fmt: skip
+        params.guarantee("recipients", recipients, towards_all, "" if hidden else exact),
+        params.guarantee("server", server, towards_server, exact),
+    )
 
 
 def _local(params: AccountingParams) -> tuple[Guarantee, ...]:
     most = params.rounds if params.max_participations is None else min(params.rounds, params.max_participations)
     epsilon = compose_epsilon(round_event(params), most, params.delta, params.accountant)
     text = f"the server, which sees each client's noisy update, and everyone else; at most {most} participations"
-    return (Guarantee("server", text, params.relation, epsilon, params.delta, params.accountant),)
+    return (params.guarantee("server", text, epsilon),)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, require, turning, wrong
 from fedflat.core.cohorts import make_sampler
-from fedflat.privacy.accounting.curves import quiet, rdp_accountant, renyi, renyi_epsilon
+from fedflat.privacy.accounting.curves import rdp_accountant, renyi, renyi_epsilon
 from fedflat.privacy.trust import Guarantee, round_event
 
 Floats = NDArray[np.float64]
@@ -105,7 +105,7 @@ def guarantee(plan: Any, rounds: int) -> Guarantee:
     # The score that selects is of whole runs, so a trial counts as a whole run from its first round on.
     orders, divergences = renyi(round_event(plan.params), max(rounds, plan.rounds))
     epsilon = plan.selection.epsilon(orders, divergences, plan.delta)
-    return Guarantee("recipients", TOWARDS, plan.relation, epsilon, plan.delta, "rdp")
+    return plan.guarantee("recipients", TOWARDS, epsilon, "rdp")  # type: ignore[no-any-return]
 
 
 def alone(plan: Any) -> Any:
@@ -135,6 +135,5 @@ def _by_library(selection: Selection, event: Any, rounds: int, delta: float) -> 
     import dp_accounting
 
     accountant, trial = rdp_accountant(event), dp_accounting.SelfComposedDpEvent(event, rounds)
-    with quiet():
-        accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(trial, selection.mean, 1.0))
-        return float(accountant.get_epsilon(delta))
+    accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(trial, selection.mean, 1.0))
+    return float(accountant.get_epsilon(delta))

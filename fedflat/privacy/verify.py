@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from fedflat.core.checks import InputError, becoming, one_line, require, turning, wrong
 from fedflat.privacy import tuning
-from fedflat.privacy.accounting.gaussian import LITTLE
-from fedflat.privacy.schedules import contradictions
+from fedflat.privacy.accounting.curves import LITTLE, compose_epsilon
+from fedflat.privacy.schedules import contradictions, gaussians
 
 Entries = Sequence[Mapping[str, Any]]
 
@@ -107,8 +107,6 @@ def _not_shortened(figure: Recomputed, event: Any, rounds: int, delta: float, ac
 
     What rdp states is more than is needed, so that less is no fault as long as the second accountant bears it out.
     """
-    from fedflat.privacy.accounting.curves import compose_epsilon
-
     if accountant not in ("pld", "fft"):
         return figure
     return figure._replace(at_least=max(figure.at_least, compose_epsilon(event, rounds, delta, accountant)))
@@ -251,8 +249,6 @@ def _truncated(entries: Entries, sigma: float, delta: float) -> Recomputed:
 
 def _scheduled(entries: Entries, sigma: float, delta: float) -> Recomputed:
     """Rounds that follow a schedule, by the columns in their lines (``schedules.gaussians``)."""
-    from fedflat.privacy.schedules import gaussians
-
     first, incomplete = entries[0], (LookupError, TypeError, ZeroDivisionError)
     with turning(incomplete, wrong("ledger line 0", "not all of a schedule", "every parameter of its rounds")):
         sigma, turns = gaussians(entries, drawn(entries))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import InputError, reading
-from fedflat.core.durable import contents_of, flush, read_about, replace
+from fedflat.core.durable import contents_of, digest_of, flush, read_about, replace
 from fedflat.core.params import PersonalState
 from fedflat.core.types import RoundState
 
@@ -85,12 +85,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], facts: Facts, mode: int = 
 
 def _seal(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
     """Return the SHA-256 over every tensor's name, type, shape and bytes and over the facts."""
-    total = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
+    return digest_of(tensors, json.dumps(facts, sort_keys=True).encode(), end="")
 
 
 def newest(

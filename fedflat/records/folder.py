@@ -37,26 +37,6 @@ class RunFolder:
     deployment: bool = False
     run: str = ""
 
-    @classmethod
-    @contextlib.contextmanager
-    def create(cls, path: Path, *, deployment: bool = False) -> "Iterator[RunFolder]":
-        """A new folder, nobody else's while the block runs, which writes recipe.yaml last; one that already holds a run
-        is never overwritten.
-
-        Raises:
-            InputError: it holds a run, is being made one by another process, or cannot be written.
-        """
-        check_new(path)
-        with contextlib.ExitStack() as claims:
-            with making("--out", f"{path}, which cannot be created"), turning(BlockingIOError, _taken(path)):
-                path.mkdir(parents=True, exist_ok=True)
-                (path / "private").mkdir(mode=0o700, exist_ok=True)
-                claim = os.open(path / "private", os.O_RDONLY)
-                claims.callback(os.close, claim)
-                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            check_new(path)
-            yield cls(path, deployment)
-
     @property
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints."""
@@ -162,6 +142,26 @@ def _sealed(path: Path) -> dict[int, str]:
     return {int(pair[0]): pair[1] for pair in pairs if len(pair) == 2 and pair[0].isdecimal()}
 
 
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Make a new folder, nobody else's while the block runs, which writes recipe.yaml last; one that already holds a
+    run is never overwritten.
+
+    Raises:
+        InputError: it holds a run, is being made one by another process, or cannot be written.
+    """
+    check_new(path)
+    with contextlib.ExitStack() as claims:
+        with making("--out", f"{path}, which cannot be created"), turning(BlockingIOError, _taken(path)):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "private").mkdir(mode=0o700, exist_ok=True)
+            claim = os.open(path / "private", os.O_RDONLY)
+            claims.callback(os.close, claim)
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        check_new(path)
+        yield
+
+
 def check_unsealed(path: Path) -> None:
     """Raise InputError where ``path`` is an exported folder, to whose files nothing is added and none is changed."""
     require(not (path / SEALED).exists(), "--out", f"{path}, whose files are sealed", "another folder")
@@ -232,10 +232,6 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-TIMES = ("seconds",)
-"""Keys of a round's released record that follow from who took part: how long a round takes tells its cohort's size."""
-
-
 def single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object's pairs as a dict. Raises ValueError for a key that comes twice: readers differ on those."""
     mapping = dict(pairs)
@@ -245,15 +241,9 @@ def single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def metrics_digest(folder: Path) -> str:
-    """Return the SHA-256 of the released records but for their times; "" where there are none, or not only records."""
+    """Return the SHA-256 of the released records; "" where there are none, or not only records."""
     lines = whole_lines(folder / METRICS)
-    if not lines:
-        return ""
-    records = [
-        {name: value for name, value in line.items() if name not in TIMES or not isinstance(value, float | int)}
-        for line in lines
-    ]
-    return durable.digest_of_json(records)
+    return durable.digest_of_json(lines) if lines else ""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

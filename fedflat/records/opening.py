@@ -14,7 +14,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,6 @@ class Identity:
         """All of the digests, for the key of cohorts and noise."""
         four = (self.recipe, self.data, self.model, self.method)
         return (*("unknown" if part is None else part for part in four), *filter(None, (self.noise, self.engine)))
-
-    @property
-    def fingerprint(self) -> str:
-        """One digest of all parts: the same only for the same run, on whatever engine."""
-        return hashlib.sha256(json.dumps(replace(self, engine="").facts).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

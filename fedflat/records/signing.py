@@ -13,6 +13,7 @@ of the ledger's last line, which chains all lines before it.
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -145,9 +146,9 @@ def own_key(folder: Path) -> Path | None:
         return None
 
 
-def pae(body: bytes, kind: str = PAYLOAD) -> bytes:
+def pae(body: bytes) -> bytes:
     """Return DSSE's pre-authentication encoding: what is signed."""
-    return b"DSSEv1 %d %s %d %s" % (len(kind), kind.encode(), len(body), body)
+    return b"DSSEv1 %d %s %d %s" % (len(PAYLOAD), PAYLOAD.encode(), len(body), body)
 
 
 def statement_of(kind: str, subjects: Mapping[str, str], predicate: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,36 +167,29 @@ def tip_statement(run: str, round: int, events: int, tip: str, checkpoint: str, 
     return statement_of(TIP, subjects, predicate | ({"history": history} if history else {}))
 
 
-def payload_of(envelope: Any) -> dict[str, Any]:
-    """Return the Statement in an envelope, whoever signed it.
-
-    Raises:
-        InputError: it is no envelope.
-    """
-    with reading("signature", "no DSSE envelope of an in-toto Statement", "what was signed"):
-        if envelope["payloadType"] != PAYLOAD or envelope.keys() - {"payload", "payloadType", "signatures"}:
-            raise ValueError("another payload, or more than one says")
-        statement = json.loads(base64.b64decode(envelope["payload"], validate=True), object_pairs_hook=single_keys)
-        if statement["_type"] != IN_TOTO:
-            raise ValueError("another statement")
-        return {"subjects": {entry["name"]: entry["digest"]["sha256"] for entry in statement["subject"]}, **statement}
-
-
-def opened(envelope: Any, public: Ed25519PublicKey) -> dict[str, Any]:
-    """Return the Statement in an envelope that ``public`` signed, with its subjects by name.
+def opened(envelope: Any, public: Ed25519PublicKey | None = None) -> dict[str, Any]:
+    """Return the Statement in an envelope that ``public`` signed (None: whoever signed it), with its subjects by name.
 
     Raises:
         InputError: it is no envelope, or not signed by this key.
     """
-    statement = payload_of(envelope)
-    body = base64.b64decode(envelope["payload"])
-    for one in envelope.get("signatures") or []:
-        try:
-            public.verify(base64.b64decode(one["sig"], validate=True), pae(body))
-        except (InvalidSignature, ValueError, KeyError, TypeError):
-            continue
-        return statement
-    raise InputError(f"signature: found none by the key {keyid(public)[:16]}; allowed: what that key signed")
+    with reading("signature", "no DSSE envelope of an in-toto Statement", "what was signed"):
+        if envelope["payloadType"] != PAYLOAD or envelope.keys() - {"payload", "payloadType", "signatures"}:
+            raise ValueError("another payload, or more than one says")
+        body = base64.b64decode(envelope["payload"], validate=True)
+        statement = json.loads(body, object_pairs_hook=single_keys)
+        if statement["_type"] != IN_TOTO:
+            raise ValueError("another statement")
+        if public is not None and not any(_is_by(public, one, body) for one in envelope.get("signatures") or []):
+            raise InputError(f"signature: found none by the key {keyid(public)[:16]}; allowed: what that key signed")
+        return {"subjects": {entry["name"]: entry["digest"]["sha256"] for entry in statement["subject"]}, **statement}
+
+
+def _is_by(public: Ed25519PublicKey, signature: Any, body: bytes) -> bool:
+    with contextlib.suppress(InvalidSignature, ValueError, KeyError, TypeError):
+        public.verify(base64.b64decode(signature["sig"], validate=True), pae(body))
+        return True
+    return False
 
 
 def write(path: Path, envelope: Envelope) -> None:
@@ -265,7 +259,6 @@ def sign_run(folder: Path, run: str, weights: str, made_for: Any, key: Operator 
         path.unlink(missing_ok=True)  # of another attempt: it would be about records that are no longer these
         return
     subjects = {name: durable.digest_of_file(folder / name) for name in (LEDGER, STATEMENT)}
-    # Not of the file's bytes: an export leaves the times of rounds out.
     subjects |= {"weights": weights, "metrics": metrics_digest(folder), MADE_FOR: checkpoint.made_for_digest(made_for)}
     lines = [line for line in (folder / LEDGER).read_bytes().split(b"\n") if line]
     tip = hashlib.sha256(lines[-1]).hexdigest() if lines else ""

@@ -486,7 +486,9 @@ def published(run: Run, name: str) -> Published:
     # Without its ledger nobody sees what a run charged, nor whether its noise was used twice.
     unread = not entries and number(run.privacy.get("rounds_charged"))
     epsilon = None if unread or uncounted(run.privacy, entries) else proven_epsilon(run)
-    return Published(name, epsilon, number(run.privacy.get("delta")) or 0.0, entries, run.path)
+    weights = run.privacy.get("weights")
+    released = None if weights is None else (weights, run.metrics)
+    return Published(name, epsilon, number(run.privacy.get("delta")) or 0.0, entries, released)
 
 
 def uncounted(statement: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> int:

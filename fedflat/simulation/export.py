@@ -29,7 +29,7 @@ from fedflat.core.types import RoundState
 from fedflat.models.representation import FILE
 from fedflat.privacy.statement import refuse_seeded
 from fedflat.records import checkpoint
-from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, REPORT, SEALED, STATEMENT, TIMES, locked
+from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, REPORT, SEALED, STATEMENT, locked
 from fedflat.records.signing import SIGNATURE, TIPS, own_key
 from fedflat.report.metrics import Run, proven_epsilon, read_run
 from fedflat.simulation.inspection import refuse_damage
@@ -95,12 +95,10 @@ def _check_new(where: str, target: Path) -> None:
 
 def _public(run: Run) -> tuple[Run, dict[str, str]]:
     """Return the run without what its guarantee does not cover, and what was taken out."""
-    left = {f"{METRICS}: {key}": "how long a round takes follows from who took part" for key in TIMES}
     recipe = {key: value for key, value in run.recipe.items() if key != "seed"}
-    left[f"{RECIPE}: seed"] = "whoever knows it can draw everything again that is not secret"
-    metrics = [{key: value for key, value in line.items() if key not in TIMES} for line in run.metrics]
     named = str(recipe.get("name") or run.algorithm)  # the folder's name may tell the seed
-    return dataclasses.replace(run, name=named, recipe=recipe, metrics=metrics, private=[], audits=[]), left
+    left = {f"{RECIPE}: seed": "whoever knows it can draw everything again that is not secret"}
+    return dataclasses.replace(run, name=named, recipe=recipe, private=[], audits=[]), left
 
 
 def _write(target: Path, source: Path, run: Run, state: RoundState, _: object, facts: Mapping[str, Any]) -> None:
@@ -112,13 +110,12 @@ def _write(target: Path, source: Path, run: Run, state: RoundState, _: object, f
     metadata = {**SAYS, "round": str(state.round), "made_for": json.dumps(made_for)}
     # save_file leaves it to its owner alone
     (target / MODEL).write_bytes(save(checkpoint.released(state, facts), metadata=metadata))
-    for name in (LEDGER, STATEMENT, *(name for name in (FILE, TIPS, SIGNATURE) if (source / name).is_file())):
+    for name in (LEDGER, STATEMENT, METRICS, *(name for name in (FILE, TIPS, SIGNATURE) if (source / name).is_file())):
         shutil.copyfile(source / name, target / name)
     if preparation := made_for.get("preparation"):
         text = json.dumps(preparation, ensure_ascii=False, indent=2, default=str)
         (target / PREPARATION).write_text(text + "\n", encoding="utf-8")
     (target / RECIPE).write_text(dumped(run.recipe), encoding="utf-8")
-    (target / METRICS).write_text("".join(json.dumps(line) + "\n" for line in run.metrics), encoding="utf-8")
     (target / REPORT).write_text(render([dataclasses.replace(run, path=target)]), encoding="utf-8")
 
 
@@ -168,7 +165,6 @@ def _onnx(program: torch.export.ExportedProgram) -> bytes:
 def _traced(result: Any, option: str) -> torch.export.ExportedProgram:
     """Return the run's model on a batch of any size, as ``torch.export`` follows it."""
     facts = result.made_for
-    require("dtype" in facts, option, "a run that does not say its inputs' shape", "a run of fedflat 0.2 or later")
     try:
         module = result.model
     except InputError:
@@ -197,10 +193,10 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def attest(run: str | Path, out: str | Path, key: Path | None = None) -> list[str]:
+def attest(run: str | Path, out: str | Path) -> list[str]:
     """Write the folder ``out`` from a run that ended, or from an exported one, and return its files' names.
 
-    key: the operator's public key. Default: this account's own, if that signed the run.
+    This account's public key goes with it, if that signed the run.
 
     Raises:
         InputError: no statement, a record that is wrong, or ``out`` holds something already.
@@ -209,7 +205,7 @@ def attest(run: str | Path, out: str | Path, key: Path | None = None) -> list[st
     _check_ended("attest", source, "the folder of a run that ended, or an exported one")
     refuse_seeded("attest", refuse_damage(source).statement or {})
     _check_new("attest", target)
-    public = key if key is not None else own_key(source)
+    public = own_key(source)
     with making("attest", target):
         target.mkdir(parents=True, exist_ok=True)
         for name in (STATEMENT, LEDGER, SIGNATURE, TIPS):

@@ -225,9 +225,9 @@ def check_fields(run: Records) -> Iterator[Check]:
     yield from _outcome(FIELDS, different, "as recipe, ledger, metrics and this code give it")
     if comparable:
         yield from _outcome(SHOWN, faults_shown, "as recipe, ledger and this code give them")
-    weights = recomputed.released_digest(run.folder, run.stated_rounds)
+    weights = recomputed.released(run, run.stated_rounds)
     if weights is not None:
-        yield _same("the weights", body.get("weights") == weights, "those of the statement")
+        yield _same("the weights", body.get("weights") == weights[0], "those of the statement")
 
 
 FIELDS, SHOWN = f"{STATEMENT}, every field", f"{METRICS}, ε and clip"
@@ -349,8 +349,6 @@ def check_sums(run: Records) -> Iterator[Check]:
         yield Check(RECIPE, "wrong", "has a comment, or another form than an export writes")
     if files.whole_lines(path / METRICS) is None:
         yield Check(METRICS, "wrong", IRREGULAR)
-    if any(key in row for row in run.metrics for key in files.TIMES):
-        yield Check(METRICS, "wrong", "names the seconds of a round, which no export holds")
 
 
 TIP = {"round", "events", "tip", "checkpoint", "signed"}
@@ -390,10 +388,6 @@ def check_signed(run: Records, public: Ed25519PublicKey | None = None, witness: 
         yield Check(f"witness {witness.name}", *_witnessed(run, public, witness))
 
 
-def _payload(envelope: Any, public: Ed25519PublicKey | None) -> dict[str, Any]:
-    return signing.payload_of(envelope) if public is None else signing.opened(envelope, public)
-
-
 def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]:
     path = run.folder
     if not (path / SIGNATURE).is_file():
@@ -402,17 +396,15 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
         yield Check("signature", "wrong" if missing else "unchecked", text)
         return
     try:
-        payload = _payload(signing.read(path / SIGNATURE), public)
+        payload = signing.opened(signing.read(path / SIGNATURE), public)
     except InputError as error:
         yield Check(SIGNATURE, "wrong", str(error))
         return
     predicate, subjects = payload.get("predicate") or {}, payload["subjects"]
-    ours = {
-        LEDGER: digest_of_file(path / LEDGER), STATEMENT: digest_of_file(path / STATEMENT),
-        "weights": recomputed.released_digest(path, run.finished_rounds), "metrics": files.metrics_digest(path),
-        MADE_FOR: recomputed.made_for_digest(run),
-    }  # fmt: skip
-    others = [f"it is about other {name}" for name, digest in ours.items() if digest not in (None, subjects.get(name))]
+    ours = {name: digest_of_file(path / name) for name in (LEDGER, STATEMENT)} | {"metrics": files.metrics_digest(path)}
+    if (weights := recomputed.released(run, run.finished_rounds)) is not None:
+        ours |= {"weights": weights[0], MADE_FOR: checkpoint.made_for_digest(weights[1])}
+    others = [f"it is about other {name}" for name, digest in ours.items() if digest != subjects.get(name)]
     if predicate.get("run") != run.id or (run.entries and predicate.get("tip") != run.ledger.tip):
         others.append("it is about another run or another ledger")
     if others:
@@ -426,7 +418,7 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
 
 def _tip_fits(run: Records, line: Mapping[str, Any], public: Ed25519PublicKey | None) -> bool:
     try:
-        payload = _payload(line["signed"], public)
+        payload = signing.opened(line["signed"], public)
         expected = signing.tip_statement(run.id, line["round"], line["events"], line["tip"], line["checkpoint"])
     except (InputError, KeyError):
         return False
@@ -436,7 +428,7 @@ def _tip_fits(run: Records, line: Mapping[str, Any], public: Ed25519PublicKey | 
 def _witnessed(run: Records, public: Ed25519PublicKey | None, witness: Path) -> tuple[Verdict, str]:
     """Compare what a client kept of the run with the ledger."""
     try:
-        tip = _payload(signing.read(witness), public)["predicate"]
+        tip = signing.opened(signing.read(witness), public)["predicate"]
         events, name = int(tip["events"]), str(tip["run"])
     except UNREADABLE as error:
         return "wrong", f"no tip of a run ({error})"

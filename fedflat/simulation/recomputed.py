@@ -447,38 +447,26 @@ def _terms_stated(stated: Mapping[str, Any]) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------- weights
 
 
-def released_digest(path: Path, rounds: int) -> str | None:
-    """Return the SHA-256 of an exported folder's weights, or of the checkpoint's after ``rounds``; None without."""
-    if (path / MODEL).is_file():
-        with contextlib.suppress(ValueError):
-            return digest_of(contents_of(path / MODEL)[0])
-        return ""
-    file = checkpoint.path_of(path / "checkpoints", rounds)
-    if not file.is_file():
-        return None
-    with contextlib.suppress(InputError):
+def released(run: Records, rounds: int) -> tuple[str, Any] | None:
+    """Return the SHA-256 of an export's weights, or of the checkpoint's after ``rounds``, and what they were made for;
+    None without weights, and no digest ("") of damaged ones.
+    """
+    exported, file = run.folder / MODEL, checkpoint.path_of(run.folder / "checkpoints", rounds)
+    with contextlib.suppress(ValueError):
+        if exported.is_file():
+            tensors, metadata = contents_of(exported)
+            return digest_of(tensors), _parsed(metadata.get("made_for", "{}"))
+        if not file.is_file():
+            return None
         state, _, facts = checkpoint.load(file, hidden=False)
-        return digest_of(checkpoint.released(state, facts))
-    return ""
-
-
-def made_for(path: Path) -> Any:
-    """Return what an exported folder's weights say that they were made for; None where that cannot be read."""
-    return _parsed(read_about(path / MODEL).get("made_for", "{}"))
-
-
-def made_for_digest(run: Records) -> str | None:
-    """Return the digest of what the weights were made for; None of a run without weights here."""
-    file = checkpoint.path_of(run.folder / "checkpoints", run.finished_rounds)
-    if (run.folder / MODEL).is_file():
-        return checkpoint.made_for_digest(made_for(run.folder))
-    return checkpoint.made_for_digest(checkpoint.facts_of(file).get("made_for") or {}) if file.is_file() else None
+        return digest_of(checkpoint.released(state, facts)), facts.get("made_for") or {}
+    return "", None
 
 
 def metadata_faults(run: Records) -> Iterator[Difference | str]:
     """Yield where an exported model says something else of itself than statement, preparation.json and recipe."""
-    stated, rounds = made_for(run.folder), (run.statement or {}).get("rounds")
-    metadata = {name: text for name, text in read_about(run.folder / MODEL).items() if name != "made_for"}
+    metadata, rounds = read_about(run.folder / MODEL), (run.statement or {}).get("rounds")
+    stated = _parsed(metadata.pop("made_for", "{}"))
     yield from differences(metadata, {**SAYS, "round": str(rounds)}, "metadata")
     if not isinstance(stated, dict) or not {"input_shape", "dtype"} <= stated.keys():
         yield "made_for does not say which inputs the model takes"
@@ -520,16 +508,15 @@ def check_page(run: Records) -> tuple[Verdict, str]:
 
     text, released = (run.folder / REPORT).read_text("utf-8", "replace"), public(read_run(run.folder))
     names = {released.name, str(released.recipe.get("name") or released.algorithm)}
-    if not run.exported:  # the folder may have been renamed since
-        names |= {title for title in re.findall(r"<h1>([^<]*)<", text)[-1:] if re.fullmatch(NAME, title)}
-    allowed: set[str] = set()
-    for name in (name for name in names if not _figures(name)):  # a title may be no figure
-        again = render([dataclasses.replace(released, name=name)])
-        if _of_any_folder(again) == _of_any_folder(text):
-            return "ok", "shows what the records say"
-        allowed |= _figures(again)
+    title = "".join(re.findall(r"<h1>([^<]*)<", text)[-1:])
+    if title not in names and (run.exported or not re.fullmatch(NAME, title)):  # a run's folder may have been renamed
+        title = released.name
+    again = render([dataclasses.replace(released, name=title)])
+    alike = _of_any_folder(again) == _of_any_folder(text)
+    if alike and not _figures(title):  # a title may be no figure
+        return "ok", "shows what the records say"
     # Another version words its page in its own way, and has the same figures.
-    if run.ours or not _figures(text) <= allowed:
+    if alike or run.ours or not _figures(text) <= _figures(again):
         return "wrong", OTHER
     return "unchecked", "of another version: only its ε was compared"
 

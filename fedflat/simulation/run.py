@@ -4,7 +4,6 @@ import secrets
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from fedflat.engine.resume import software_of
 from fedflat.engine.train import final_module, train, weights_digest
 from fedflat.privacy.statement import write as write_statement
 from fedflat.records import checkpoint, keys
-from fedflat.records.folder import OPENING, RECIPE, STATEMENT, RunFolder, check_kinds, check_new
+from fedflat.records.folder import OPENING, RECIPE, STATEMENT, RunFolder, check_kinds, check_new, claimed
 from fedflat.records.opening import Opening, refuse_older
 from fedflat.records.signing import Operator, sign_run
 from fedflat.report.progress import Progress
@@ -180,7 +179,7 @@ def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:
 
 def _open(path: Path, recipe: Recipe, job: Job) -> None:
     """Give the job a new run folder, with what the run is and its recipe in it, and the key file it needs."""
-    with RunFolder.create(path) as folder:
+    with claimed(path):
         name = secrets.token_hex(16) if job.stored else None
         text = resolved(recipe, job, name)
         root = fresh_key() if job.stored or job.identity.method is None else job.key
@@ -188,7 +187,7 @@ def _open(path: Path, recipe: Recipe, job: Job) -> None:
         if name is not None:
             keys.create(name)
         write_beginning(path, text, job)
-    job.folder = replace(folder, run=job.opening.run)
+    job.folder = RunFolder(path, run=job.opening.run)
 
 
 def _reopen(path: Path, recipe: Recipe, job: Job) -> None:

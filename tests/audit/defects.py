@@ -20,7 +20,7 @@ from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
 from fedflat.engine.job import Job
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Accumulator, PlainSum
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.curves import gaussian_epsilon
 
 
 def largest_bound(runs: int, delta: float, failure: float) -> float:

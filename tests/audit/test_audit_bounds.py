@@ -10,7 +10,7 @@ from scipy.stats import binom
 
 from fedflat.audit.bounds import Event, bound_of, choose_event
 from fedflat.core.rng import stream
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.curves import gaussian_epsilon
 
 
 @pytest.mark.parametrize(("likely", "unlikely", "trials"), [(7, 1, 10), (9_990, 3, 10_000), (900, 400, 1000)])

@@ -10,7 +10,6 @@ from defects import DEFECTS, caught, changed, pairs_at, plant
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly import jobs
 from fedflat.audit import audit_method, mechanism, movements
-from fedflat.audit import bench as bench_room
 from fedflat.audit.bench import (
     CLIENTS,
     Bench,
@@ -29,7 +28,7 @@ from fedflat.core.checks import InputError
 from fedflat.core.types import Mechanism
 from fedflat.engine.reduce import Accumulator
 from fedflat.pieces import clipping, mechanisms
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.curves import gaussian_epsilon
 
 CLAIMED = gaussian_epsilon(1 / 3, 1e-5)
 PRIVATE = [name for name, factory in ALGORITHMS.items() if (a := factory()).private and a.kind == "update"]
@@ -39,17 +38,10 @@ FEW = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def fewer_checks(monkeypatch):
-    """That copies have the law of single runs is shown below, method by method, on all of them."""
-    monkeypatch.setattr(bench_room, "CHECKED", 50)
-
-
 def neighbours_of(name: str, canary: int = 1) -> Neighbours:
     return [*pairs_of(bench_of(name)).values()][canary]
 
 
-@pytest.mark.usefixtures("fewer_checks")
 @pytest.mark.parametrize("name", FEW)
 def test_audit_stays_under_the_proven_epsilon(name):
     found = audit_method(name, runs=4000)
@@ -74,7 +66,6 @@ def test_contract_2b_holds_exactly(name):
     assert contract_violations(bench_of(name)) == ()
 
 
-@pytest.mark.usefixtures("fewer_checks")
 @pytest.mark.parametrize("name", DEFECTS)
 def test_every_planted_defect_is_found_out(name):
     found = caught(name, runs=8000)
@@ -131,7 +122,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.usefixtures("fewer_checks")
 @pytest.mark.parametrize("change", CHANGES)
 def test_audit_notices_a_change_of_the_real_path(change, monkeypatch):
     """The real clip, mechanism or accumulator is changed, not a copy in the audit: the bound must exceed the claim."""
@@ -153,7 +143,7 @@ def test_transforms_are_really_run(monkeypatch):
 @pytest.mark.parametrize("name", ["dp-fedavg", "fed-smp-topk", "dp-fedavg-ls", "dp-fedpgn-ls", "dp-fedadam"])
 @pytest.mark.parametrize("present", [False, True])
 def test_copies_side_by_side_equal_single_runs(name, present):
-    """The first copy is the single run of the same key, and all copies have its law (see must_loop)."""
+    """The first copy is the single run of the same key, and each has noise of its own (see must_loop)."""
     neighbours, key = neighbours_of(name, 2), run_key(3, "test", 0)
     copies = side_by_side(neighbours, neighbours.world(present, key), key, 50)
     assert torch.allclose(copies[0], single(neighbours, present, key), rtol=1e-5, atol=1e-6)

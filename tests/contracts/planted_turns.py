@@ -23,7 +23,7 @@ from fedflat.core.types import Aggregate
 from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.round import broadcast_of, noisy_sum, select_cohort, within_cap
 from fedflat.methods.noise import CorrelatedNoise
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.curves import gaussian_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
 
 Floats = NDArray[np.float64]

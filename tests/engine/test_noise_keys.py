@@ -28,7 +28,7 @@ from fedflat.models import build
 from fedflat.privacy.ledger import extra_rounds, read
 from fedflat.records import checkpoint, keys
 from fedflat.records import opening as opening_module
-from fedflat.records.folder import RunFolder
+from fedflat.records.folder import claimed
 from fedflat.records.opening import Opening
 from fedflat.simulation.result import export
 from fedflat.simulation.run import run
@@ -237,7 +237,7 @@ def test_the_ledgers_first_line_says_whose_it_is(tmp_path: Path) -> None:
     for file in (tmp_path / "run").rglob("*"):
         if file.is_file():
             content = file.read_bytes()
-            assert identity.data.encode() not in content and identity.fingerprint.encode() not in content
+            assert not any(part.encode() in content for part in (identity.recipe, identity.data, identity.model))
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").rglob("*")}
     private = {path: mode for path, mode in modes.items() if "private" in path.relative_to(tmp_path / "run").parts}
     assert len(private) >= 4 and not any(mode & 0o077 for mode in private.values())
@@ -265,8 +265,8 @@ def test_checkpoints_hold_what_is_released_and_no_more(tmp_path: Path) -> None:
 
 def test_one_of_two_runs_in_a_folder_is_refused(tmp_path: Path) -> None:
     given = {"recipe": {**RECIPE, "rounds": 1}, "clients": clients(), "out": tmp_path / "run"}
-    with RunFolder.create(tmp_path / "run"), pytest.raises(InputError, match="which holds a run"):
-        RunFolder.create(tmp_path / "run").__enter__()
+    with claimed(tmp_path / "run"), pytest.raises(InputError, match="which holds a run"):
+        claimed(tmp_path / "run").__enter__()
     fedflat.run(**given)
     with pytest.raises(InputError, match=r"\A.*\Z"):
         fedflat.run(**given)

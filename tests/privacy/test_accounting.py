@@ -20,7 +20,16 @@ from fedflat.core.checks import InputError
 from fedflat.core.cohorts import Fixed, Poisson, Truncated
 from fedflat.privacy.accounting import curves
 from fedflat.privacy.accounting.composition import LossDistribution, deltas, sampled_gaussian, truncated_gaussian
-from fedflat.privacy.accounting.curves import ACCOUNTANTS, PROVEN, RDP_ORDERS, compose_epsilon, gdp_mu, grid_step
+from fedflat.privacy.accounting.curves import (
+    ACCOUNTANTS,
+    PROVEN,
+    RDP_ORDERS,
+    compose_epsilon,
+    gaussian_epsilon,
+    gdp_mu,
+    grid_step,
+    schedule_epsilon,
+)
 from fedflat.privacy.accounting.epsilon import (
     accounting_params,
     approximate_epsilon,
@@ -30,7 +39,6 @@ from fedflat.privacy.accounting.epsilon import (
     noise_multiplier,
     split_noise,
 )
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.independent import epsilon_bounds
 from fedflat.privacy.trust import AccountingParams, default_min_cohort, guarantees, headline
 

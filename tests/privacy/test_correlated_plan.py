@@ -11,9 +11,9 @@ import pytest
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import SECRET, FromRound
 from fedflat.privacy.accounting.budget import budget_table
+from fedflat.privacy.accounting.curves import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.epsilon import accounting_params, epsilon
 from fedflat.privacy.accounting.factorisation import noise_in_model
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan, build_plan
@@ -183,7 +183,7 @@ def test_the_tree_of_an_ended_run_is_checked_too() -> None:
 def test_statement_says_what_is_and_what_is_not() -> None:
     plan = plan_of(noise="banded")
     entries = lines(plan, 12)
-    arguments: dict[str, Any] = {"algorithm": "dp-fedavg", "facts": {"clip": 0.5}, "key_source": "seed"}
+    arguments: dict[str, Any] = {"algorithm": "dp-fedavg", "facts": {"clip": 0.5}, "seeded": True}
     found = statement(plan, rounds_run=12, entries=entries, **arguments)
     assert found["epsilon"] == pytest.approx(plan.epsilon())
     assert "zero-out in place" in found["adjacency"]

@@ -205,7 +205,6 @@ def test_defaults_and_warnings() -> None:
         ({"noise_multiplier": None, "epsilon": 0}, "privacy.epsilon: found 0"),
         ({"delta": 2}, "privacy.delta: found 2"),
         ({"trust": "centrall"}, "Did you mean central?"),
-        ({"protocol": "publish"}, "Did you mean published?"),
         ({"accountant": "gdp"}, "privacy.accountant: found gdp; allowed: pld, rdp, fft"),
         ({"rounds": -1}, "rounds: found -1"),
         ({"cohort": 101}, "cohort.size: found 101"),

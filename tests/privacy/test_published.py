@@ -18,7 +18,7 @@ from fedflat.methods.published import (
     reproduced_paper,
     with_tensors,
 )
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.curves import gaussian_epsilon
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import TEXTS
 

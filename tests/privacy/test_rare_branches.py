@@ -54,7 +54,7 @@ def test_cohorts_beyond_the_rounding_bound_are_refused() -> None:
 def test_noise_sources_and_priors_are_named() -> None:
     plan = build_plan(clients=100, cohort=50, rounds=2, noise_multiplier=1.0, delta=1e-3)
     facts = {"unidentified": True, "prior": "public natural data", "client_state": True}
-    found = statement(plan, rounds_run=2, algorithm="dp-fedavg", facts=facts, key_source="os-entropy")
+    found = statement(plan, rounds_run=2, algorithm="dp-fedavg", facts=facts, seeded=False)
     assert "never stored: the method or model given in Python" in found["noise_source"]
     assert any(
         line.startswith("The people in the data that the model was pretrained on") for line in found["not_covered"]
@@ -98,7 +98,7 @@ def test_what_sums_that_are_topped_up_do_not_cover() -> None:
     setting: dict[str, Any] = {"clients": 100, "cohort": 50, "sampling": "poisson", "rounds": 5, "delta": 1e-3}
     one = DDGaussPlan(clip=1.0, dimension=8)
     plan = build_plan(noise_multiplier=1.0, trust="distributed", min_cohort=10, mechanism=one, **setting)
-    said = not_covered(plan, {}, "seed")
+    said = not_covered(plan, {}, seeded=True)
     assert any("breaks secure aggregation" in line for line in said)
     assert not any("Whether a client answers at all" in line for line in said)  # topped up
 

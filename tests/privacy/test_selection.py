@@ -216,12 +216,12 @@ def test_what_has_no_proof_is_refused(asked: dict, says: str) -> None:
 
 def test_the_statement_counts_the_selection() -> None:
     plan = build_plan(**SETTING | {"epsilon": 6.0, "selection": TEN})
-    said = statement(plan, rounds_run=30, algorithm="dp-fedavg", facts={"clip": 0.3}, key_source="seed",
+    said = statement(plan, rounds_run=30, algorithm="dp-fedavg", facts={"clip": 0.3}, seeded=True,
                      entries=lines(plan))  # fmt: skip
     assert said["epsilon"] == said["proven_epsilon"] == plan.epsilon() and said["selection"] == {"mean": 10, "eta": 1}
     assert said["checklist"]["tuning"].startswith("Counted") and "of all trials" in said["checklist"]["data_accesses"]
     assert TEXTS["not_covered"]["selected"] in said["not_covered"] and "secret number of trials" in said["reasons"][0]
     assert all(adversary["epsilon"] == plan.epsilon() for adversary in said["adversaries"])
     assert "nothing of the other trials" in said["adversaries"][0]["description"]
-    one = statement(tuning.alone(plan), rounds_run=30, algorithm="dp-fedavg", facts={}, key_source="seed")
+    one = statement(tuning.alone(plan), rounds_run=30, algorithm="dp-fedavg", facts={}, seeded=True)
     assert one["checklist"]["tuning"].startswith("Not counted") and one["epsilon"] < said["epsilon"]

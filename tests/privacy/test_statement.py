@@ -17,7 +17,7 @@ from scipy.stats import norm
 from fedflat.core.checks import InputError, RunError, wrong
 from fedflat.methods.plans import VotesPlan
 from fedflat.privacy import statement as module
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.curves import gaussian_epsilon
 from fedflat.privacy.plan import build_plan
 from fedflat.privacy.statement import headline, rounds_charged, statement, true_positives, write
 from fedflat.privacy.verify import verify
@@ -80,7 +80,7 @@ def test_the_allowance_for_rounding_is_in_the_mechanism() -> None:
 
 def make(plan: FakePlan | None = None, **more: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {
-        "rounds_run": 10, "algorithm": "dp-fedsam", "facts": {}, "key_source": "os-entropy", **more,
+        "rounds_run": 10, "algorithm": "dp-fedsam", "facts": {}, "seeded": False, **more,
     }  # fmt: skip
     return statement(plan or FakePlan(), **arguments)
 
@@ -133,7 +133,7 @@ def test_the_rounding_that_the_sensitivity_allows_for() -> None:
 
 
 def test_what_a_seeded_key_and_held_out_examples_do_not_cover() -> None:
-    seeded, secure = make(key_source="seed")["not_covered"], make(key_source="os-entropy")["not_covered"]
+    seeded, secure = make(seeded=True)["not_covered"], make(seeded=False)["not_covered"]
     assert any("high entropy" in line for line in seeded) and any("bit for bit" in line for line in seeded)
     assert not any("seed repeats the noise" in line for line in secure)
     assert any("they are clients' own" in line for line in make(facts={"held_out": True})["not_covered"])
@@ -204,13 +204,13 @@ def test_events_with_less_noise_than_the_plans_are_not_stated_with_the_plans() -
     """Forty-five events, thirty of them drawn with a smaller multiplier: all count as if they had the smaller one."""
     plan = build_plan(clients=100, cohort=10, rounds=15, noise_multiplier=4.0, delta=1e-3)
     lines = [{**plan.record(r, 1.0), "noise_multiplier": s} for s in (1.0, 1.0, 4.0) for r in range(15)]
-    found = statement(plan, rounds_run=15, algorithm="a", facts={}, key_source="seed", entries=lines)
+    found = statement(plan, rounds_run=15, algorithm="a", facts={}, seeded=True, entries=lines)
     weaker = build_plan(clients=100, cohort=10, rounds=45, noise_multiplier=1.0, delta=1e-3)
     assert found["rounds_charged"] == 45 and found["epsilon"] == weaker.epsilon(45)
     assert found["epsilon"] < found["epsilon_at_1e-5"] and "σ = 1 = noise std" in found["mechanism"]
-    alike = statement(plan, rounds_run=15, algorithm="a", facts={}, key_source="seed", entries=lines[30:])
+    alike = statement(plan, rounds_run=15, algorithm="a", facts={}, seeded=True, entries=lines[30:])
     assert alike["rounds_charged"] == 15 and alike["epsilon"] == pytest.approx(plan.epsilon(15))
-    more = statement(plan, rounds_run=20, algorithm="a", facts={}, key_source="seed", entries=lines[:15])
+    more = statement(plan, rounds_run=20, algorithm="a", facts={}, seeded=True, entries=lines[:15])
     assert more["rounds_charged"] == 20 and more["epsilon"] == weaker.epsilon(20)  # no line: as little noise as any
 
 
@@ -226,7 +226,7 @@ def test_lines_that_differ_in_their_noise_all_have_the_least(name: str) -> None:
     setting: dict[str, Any] = {"clients": 100, "cohort": 10, "rounds": 6, "delta": 1e-3, **MIXED[name]}
     plans = {sigma: build_plan(noise_multiplier=sigma, **setting) for sigma in (1.5, 3.0)}
     lines = [plans[1.5 if r < 3 else 3.0].record(r, 1.0) for r in range(6)]
-    found = statement(plans[3.0], rounds_run=6, algorithm="a", facts={}, key_source="seed", entries=lines)
+    found = statement(plans[3.0], rounds_run=6, algorithm="a", facts={}, seeded=True, entries=lines)
     assert found["epsilon"] == plans[1.5].epsilon(6) > plans[3.0].epsilon(6)
     assert verify(lines, found["epsilon"]).ok and not verify(lines, 0.9 * found["epsilon"]).ok
 
@@ -236,7 +236,7 @@ def test_a_mechanism_with_its_own_account_is_bounded_by_the_least_noise() -> Non
     setting: dict[str, Any] = {"clients": 100, "cohort": 10, "rounds": 5, "delta": 1e-3, "mechanism": votes}
     plan, weaker = (build_plan(noise_multiplier=sigma, **setting) for sigma in (4.0, 2.0))
     lines = [line for r in range(5) for line in (plan if r else weaker).records(r, 1.0)]
-    found = statement(plan, rounds_run=5, algorithm="a", facts={}, key_source="seed", entries=lines)
+    found = statement(plan, rounds_run=5, algorithm="a", facts={}, seeded=True, entries=lines)
     assert len(lines) == 10 and found["epsilon"] == weaker.epsilon(5)
 
 
@@ -244,13 +244,13 @@ def test_next_to_no_noise_beside_other_noise_is_bounded_by_the_least() -> None:
     setting: dict[str, Any] = {"clients": 100, "cohort": 10, "rounds": 2, "delta": 1e-3}
     plan, weaker = (build_plan(noise_multiplier=sigma, **setting) for sigma in (1.0, 1e-4))
     lines = [plan.record(0, 1.0), weaker.record(1, 1.0)]
-    found = statement(plan, rounds_run=2, algorithm="a", facts={}, key_source="seed", entries=lines)
+    found = statement(plan, rounds_run=2, algorithm="a", facts={}, seeded=True, entries=lines)
     assert found["epsilon"] == weaker.epsilon(2) and verify(lines, found["epsilon"]).ok
     assert not verify(lines, weaker.epsilon(1) * 0.9).ok
 
 
 def test_what_is_not_covered_follows_from_what_ran() -> None:
-    simulated = " ".join(make(key_source="seed")["not_covered"])
+    simulated = " ".join(make(seeded=True)["not_covered"])
     for word in (
         "hyper-parameters",
         "timing",
@@ -263,7 +263,7 @@ def test_what_is_not_covered_follows_from_what_ran() -> None:
     assert "Personal parts" not in simulated and "server itself" in simulated
     deployed = make(
         FakePlan(trust="distributed"), facts={"simulation": False, "secure": True, "personal": True},
-        key_source="os-entropy",
+        seeded=False,
     )  # fmt: skip
     text = " ".join(deployed["not_covered"])
     assert "Personal parts" in text and "secure aggregation" in text and "private/private.jsonl" not in text
@@ -272,7 +272,7 @@ def test_what_is_not_covered_follows_from_what_ran() -> None:
     assert deployed["epsilon_at_1e-5"] is None  # the chance of an abort alone exceeds it
     local = " ".join(make(FakePlan(trust="local"), facts={"finetuned": True})["not_covered"])
     assert "server itself" not in local and "secure aggregation" not in local and "fine-tuned" in local
-    assert make(key_source="seed")["noise_source"].startswith("simulation: noise reproducible from the seed")
+    assert make(seeded=True)["noise_source"].startswith("simulation: noise reproducible from the seed")
 
 
 def test_every_relation_of_the_guarantees_is_named() -> None:
@@ -280,11 +280,6 @@ def test_every_relation_of_the_guarantees_is_named() -> None:
     assert [part.split(" ")[0].rstrip(":") for part in both["adjacency"].split("; ")] == [
         "add-remove", "replace-one", "add-remove", "odd",
     ]  # fmt: skip
-
-
-def test_a_wrong_key_source_is_refused() -> None:
-    with pytest.raises(InputError, match=r"key_source: found sed; allowed: seed, os-entropy\. Did you mean seed"):
-        make(key_source="sed")
 
 
 def test_write_is_atomic_and_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +324,7 @@ def test_a_real_plan_is_stated_as_it_accounts() -> None:
     from fedflat.privacy.plan import build_plan
 
     plan = build_plan(clients=500, cohort=50, rounds=300, noise_multiplier=0.95, delta=1 / 500)
-    found = statement(plan, rounds_run=300, algorithm="dp-fedsam", facts={"clip": 0.2}, key_source="seed")
+    found = statement(plan, rounds_run=300, algorithm="dp-fedsam", facts={"clip": 0.2}, seeded=True)
     assert found["proven_epsilon"] == pytest.approx(9.37, abs=0.01) and found["epsilon_at_1e-5"] > 12
     assert found["adversaries"][0]["epsilon"] == found["epsilon"] and found["warnings"]
     assert found["adjacency"].startswith("add-remove") and "q = 0.1" in found["sampling"]

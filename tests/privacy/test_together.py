@@ -1,16 +1,11 @@
 """Publishing several runs: their figures add up, repeats count once, and noise used twice has no total."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
-
-import numpy as np
-from safetensors.numpy import save_file
 
 from fedflat.privacy.accounting.independent import epsilon_bounds
 from fedflat.privacy.plan import Plan, build_plan
-from fedflat.privacy.together import Published, release_digest, total
+from fedflat.privacy.together import Published, total
 
 DELTA = 2e-3
 
@@ -55,36 +50,20 @@ def test_runs_without_a_guarantee_stand_apart() -> None:
     assert total([]).epsilon == total([]).delta == 0
 
 
-def folder_of(path: Path, weight: float, loss: float = 1.0) -> Path:
-    (path / "checkpoints").mkdir(parents=True)
-    save_file({"shared": np.array([weight, 2.0])}, path / "checkpoints" / "round-000020.safetensors")
-    (path / "metrics.jsonl").write_text(json.dumps({"round": 19, "test_loss": loss, "seconds": weight}) + "\n")
-    return path
-
-
-def test_the_same_release_counts_once_and_shared_noise_has_no_total(tmp_path: Path) -> None:
-    one, again = folder_of(tmp_path / "a", 1.0), folder_of(tmp_path / "b", 1.0)
-    first = run_of(plan_of(), "a", "key", folder=one)
-    found = total([first, run_of(plan_of(), "b", "key", folder=again)])
+def test_the_same_release_counts_once_and_shared_noise_has_no_total() -> None:
+    release = ("5a", [{"round": 19, "test_loss": 1.0}])
+    first = run_of(plan_of(), "a", "key", released=release)
+    found = total([first, run_of(plan_of(), "b", "key", released=release)])
     assert found.epsilon == plan_of().epsilon() and "b is a again" in found.reasons[0]
     others = {
-        "weights": run_of(plan_of(), "c", "key", folder=folder_of(tmp_path / "c", 1.0 + 1e-15)),
-        "metrics": run_of(plan_of(), "c", "key", folder=folder_of(tmp_path / "d", 1.0, loss=1.1)),
-        "events": run_of(plan_of(rounds=19), "c", "key", folder=again),
-        "nothing kept": run_of(plan_of(), "c", "key", folder=tmp_path / "none"),
-        "no folder": run_of(plan_of(), "c", "key"),
+        "weights": run_of(plan_of(), "c", "key", released=("5b", release[1])),
+        "metrics": run_of(plan_of(), "c", "key", released=("5a", [{"round": 19, "test_loss": 1.1}])),
+        "events": run_of(plan_of(rounds=19), "c", "key", released=release),
+        "no digest": run_of(plan_of(), "c", "key"),
     }
     for what, other in others.items():
-        shared = total([first, other])
-        assert shared.epsilon == math.inf, what
-        assert "a and c share a noise key but not what they released" in shared.reasons[0]
+        for one in (first, run_of(plan_of(), "a", "key")):
+            shared = total([one, other])
+            assert shared.epsilon == math.inf, what
+            assert "a and c share a noise key but not what they released" in shared.reasons[0]
     assert total([first, run_of(plan_of(), "c", "another key")]).epsilon == 2 * plan_of().epsilon()
-
-
-def test_a_folder_that_cannot_be_read_is_not_the_same_release(tmp_path: Path) -> None:
-    broken = folder_of(tmp_path / "a", 1.0)
-    assert release_digest(broken)
-    (broken / "checkpoints" / "round-000020.safetensors").write_bytes(b"torn")
-    assert release_digest(broken) is None is release_digest(None)
-    (folder_of(tmp_path / "b", 1.0) / "metrics.jsonl").unlink()
-    assert release_digest(tmp_path / "b") is None

@@ -78,7 +78,7 @@ def test_runs_published_together(folder: Path) -> None:
     one, two = (read_run(folder / name) for name in ("one", "two"))
     found = card(one, [two])
     known = [(r, r.privacy["proven_epsilon"], read(r.path / "ledger.jsonl")) for r in (one, two)]
-    whole = total([Published(r.name, epsilon, 0.005, entries, r.path) for r, epsilon, entries in known])
+    whole = total([Published(r.name, epsilon, 0.005, entries) for r, epsilon, entries in known])
     assert f"ε = {math.ceil(100 * whole.epsilon) / 100:.2f} at δ = 0.01" in found.text("Composition", "All together")
     assert found.text("Composition", "Counted") == "one two"
     assert found.text("Composition", "Same clients").endswith("so it cannot be checked")

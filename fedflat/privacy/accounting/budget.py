@@ -7,8 +7,8 @@ from typing import Any
 
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import NAMES, SECRET
-from fedflat.privacy.accounting.curves import ACCOUNTANTS, APPROXIMATIONS, gdp_mu
-from fedflat.privacy.accounting.epsilon import accounting_params, approximate_epsilon, epsilon, noise_multiplier
+from fedflat.privacy.accounting.curves import ACCOUNTANTS, APPROXIMATIONS, gaussian_epsilon, gdp_mu
+from fedflat.privacy.accounting.epsilon import accounting_params, epsilon, noise_multiplier
 from fedflat.privacy.trust import guarantees
 
 Row = dict[str, Any]
@@ -52,7 +52,8 @@ def budget_table(*, only: Mapping[str, str] = MappingProxyType({}), **setting: A
     Raises:
         InputError: a value out of range.
     """
-    accounting_params(**_approximated(setting))
+    public = ("clients", "cohort", "rounds", "noise_multiplier", "delta")
+    accounting_params(**{name: setting[name] for name in public if name in setting})
     return [_budget_row(setting, *combination) for combination in _combinations(only)]
 
 
@@ -71,15 +72,9 @@ def _budget_row(setting: Row, trust: str, sampling: str, accountant: str) -> Row
     if approximation:
         mu = gdp_mu(setting["cohort"] / setting["clients"], setting["noise_multiplier"], setting["rounds"])
         reason = f"approximation (μ = {mu:.4g}), not a bound"
-        return row | figures | {"epsilon": approximate_epsilon(**_approximated(setting)), "reason": reason}
+        return row | figures | {"epsilon": gaussian_epsilon(mu, params.delta), "reason": reason}
     how = "" if worst.accountant == accountant else worst.accountant
     return row | figures | {"proven": math.isfinite(worst.epsilon), "reason": how}
-
-
-def _approximated(setting: Row) -> Row:
-    """What the approximation depends on."""
-    names = ("clients", "cohort", "rounds", "noise_multiplier", "delta")
-    return {name: setting[name] for name in names if name in setting}
 
 
 def calibrate_table(*, target: float, only: Mapping[str, str] = MappingProxyType({}), **setting: Any) -> list[Row]:

@@ -13,8 +13,7 @@ from typing import Any
 
 from fedflat.core.checks import in_range, require, whole, wrong
 from fedflat.core.cohorts import make_sampler
-from fedflat.privacy.accounting.curves import gdp_mu
-from fedflat.privacy.accounting.gaussian import gaussian_epsilon
+from fedflat.privacy.accounting.curves import gaussian_epsilon, gdp_mu
 from fedflat.privacy.trust import AccountingParams, default_min_cohort, headline
 
 MOST_EPSILON = 1e20
