@@ -126,9 +126,10 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _by_round(records: list[Record]) -> list[Record]:
-    """Return one record per round; where a round was written twice the later one counts."""
+    """Return one record per round; where a round was written twice the later one counts. What names none is left
+    out."""
     # A run that is resumed writes the round in which it was killed a second time.
-    latest = {record.get("round", f"line {place}"): record for place, record in enumerate(records)}
+    latest = {record["round"]: record for record in records if isinstance(record.get("round"), int)}
     return list(latest.values())
 
 
@@ -213,20 +214,13 @@ def _audits(path: Path) -> list[Record]:
 
 
 def column(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """Return ``(round, value)`` wherever ``key`` is a finite number; a record without a round counts from 0."""
-    values = ((turn(record, place), number(record.get(key))) for place, record in enumerate(records))
-    return [(round, value) for round, value in values if value is not None]
+    """Return ``(round, value)`` wherever ``key`` is a finite number."""
+    return [(record["round"], value) for record in records if (value := number(record.get(key))) is not None]
 
 
 def values(records: Iterable[Mapping[str, Any]], key: str) -> list[float]:
     """Return the finite numbers under ``key``."""
-    return [value for _, value in column(records, key)]
-
-
-def turn(record: Mapping[str, Any], place: int) -> int:
-    """Return the record's round, or its ``place`` in the file where it names none."""
-    recorded = number(record.get("round"))
-    return place if recorded is None else int(recorded)
+    return [value for record in records if (value := number(record.get(key))) is not None]
 
 
 def own_metrics(records: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -388,6 +382,16 @@ def summary(run: Run) -> Record:
         "claimed_epsilon": number(run.privacy.get("claimed_epsilon")),
         "simulated_epsilon": number(run.privacy.get("simulated_epsilon")), "delta": number(run.privacy.get("delta")),
         "reasons": reasons(run), "seconds": seconds(run),
+    }  # fmt: skip
+
+
+def stated(run: Run) -> Record:
+    """Return what templates may say of a run: sections of its recipe and statement, and what is proven and claimed."""
+    recipe = {key: section(run.recipe, key) for key in ("algorithm", "data", "model", "cohort", "versions")}
+    return {
+        **recipe, **{key: section(run.privacy, key) for key in ("checklist", "facts")}, "run": run,
+        "epsilon": proven_epsilon(run), "claimed": claimed_epsilon(run), "delta": number(run.privacy.get("delta")),
+        "reasons": reasons(run), "seeded": seeded(run), "epsilon_name": epsilon_name(run),
     }  # fmt: skip
 
 

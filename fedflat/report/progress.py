@@ -59,6 +59,8 @@ class Bars(bars.Progress):
     """
 
     above = below = ""
+    spoke = 0.0
+    """When a line was last printed, or the silence began that is not to last."""
 
     def __init__(self, quiet: bool = False, stderr: bool = False) -> None:
         console = console_now(stderr)
@@ -80,8 +82,12 @@ class Bars(bars.Progress):
         if self.below:
             yield Text(self.below, overflow="ellipsis", no_wrap=True)
 
-    def line(self, text: str) -> None:
-        """Print plain text of at most 80 columns, unless quiet or on a terminal that is being drawn on."""
+    def line(self, text: str, due: bool = True) -> None:
+        """Print plain text of at most 80 columns, unless quiet or on a terminal that is being drawn on. due: now, not
+        only after ``PATIENCE`` seconds without a line."""
+        if not due and time.monotonic() - self.spoke < PATIENCE:
+            return
+        self.spoke = time.monotonic()
         if self._plain:
             lines = textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
             print(lines, file=sys.stderr if self.console.stderr else sys.stdout, flush=True)
@@ -104,7 +110,6 @@ class Progress:
     ) -> None:
         self._recipe, self._last_round, self._epsilon, self._limit = recipe, recipe.rounds, "ε", ""
         self._newest: dict[str, str] = {}
-        self._spoke = 0.0
         self._bars = Bars(quiet, stderr)
         self._bars.above = f"{recipe.name}: {what}"
         self._task = self._bars.add_task("", total=None, says="")
@@ -125,11 +130,9 @@ class Progress:
         How long it will take is not told: its first steps are no measure of the others.
         """
         if work != self._bars.tasks[0].description:
-            self._spoke = time.monotonic()
+            self._bars.spoke = time.monotonic()
         self._bars.update(self._task, description=work, completed=done, total=total, says=f"{done:,} of {total:,}")
-        if time.monotonic() - self._spoke >= PATIENCE:
-            self._spoke = time.monotonic()
-            self._bars.line(waiting_text(work, done, total))
+        self._bars.line(waiting_text(work, done, total), due=False)
 
     def start(self, job: Any) -> None:
         """Take the ``engine.train.Job`` that is about to run, and show its first line."""
@@ -154,12 +157,10 @@ class Progress:
         turn, left = f"round {done:>{len(str(self._recipe.rounds))}}/{self._recipe.rounds}", self._bars.left()
         self._bars.update(self._task, says=f"{turn}  {left}")
         self._bars.below = "  ".join(self._newest.values())
-        if first or done == self._last_round or time.monotonic() - self._spoke >= PATIENCE:
-            self._spoke = time.monotonic()
-            text = "  ".join([turn, self._bars.below, left])
-            # Where the line is too long, the clients per second are left out.
-            short = [turn, *(words for name, words in self._newest.items() if name != "rate"), left]
-            self._bars.line(text if len(text) <= WIDTH else "  ".join(short))
+        text = "  ".join([turn, self._bars.below, left])
+        # Where the line is too long, the clients per second are left out.
+        short = [turn, *(words for name, words in self._newest.items() if name != "rate"), left]
+        self._bars.line(text if len(text) <= WIDTH else "  ".join(short), due=first or done == self._last_round)
 
     def _note(self, released: Mapping[str, Any], private: Mapping[str, Any]) -> None:
         """Keep the newest of each number that is shown, each as a few words."""
@@ -204,7 +205,7 @@ class ExperimentProgress:
         self._all = self._bars.add_task("", total=None, says="")
         self._runs: dict[str, RunEvent] = {}
         self._first: dict[str, int] = {}
-        self._spoke = time.monotonic()
+        self._bars.spoke = time.monotonic()
 
     def __enter__(self) -> ExperimentProgress:
         return self
@@ -223,11 +224,10 @@ class ExperimentProgress:
             "done": f"{ended}: done{_accuracy(event)}" + (f"; {left}" if left else ""),
             "skipped": f"{event.run}: done before, kept",
         }.get(event.state, "")
-        if event.busy and time.monotonic() - self._spoke >= PATIENCE:
+        if event.busy:
             line = f"{event.run}: {_turn(event)}" + (f"; all {left}" if left else "")
         if line:
-            self._spoke = time.monotonic()
-            self._bars.line(line)
+            self._bars.line(line, due=not event.busy)
 
     def say(self, text: str) -> None:
         """Tell what is done now besides training: below the runs of the live view, or as a plain line."""
