@@ -257,7 +257,7 @@ def _grouped(groups: Sequence[Group], measured: Sequence[Numbers], settings: Set
                 "numbers": {key: _plain(spread(row["numbers"][key] for row in rows)) for key in NUMBERS},
                 "differences": {key: _difference(groups[0], group, numbers, key) for key in NUMBERS} if place else {},
                 "line": {"steps": rows[0]["line"]["steps"]} | _curves([row["line"] for row in rows]),
-                "noise": {"levels": list(settings.noise)} | _curves([_over_draws(row["noise"]) for row in rows]),
+                "noise": {"levels": list(settings.noise)} | _curves([row["noise"] for row in rows]),
                 "surface": rows[0].get("surface"),
             })  # fmt: skip
     return listed
@@ -273,16 +273,13 @@ def _difference(first: Group, group: Group, numbers: Mapping[str, Numbers], key:
     return _plain(paired_difference(reference, compared))
 
 
-def _over_draws(noise: Numbers) -> Numbers:
-    """Return the mean over the draws at each size."""
-    return {key: np.mean(noise[key], axis=1).tolist() for key in ("loss", "accuracy")}
-
-
 def _curves(curves: Sequence[Numbers]) -> Numbers:
-    """Return the mean and sd over seeds at each abscissa (sd None for one seed)."""
+    """Return the mean and sd over seeds at each abscissa (sd None for one seed); where values have draws, of the mean
+    over them."""
     result: Numbers = {}
     for key in ("loss", "accuracy"):
-        stacked = np.array([curve[key] for curve in curves])
+        values = np.array([curve[key] for curve in curves])
+        stacked = values.mean(axis=2) if values.ndim > 2 else values
         result[key] = stacked.mean(0).tolist()
         result[f"{key}_sd"] = stacked.std(0, ddof=1).tolist() if len(stacked) > 1 else None
     return result

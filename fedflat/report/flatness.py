@@ -22,7 +22,6 @@ def render(record: Record) -> str:
     drawn = [group for group in groups if group["surface"]]
     sections = [
         Section("summary", "", "noted_table", _numbers(record)),
-        Section("gaps", "Differences", "table", _differences(record)),
         Section("reading", "How to read this", "reading", reading),
         Section("surface", "Surfaces", "surfaces", _surfaces(drawn) if drawn else None),
     ]
@@ -79,7 +78,7 @@ def _numbers(record: Record) -> dict[str, Any]:
         cells = [group["label"], group["model"], str(len(group["seeds"])), epsilon]
         rows.append(cells + [spread_text(group["numbers"][key], "%" in heading) for key, heading in headings.items()])
     table = Table("Flatness", heads, rows, left=2)
-    return {"table": table, "notes": record["notes"], "headline": ""}
+    return {"table": table, "notes": [*difference_notes(record), *record["notes"]], "headline": ""}
 
 
 DIFFERENCES = {
@@ -87,36 +86,22 @@ DIFFERENCES = {
 }  # fmt: skip
 
 
-def gaps(record: Record) -> list[tuple[str, list[str]]]:
-    """Return the label, and how the global model's numbers differ from the first method's; those with an interval
-    only."""
-    groups = [group for group in record["groups"] if group["model"] == "global"]
-    rows = [(group["label"], [_gap(group["differences"].get(key)) for key in DIFFERENCES]) for group in groups[1:]]
-    return [(label, cells) for label, cells in rows if any(cells)]
-
-
-def _gap(gap: Record | None) -> str:
-    if gap is None or gap["low"] is None:
-        return ""
-    return f"{_signed(gap['mean'])} [{_signed(gap['low'])}, {_signed(gap['high'])}]"
-
-
 def difference_notes(record: Record) -> list[str]:
-    """Return the differences in words, for a terminal."""
-    first, listed = record["groups"][0]["label"], []
-    for label, cells in gaps(record):
-        parts = [f"{name} {cell}" for name, cell in zip(DIFFERENCES.values(), cells) if cell]
-        listed.append(f"{label} − {first}: {'; '.join(parts)}.")
+    """Return in words how the global model's numbers differ from the first method's; those with an interval only."""
+    first, *others = [group for group in record["groups"] if group["model"] == "global"]
+    listed = []
+    for group in others:
+        gaps = ((name, group["differences"][key]) for key, name in DIFFERENCES.items())
+        parts = [f"{name} {_interval(gap)}" for name, gap in gaps if gap is not None and gap["low"] is not None]
+        listed += [f"{group['label']} − {first['label']}: {'; '.join(parts)}."] if parts else []
     if listed:
         listed.append("Differences are paired over seeds, with 95 % t intervals; several are shown, none is corrected.")
     return listed
 
 
-def _differences(record: Record) -> Table | None:
-    rows = [[label, *(cell or "–" for cell in cells)] for label, cells in gaps(record)]
-    first = record["groups"][0]["label"]
-    caption = f"Minus {first}: paired over seeds, with 95 % t intervals, not corrected for their number"
-    return Table(caption, ["Method", *DIFFERENCES.values()], rows) if rows else None
+def _interval(gap: Record) -> str:
+    mean, low, high = (_signed(gap[key]) for key in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
 
 
 def _signed(value: float) -> str:
@@ -163,13 +148,12 @@ def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str
 
 def _surfaces(groups: Sequence[Record]) -> dict[str, Any]:
     every = [value for group in groups for row in group["surface"]["loss"] for value in row]
-    surfaces = [{"side": len(group["surface"]["steps"]), "loss": _short(group["surface"]["loss"])} for group in groups]
+    surfaces = [
+        {"side": len(each["steps"]), "loss": [float(f"{value:.5g}") for row in each["loss"] for value in row]}
+        for each in (group["surface"] for group in groups)
+    ]
     return {
         "groups": groups,
         "contours": base64.b64encode(plates.drawn_as(plates.contours(groups), "svg")).decode(),
         "data": {"low": max(min(every), 1e-9), "high": max(every), "surfaces": surfaces},
     }
-
-
-def _short(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [float(f"{value:.5g}") for row in rows for value in row]

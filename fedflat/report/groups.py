@@ -90,7 +90,8 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     method, and where two groups share a method also with the keys in which they differ.
     """
     members = _parts(runs)
-    parts = [part for group in members for part in (_parts(group, engine=True) if _repeats(group) else [group])]
+    # A seed that is among a setting's runs more than once ran on several engines.
+    parts = [part for group in members for part in _parts(group, engine=len({run.seed for run in group}) < len(group))]
     firsts = [group[0] for group in parts]
     labels = metrics.distinct([_label(first, firsts, engine=len(parts) > len(members)) for first in firsts])
     return [Group(label, tuple(group), style) for style, (label, group) in enumerate(zip(labels, parts, strict=True))]
@@ -103,11 +104,6 @@ def _parts(runs: Iterable[Run], engine: bool = False) -> list[list[Run]]:
         key = json.dumps(setting(run, engine), sort_keys=True) if run.recipe else str(run.path)
         parts.setdefault(key, []).append(run)
     return list(parts.values())
-
-
-def _repeats(group: list[Run]) -> bool:
-    """Return whether a seed is among the runs more than once."""
-    return len({run.seed for run in group}) < len(group)
 
 
 def _label(run: Run, others: Sequence[Run], engine: bool = False) -> str:

@@ -241,15 +241,7 @@ def draw(figure: Figure, axis: str) -> Markup:
         "drawing.svg", figure=figure, axis=axis, words=describe(figure), x=x, y=y, labels=labels, left=LEFT,
         right=RIGHT, width=WIDTH, height=HEIGHT, few=FEW_POINTS, dots_from=DOTS_FROM, path=_path,
         corners_of=corners_of, edge_of=edge_of, tick_text=tick_text,
-        lines=[(label, value, _free_side(figure, value)) for label, value in figure.lines],
     )  # fmt: skip
-
-
-def _free_side(figure: Figure, value: float) -> str:
-    """Return the side, ``left`` or ``right``, on which no series is near a line at ``value``, for its label."""
-    ends = [[abs(part[place] - value) for line in figure.series for part in (line.y, line.low, line.high) if part]
-            for place in (0, -1)]  # fmt: skip
-    return "left" if min(ends[0], default=0.0) > min(ends[1], default=0.0) else "right"
 
 
 def _numbers(values: Sequence[float], digits: int = 8) -> list[float]:

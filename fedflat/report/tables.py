@@ -102,11 +102,9 @@ def _row(group: Group, first: Group) -> Row:
 
 
 def difference_text(value: Difference | None) -> str:
-    """``+1.20 [+0.31, +2.09]``, in percentage points; without an interval where the seeds agree to the last example."""
+    """``+1.20 [+0.31, +2.09]``, in percentage points."""
     if value is None:
         return "–"
-    if value.pairs > 1 and value.low == value.high:
-        return f"{_points(value.mean)} each seed"
     mean, low, high = (_points(number) for number in (value.mean, value.low, value.high))
     return f"{mean} [{low}, {high}]" if low and high else mean
 
