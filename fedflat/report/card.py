@@ -26,7 +26,6 @@ from fedflat.privacy.statement import FALSE_POSITIVES, SEEDED, refuse_seeded, tr
 from fedflat.privacy.together import Published, total
 from fedflat.report import metrics, wording
 from fedflat.report.metrics import Run, number, published, uncounted
-from fedflat.report.wording import asset, filled
 
 UNSAID = "not stated"
 
@@ -85,10 +84,7 @@ def card(run: Run, others: Sequence[Run] = ()) -> Card:
 
 def _with_ledgers(runs: Sequence[Run]) -> list[Published]:
     """Return the runs with their ledgers' lines; refuse one whose statement counts fewer rounds than its ledger."""
-    paths = {str(run.path): run.name for run in runs}
-    # Of one name, they are told apart by a number: a card is public, a path of this machine not.
-    labels = dict(zip(paths, metrics.distinct([*paths.values()])))
-    every = [published(run, labels[str(run.path)]) for run in runs]
+    every = published(runs)
     for run, its in zip(runs, every):
         if uncounted(run.privacy, its.entries):
             found = f"{run.path}, whose ledger has rounds that privacy.json does not count"
@@ -118,12 +114,12 @@ def _lines(text: str | list[str]) -> str | list[str]:
 
 def markdown(card: Card) -> str:
     """Return the card as Markdown."""
-    return str(filled("card.md", card=card))
+    return str(wording.filled("card.md", card=card))
 
 
 def html(card: Card) -> str:
     """Return the card as a page of its own: one file, no script, no network."""
-    return str(filled("card.html", card=card, style=Markup(asset("page.css"))))
+    return str(wording.filled("card.html", card=card, style=Markup(wording.asset("page.css"))))
 
 
 VARYING = ("Composition", "Tuning, preprocessing and public data")

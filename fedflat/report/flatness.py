@@ -9,7 +9,6 @@ from fedflat.core.checks import counted
 from fedflat.report import pages, plates
 from fedflat.report.figures import Figure, Series
 from fedflat.report.metrics import epsilon_text
-from fedflat.report.pages import Section, Table
 
 Record = Mapping[str, Any]
 
@@ -21,14 +20,14 @@ def render(record: Record) -> str:
     reading = {"rho": record["settings"]["rho"], "curvature_examples": curvature}
     drawn = [group for group in groups if group["surface"]]
     sections = [
-        Section("summary", "", "noted_table", _numbers(record)),
-        Section("reading", "How to read this", "reading", reading),
-        Section("surface", "Surfaces", "surfaces", _surfaces(drawn) if drawn else None),
+        pages.Section("summary", "", "noted_table", _numbers(record)),
+        pages.Section("reading", "How to read this", "reading", reading),
+        pages.Section("surface", "Surfaces", "surfaces", _surfaces(drawn) if drawn else None),
     ]
     for place, (model, members) in enumerate(_by_model(record)):
         title = "Global model" if model == "global" else f"Local model of {model}"
         cards = pages.cards(_curves(members, place), pages.PRIVATE if members[0]["private"] else "")
-        sections.append(Section(f"model-{place}", title, "cards", cards))
+        sections.append(pages.Section(f"model-{place}", title, "cards", cards))
     labels = list(dict.fromkeys(group["label"] for group in groups))
     title = "Flatness: " + (" · ".join(labels) if len(labels) <= 3 else f"{len(labels)} methods compared")
     return pages.page(title, _lead(record), sections, "fedflat", "flatness")
@@ -77,7 +76,7 @@ def _numbers(record: Record) -> dict[str, Any]:
         epsilon = epsilon_text((group["epsilon"] or {}).get("mean"), "∞")
         cells = [group["label"], group["model"], str(len(group["seeds"])), epsilon]
         rows.append(cells + [spread_text(group["numbers"][key], "%" in heading) for key, heading in headings.items()])
-    table = Table("Flatness", heads, rows, left=2)
+    table = pages.Table("Flatness", heads, rows, left=2)
     return {"table": table, "notes": [*difference_notes(record), *record["notes"]], "headline": ""}
 
 
@@ -91,7 +90,7 @@ def difference_notes(record: Record) -> list[str]:
     first, *others = [group for group in record["groups"] if group["model"] == "global"]
     listed = []
     for group in others:
-        gaps = ((name, group["differences"][key]) for key, name in DIFFERENCES.items())
+        gaps = ((name, group["differences"].get(key)) for key, name in DIFFERENCES.items())
         parts = [f"{name} {_interval(gap)}" for name, gap in gaps if gap is not None and gap["low"] is not None]
         listed += [f"{group['label']} − {first['label']}: {'; '.join(parts)}."] if parts else []
     if listed:

@@ -470,8 +470,7 @@ def costs(runs: Sequence[Run]) -> tuple[Cost, ...]:
         members.setdefault(str(section(run.recipe, "data").get("dataset")), []).append(run)
     spent = []
     for name, mine in members.items():
-        every = total(list(map(published, mine, distinct([run.name for run in mine]))))
-        spent.append(Cost(name, every, len({_clients(run) for run in mine}) == 1))
+        spent.append(Cost(name, total(published(mine)), len({_clients(run) for run in mine}) == 1))
     return tuple(spent)
 
 
@@ -481,8 +480,12 @@ def distinct(names: Sequence[str]) -> list[str]:
     return [name if names.count(name) == 1 else long for name, long in zip(names, numbered, strict=True)]
 
 
-def published(run: Run, name: str) -> Published:
-    """Return a run as its folder states it. name: what it is called."""
+def published(runs: Sequence[Run]) -> list[Published]:
+    """Return runs as their folders state them. Of one name, they are told apart by a number: a path is not public."""
+    return list(map(_published, runs, distinct([run.name for run in runs])))
+
+
+def _published(run: Run, name: str) -> Published:
     try:
         entries = read(run.path / "ledger.jsonl")
     except InputError:

@@ -1,14 +1,12 @@
 """Follow runs in the terminal, in at most 80 columns, while they go on."""
 
-from __future__ import annotations
-
 import math
 import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from rich import progress as bars
 from rich.console import Console, RenderableType
@@ -114,7 +112,7 @@ class Progress:
         self._bars.above = f"{recipe.name}: {what}"
         self._task = self._bars.add_task("", total=None, says="")
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         self._bars.start()
         self._listening = listening_to_progress(self.waiting)
         self._listening.__enter__()
@@ -207,7 +205,7 @@ class ExperimentProgress:
         self._first: dict[str, int] = {}
         self._bars.spoke = time.monotonic()
 
-    def __enter__(self) -> ExperimentProgress:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

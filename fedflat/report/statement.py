@@ -55,31 +55,23 @@ def title(key: str) -> str:
 
 
 def _value(key: str, value: Any) -> Any:
-    if isinstance(value, Mapping) and value:
-        return facts(value)
-    if isinstance(value, list) and value:
-        return [_item(key, item) for item in value]
-    return _text(key, value)
-
-
-def _text(key: str, value: Any) -> str:
-    if "epsilon" in str(key) and (value is None or metrics.number(value) is not None):
-        return metrics.epsilon_text(metrics.number(value))
-    return readable(value)
-
-
-def _item(key: str, value: Any) -> Any:
-    """Return a list's item: an adversary as a sentence, a paper's item as its text."""
+    """Return a value as a page shows it: an adversary as a sentence, a paper's item as its text."""
     if isinstance(value, Mapping) and "adversary" in value:
         return _adversary(value)
     if isinstance(value, Mapping) and set(value) == {"item", "text"}:
         return f"{value['text']} (item {value['item']})"
-    return _value(key, value)
+    if isinstance(value, Mapping) and value:
+        return facts(value)
+    if isinstance(value, list) and value:
+        return [_value(key, item) for item in value]
+    if "epsilon" in str(key) and (value is None or number(value) is not None):
+        return metrics.epsilon_text(number(value))
+    return readable(value)
 
 
 def _adversary(value: Mapping[str, Any]) -> Markup:
     """Return who is protected from whom as a sentence, with whatever else the entry says behind it."""
-    guarantee = f"ε = {_text('epsilon', value.get('epsilon'))}"
+    guarantee = f"ε = {_value('epsilon', value.get('epsilon'))}"
     guarantee += f" at δ = {readable(value['delta'])}" if "delta" in value else ""
     rest = [readable(part) for key, part in value.items() if key not in ("adversary", "epsilon", "delta") and part]
     return Markup("<strong>{}</strong>: {}").format(readable(value["adversary"]), "; ".join([guarantee, *rest]))
