@@ -25,7 +25,7 @@ from fedflat.landscape.objective import Objective
 from fedflat.records import checkpoint
 from fedflat.records.folder import OPENING
 from fedflat.records.opening import Opening
-from fedflat.report.groups import Group, by_seed, group_runs, paired_difference, spread
+from fedflat.report.groups import Group, group_runs, paired_difference, spread
 from fedflat.report.metrics import Run, proven_epsilon, read_runs, seeded
 
 Numbers = dict[str, Any]
@@ -246,16 +246,18 @@ def _grouped(groups: Sequence[Group], measured: Sequence[Numbers], settings: Set
     """
     listed: list[Numbers] = []
     for name in dict.fromkeys(row["model"] for row in measured):
-        chosen = [row for row in measured if row["model"] == name]
-        numbers = {row["run"]: row["numbers"] for row in chosen}
-        for place, group in enumerate(groups):
-            rows = [row for row in chosen if row["group"] == group.label]
+        first: Mapping[str, Any] = {}
+        for group in groups:
+            rows = [row for row in measured if (row["model"], row["group"]) == (name, group.label)]
+            values = {key: {row["seed"]: row["numbers"][key] for row in rows} for key in NUMBERS}
+            gaps = {key: _plain(paired_difference(first[key], values[key])) for key in first}
+            first = first or values
             listed.append({
                 "label": group.label, "model": name, "style": group.style, "seeds": [row["seed"] for row in rows],
                 "epsilon": _plain(spread(proven_epsilon(run) for run in group.runs)), "private": rows[0]["private"],
                 "seeded": any(map(seeded, group.runs)),
                 "numbers": {key: _plain(spread(row["numbers"][key] for row in rows)) for key in NUMBERS},
-                "differences": {key: _difference(groups[0], group, numbers, key) for key in NUMBERS} if place else {},
+                "differences": gaps,
                 "line": {"steps": rows[0]["line"]["steps"]} | _curves([row["line"] for row in rows]),
                 "noise": {"levels": list(settings.noise)} | _curves([row["noise"] for row in rows]),
                 "surface": rows[0].get("surface"),
@@ -265,12 +267,6 @@ def _grouped(groups: Sequence[Group], measured: Sequence[Numbers], settings: Set
 
 def _plain(value: Any) -> Numbers | None:
     return None if value is None else asdict(value)
-
-
-def _difference(first: Group, group: Group, numbers: Mapping[str, Numbers], key: str) -> Numbers | None:
-    """Return the difference paired over common seeds: mean and 95 % t interval."""
-    reference, compared = (by_seed(side, lambda run: numbers[str(run.path)][key]) for side in (first, group))
-    return _plain(paired_difference(reference, compared))
 
 
 def _curves(curves: Sequence[Numbers]) -> Numbers:

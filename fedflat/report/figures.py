@@ -194,8 +194,8 @@ def _figures(page: str, groups: Sequence[Group]) -> list[Figure]:
         figure = Figure(key, series=(), overlay=overlay, **{k: v for k, v in entry.items() if k != "of"})
         lines: list[Series] = []
         for place, (label, name) in enumerate(entry.get("of", {}).items()):
-            alone = [replace(groups[0], label=label or figure.title, style=place)]
-            lines += _lines(groups if overlay else alone, name, figure.percent)
+            single = [replace(groups[0], label=label or figure.title, style=place)]
+            lines += _lines(groups if overlay else single, name, figure.percent)
         figures.append(special.get(key, _plain)(groups, figure, lines))
     return [figure for figure in figures if figure is not None]
 

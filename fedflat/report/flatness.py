@@ -148,8 +148,8 @@ def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str
 def _surfaces(groups: Sequence[Record]) -> dict[str, Any]:
     every = [value for group in groups for row in group["surface"]["loss"] for value in row]
     surfaces = [
-        {"side": len(each["steps"]), "loss": [float(f"{value:.5g}") for row in each["loss"] for value in row]}
-        for each in (group["surface"] for group in groups)
+        {"side": len(surface["steps"]), "loss": [float(f"{value:.5g}") for row in surface["loss"] for value in row]}
+        for surface in (group["surface"] for group in groups)
     ]
     return {
         "groups": groups,

@@ -223,12 +223,11 @@ def _differences(groups: Sequence[Group]) -> Table | None:
 
 def _runs_table(groups: Sequence[Group]) -> Table:
     """Return a row for each run."""
-    seeded = any(metrics.seeded(run) for group in groups for run in group.runs)
-    heads = ["Run", "Method", "seed", "rounds", "final %", "ε of the mechanism" if seeded else "ε proven"]
+    runs = [(run, group.label) for group in groups for run in group.runs]
+    proven = "ε of the mechanism" if any(metrics.seeded(run) for run, _ in runs) else "ε proven"
     rows = []
-    for group in groups:
-        for run in group.runs:
-            seed = "–" if run.seed is None else str(run.seed)
-            final, epsilon = wording.percent(metrics.final_accuracy(run)), epsilon_text(metrics.proven_epsilon(run))
-            rows.append([run.name, group.label, seed, str(metrics.finished_rounds(run)), final, epsilon])
-    return Table("Every run", heads, rows, left=2)
+    for run, label in runs:
+        seed = "–" if run.seed is None else str(run.seed)
+        final, epsilon = wording.percent(metrics.final_accuracy(run)), epsilon_text(metrics.proven_epsilon(run))
+        rows.append([run.name, label, seed, str(metrics.finished_rounds(run)), final, epsilon])
+    return Table("Every run", ["Run", "Method", "seed", "rounds", "final %", proven], rows, left=2)

@@ -221,10 +221,8 @@ def record_of(table: Comparison) -> dict[str, Any]:
     together = [
         {"dataset": cost.dataset, "same_clients": cost.same_clients, **asdict(cost.total)} for cost in table.together
     ]
-    rows = [
-        {"method": row.pop("method"), "seeds": row.pop("seeds"), **row.pop("spreads"), **row}
-        for row in map(asdict, table.rows)
-    ]
+    plain_rows = map(asdict, table.rows)
+    rows = [{"method": row["method"], "seeds": row["seeds"], **row.pop("spreads"), **row} for row in plain_rows]
     record: dict[str, Any] = plain({"rows": rows, "together": together})
     return record | {"notes": notes(table)}
 
