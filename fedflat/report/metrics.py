@@ -324,13 +324,14 @@ def rounds_to(run: Run, target: float) -> float | None:
     return next((turn + 1.0 for turn, value in points if value >= target), math.inf) if points else None
 
 
-def shown_round(run: Run, measure: str = "final") -> tuple[int, float] | None:
-    """Return (round, test accuracy) of the ``best`` or the ``final`` evaluated round; None if none was evaluated.
+def shown_round(run: Run, measure: str = "final", personal: bool = False) -> tuple[int, float] | None:
+    """Return (round, accuracy) of the ``best`` or the ``final`` evaluated round; None if none was evaluated. personal:
+    of the clients' own models, private to the simulation.
 
     The best is a choice made on test data, so reports say so. Where the run came to nothing (``fate``) the last round
     stands for it: its best round must not.
     """
-    points = column(run.metrics, "test_accuracy")
+    points = column(run.private, "personal_accuracy") if personal else column(run.metrics, "test_accuracy")
     if measure == "best" and points and not fate(run):
         return max(points, key=lambda point: point[1])
     return points[-1] if points else None

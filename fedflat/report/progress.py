@@ -1,5 +1,6 @@
 """Follow runs in the terminal, in at most 80 columns, while they go on."""
 
+import contextlib
 import math
 import sys
 import textwrap
@@ -96,7 +97,7 @@ class Bars(bars.Progress):
         return "" if seconds is None else f"{wording.duration(seconds)} left"
 
 
-class Progress:
+class Progress(contextlib.ExitStack):
     """Progress of one run, as a context manager: ``start`` when the job is known, ``round`` after each round.
 
     On a terminal a bar between two lines; elsewhere a plain line for the first round and the last one, and every
@@ -106,6 +107,7 @@ class Progress:
     def __init__(
         self, recipe: Any, quiet: bool = False, what: str = "preparing data and privacy plan", stderr: bool = False
     ) -> None:
+        super().__init__()
         self._recipe, self._last_round, self._epsilon, self._limit = recipe, recipe.rounds, "ε", ""
         self._newest: dict[str, str] = {}
         self._bars = Bars(quiet, stderr)
@@ -113,14 +115,9 @@ class Progress:
         self._task = self._bars.add_task("", total=None, says="")
 
     def __enter__(self) -> Self:
-        self._bars.start()
-        self._listening = listening_to_progress(self.waiting)
-        self._listening.__enter__()
+        self.enter_context(self._bars)
+        self.enter_context(listening_to_progress(self.waiting))
         return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._listening.__exit__(kind, error, trace)
-        self._bars.stop()
 
     def waiting(self, work: str, done: int, total: int) -> None:
         """Show work before the first round (``core.process``): a bar on a terminal, else a line in ten seconds at most.
@@ -191,7 +188,7 @@ def waiting_text(work: str, done: int, total: int) -> str:
 ENDED = ("done", "skipped", "failed", "stopped")
 
 
-class ExperimentProgress:
+class ExperimentProgress(contextlib.AbstractContextManager["ExperimentProgress"]):
     """Progress of an experiment, as a context manager: ``update`` takes each ``RunEvent``.
 
     On a terminal a bar for all runs, and below it those that run; elsewhere a line for each run that ends, and of one
@@ -204,9 +201,6 @@ class ExperimentProgress:
         self._runs: dict[str, RunEvent] = {}
         self._first: dict[str, int] = {}
         self._bars.spoke = time.monotonic()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._bars.stop()
