@@ -29,10 +29,6 @@ from fedflat.report.groups import Group, group_runs, paired_difference, spread
 from fedflat.report.metrics import Run, proven_epsilon, read_runs, seeded
 
 Numbers = dict[str, Any]
-NUMBERS = (
-    "loss", "accuracy", "eigenvalue", "trace", "one_step", "ascent", "noise_loss", "noise_accuracy", "norm",
-)  # fmt: skip
-"""The scalars of a model, in the order in which tables show them; ``one_step`` and ``ascent`` are SAM's sharpness."""
 CHANGED = (
     "A checkpoint's fingerprint is not its recipe's: data, model or fedflat changed since that run. Its recorded test "
     "accuracy is compared with the one found here."
@@ -217,6 +213,7 @@ def of_model(
     spectrum = surfaces.lanczos(product, layout.size, settings.seed, count=settings.eigenvalues)
     trace = surfaces.trace(product, layout.size, settings.seed, settings.trace_draws)
     sharp = surfaces.sharpness(part, weights, settings.rho)
+    # ``one_step`` and ``ascent`` are SAM's sharpness.
     numbers = {
         "loss": loss, "accuracy": accuracy, "eigenvalue": spectrum["top"][0], "trace": trace["mean"],
         "one_step": sharp["one_step"], "ascent": sharp["ascent"], "noise_loss": noise_loss - loss,
@@ -249,14 +246,14 @@ def _grouped(groups: Sequence[Group], measured: Sequence[Numbers], settings: Set
         first: Mapping[str, Any] = {}
         for group in groups:
             rows = [row for row in measured if (row["model"], row["group"]) == (name, group.label)]
-            values = {key: {row["seed"]: row["numbers"][key] for row in rows} for key in NUMBERS}
+            values = {key: {row["seed"]: row["numbers"][key] for row in rows} for key in rows[0]["numbers"]}
             gaps = {key: _plain(paired_difference(first[key], values[key])) for key in first}
             first = first or values
             listed.append({
                 "label": group.label, "model": name, "style": group.style, "seeds": [row["seed"] for row in rows],
                 "epsilon": _plain(spread(proven_epsilon(run) for run in group.runs)), "private": rows[0]["private"],
                 "seeded": any(map(seeded, group.runs)),
-                "numbers": {key: _plain(spread(row["numbers"][key] for row in rows)) for key in NUMBERS},
+                "numbers": {key: _plain(spread(row["numbers"][key] for row in rows)) for key in values},
                 "differences": gaps,
                 "line": {"steps": rows[0]["line"]["steps"]} | _curves([row["line"] for row in rows]),
                 "noise": {"levels": list(settings.noise)} | _curves([row["noise"] for row in rows]),

@@ -15,7 +15,7 @@ from fedflat.core.checks import require
 from fedflat.core.durable import plain
 from fedflat.report import groups as grouping
 from fedflat.report import metrics
-from fedflat.report.groups import Difference, Group, Spread, by_seed, differing, paired_difference, setting, spread
+from fedflat.report.groups import Difference, Group, Spread, differing, finals, paired_difference, setting, spread
 from fedflat.report.metrics import Run, epsilon_text
 from fedflat.report.wording import duration, measured, percent_spread, text
 
@@ -80,7 +80,6 @@ def comparison_table(groups: Sequence[Group]) -> Comparison:
 
 
 def _row(group: Group, first: Group) -> Row:
-    accuracies = [by_seed(side, metrics.final_accuracy) for side in (first, group)]
     # Where seeds differ in ε, the largest is reported.
     reported = max(group.runs, key=metrics.bound)
     return Row(
@@ -91,7 +90,7 @@ def _row(group: Group, first: Group) -> Row:
         claimed_epsilon=metrics.claimed_epsilon(reported),
         delta=metrics.number(reported.privacy.get("delta")),
         randomness="seeded" if any(map(metrics.seeded, group.runs)) else "secret",
-        difference=None if group is first else paired_difference(*accuracies),
+        difference=None if group is first else paired_difference(finals(first), finals(group)),
         reasons=tuple(metrics.reasons(reported)),
         fates=tuple(ending for run in group.runs if (ending := metrics.fate(run))),
         against="" if group is first else first.label,
