@@ -291,8 +291,8 @@ def _axis(panel: Panel, ran: Ran) -> list[Figure]:
 
 def _shares(line: Line, runs: Sequence[Run]) -> Spread | None:
     """Return the accuracies of a line's runs, from 0 to 1."""
-    shown = (shown_round(run, line.cell.base, line.cell.personal) for run in runs)
-    return spread(None if point is None else point[1] for point in shown)
+    points = (shown_round(run, line.cell.base, line.cell.personal) for run in runs)
+    return spread(None if point is None else point[1] for point in points)
 
 
 SIDES = ("private", "without privacy")

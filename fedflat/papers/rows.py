@@ -217,8 +217,8 @@ def _share(cell: Cell, run: Run, first: Run | None) -> float | None:
     if cell.measure == "gap":
         return metrics.generalisation_gap(run, cell.base)
     if cell.measure in ("best", "final"):
-        shown = metrics.shown_round(run, cell.measure, cell.personal)
-        return None if shown is None else shown[1]
+        point = metrics.shown_round(run, cell.measure, cell.personal)
+        return None if point is None else point[1]
     if (tested := metrics.shown_round(run, cell.base)) is None:
         return None
     if cell.measure == "train":
