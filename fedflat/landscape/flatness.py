@@ -25,14 +25,10 @@ from fedflat.landscape.objective import Objective
 from fedflat.records import checkpoint
 from fedflat.records.folder import OPENING
 from fedflat.records.opening import Opening
-from fedflat.report.groups import Group, by_seed, group_runs, paired_difference, spread
+from fedflat.report.groups import Group, group_runs, paired_difference, spread
 from fedflat.report.metrics import Run, proven_epsilon, read_runs, seeded
 
 Numbers = dict[str, Any]
-NUMBERS = (
-    "loss", "accuracy", "eigenvalue", "trace", "one_step", "ascent", "noise_loss", "noise_accuracy", "norm",
-)  # fmt: skip
-"""The scalars of a model, in the order in which tables show them; ``one_step`` and ``ascent`` are SAM's sharpness."""
 CHANGED = (
     "A checkpoint's fingerprint is not its recipe's: data, model or fedflat changed since that run. Its recorded test "
     "accuracy is compared with the one found here."
@@ -217,6 +213,7 @@ def of_model(
     spectrum = surfaces.lanczos(product, layout.size, settings.seed, count=settings.eigenvalues)
     trace = surfaces.trace(product, layout.size, settings.seed, settings.trace_draws)
     sharp = surfaces.sharpness(part, weights, settings.rho)
+    # ``one_step`` and ``ascent`` are SAM's sharpness.
     numbers = {
         "loss": loss, "accuracy": accuracy, "eigenvalue": spectrum["top"][0], "trace": trace["mean"],
         "one_step": sharp["one_step"], "ascent": sharp["ascent"], "noise_loss": noise_loss - loss,
@@ -246,18 +243,20 @@ def _grouped(groups: Sequence[Group], measured: Sequence[Numbers], settings: Set
     """
     listed: list[Numbers] = []
     for name in dict.fromkeys(row["model"] for row in measured):
-        chosen = [row for row in measured if row["model"] == name]
-        numbers = {row["run"]: row["numbers"] for row in chosen}
-        for place, group in enumerate(groups):
-            rows = [row for row in chosen if row["group"] == group.label]
+        first: Mapping[str, Any] = {}
+        for group in groups:
+            rows = [row for row in measured if (row["model"], row["group"]) == (name, group.label)]
+            values = {key: {row["seed"]: row["numbers"][key] for row in rows} for key in rows[0]["numbers"]}
+            gaps = {key: _plain(paired_difference(first[key], values[key])) for key in first}
+            first = first or values
             listed.append({
                 "label": group.label, "model": name, "style": group.style, "seeds": [row["seed"] for row in rows],
                 "epsilon": _plain(spread(proven_epsilon(run) for run in group.runs)), "private": rows[0]["private"],
                 "seeded": any(map(seeded, group.runs)),
-                "numbers": {key: _plain(spread(row["numbers"][key] for row in rows)) for key in NUMBERS},
-                "differences": {key: _difference(groups[0], group, numbers, key) for key in NUMBERS} if place else {},
+                "numbers": {key: _plain(spread(row["numbers"][key] for row in rows)) for key in values},
+                "differences": gaps,
                 "line": {"steps": rows[0]["line"]["steps"]} | _curves([row["line"] for row in rows]),
-                "noise": {"levels": list(settings.noise)} | _curves([_over_draws(row["noise"]) for row in rows]),
+                "noise": {"levels": list(settings.noise)} | _curves([row["noise"] for row in rows]),
                 "surface": rows[0].get("surface"),
             })  # fmt: skip
     return listed
@@ -267,22 +266,13 @@ def _plain(value: Any) -> Numbers | None:
     return None if value is None else asdict(value)
 
 
-def _difference(first: Group, group: Group, numbers: Mapping[str, Numbers], key: str) -> Numbers | None:
-    """Return the difference paired over common seeds: mean and 95 % t interval."""
-    reference, compared = (by_seed(side, lambda run: numbers[str(run.path)][key]) for side in (first, group))
-    return _plain(paired_difference(reference, compared))
-
-
-def _over_draws(noise: Numbers) -> Numbers:
-    """Return the mean over the draws at each size."""
-    return {key: np.mean(noise[key], axis=1).tolist() for key in ("loss", "accuracy")}
-
-
 def _curves(curves: Sequence[Numbers]) -> Numbers:
-    """Return the mean and sd over seeds at each abscissa (sd None for one seed)."""
+    """Return the mean and sd over seeds at each abscissa (sd None for one seed); where values have draws, of the mean
+    over them."""
     result: Numbers = {}
     for key in ("loss", "accuracy"):
-        stacked = np.array([curve[key] for curve in curves])
+        values = np.array([curve[key] for curve in curves])
+        stacked = values.mean(axis=2) if values.ndim > 2 else values
         result[key] = stacked.mean(0).tolist()
         result[f"{key}_sd"] = stacked.std(0, ddof=1).tolist() if len(stacked) > 1 else None
     return result

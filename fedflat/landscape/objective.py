@@ -8,7 +8,7 @@ import copy
 import queue
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, reduce
 from typing import TypeVar
 
 import numpy as np
@@ -122,7 +122,7 @@ class Objective:
             return loss.detach().double(), torch.autograd.grad(loss, vector)[0]
 
         losses, gradients = zip(*self._spread(one, self._batches), strict=True)
-        return float(_added(losses)) / len(self.inputs), _added(gradients) / len(self.inputs)
+        return float(reduce(torch.add, losses)) / len(self.inputs), reduce(torch.add, gradients) / len(self.inputs)
 
     def product(self, weights: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the map from v ``(D,)`` to the Hessian of L at ``weights`` times v: the gradient differentiated again.
@@ -142,7 +142,8 @@ class Objective:
                         return torch.zeros_like(weights)
                     return torch.autograd.grad(gradient, vector, direction.to(weights.dtype))[0]
 
-            return _added(self._spread(one, self._batches)) / len(self.inputs)
+            # In a fixed order, so that the number of threads does not change the sum.
+            return reduce(torch.add, self._spread(one, self._batches)) / len(self.inputs)
 
         return times
 
@@ -167,16 +168,6 @@ class Objective:
 def _slices(count: int, size: int) -> list[slice]:
     """Return slices of ``size`` that cover ``count`` places, the last one shorter."""
     return [slice(start, start + size) for start in range(0, count, size)]
-
-
-def _added(terms: Iterable[Tensor]) -> Tensor:
-    """Return the sum in the terms' order."""
-    rest = iter(terms)
-    # In a fixed order, so that the number of threads does not change the sum.
-    total = next(rest).clone()
-    for term in rest:
-        total += term
-    return total
 
 
 def _dense(module: nn.Module) -> bool:

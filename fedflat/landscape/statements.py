@@ -8,7 +8,6 @@ from typing import Any
 
 from fedflat.core.checks import InputError
 from fedflat.landscape import bounds
-from fedflat.landscape.bounds import Facts
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Setting:
     None where it has none of them. samples: N of Shi et al. 2023b. delta_tilde: δ̃ of these.
     """
 
-    facts: Facts
+    facts: bounds.Facts
     q: float
     delta: float
     epsilon: float

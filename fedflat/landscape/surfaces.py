@@ -15,11 +15,6 @@ from fedflat.core.rng import stream
 from fedflat.landscape.objective import Objective
 
 
-def raw_direction(layout: Layout, seed: int, index: int) -> Tensor:
-    """Return a standard normal vector ``(D,)``: the same for every run that is compared, before it is normalised."""
-    return torch.from_numpy(stream(seed, "landscape direction", index).standard_normal(layout.size, dtype=np.float32))
-
-
 def normalised(direction: Tensor, weights: Tensor, layout: Layout) -> Tensor:
     """Return ``direction`` ``(D,)`` with each filter (output channel, row) scaled to that of ``weights`` in norm.
 
@@ -38,8 +33,10 @@ def normalised(direction: Tensor, weights: Tensor, layout: Layout) -> Tensor:
 
 
 def directions(weights: Tensor, layout: Layout, seed: int, count: int) -> Tensor:
-    """Return ``count`` filter-normalised directions ``(count, D)`` from the seed's streams."""
-    drawn = (raw_direction(layout, seed, index) for index in range(count))
+    """Return ``count`` filter-normalised directions ``(count, D)``; before that the same for every run that is
+    compared."""
+    streams = (stream(seed, "landscape direction", index) for index in range(count))
+    drawn = (torch.from_numpy(draws.standard_normal(layout.size, dtype=np.float32)) for draws in streams)
     return torch.stack([normalised(direction, weights, layout) for direction in drawn])
 
 

@@ -12,12 +12,12 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.durable import plain
 from fedflat.papers.outcome import UNSEEN
-from fedflat.papers.rows import lacking, measured, planned, trained
+from fedflat.papers.rows import lacking, planned, trained
 from fedflat.papers.scales import SCALES, differences, scaled
 from fedflat.papers.tables import Cell, Table, asked_for, load, named, slug
 from fedflat.report.figures import Figure, at_places, figures_of_groups, figures_of_run
 from fedflat.report.groups import Group, Spread, flatten, spread
-from fedflat.report.metrics import FATES, Run, fate
+from fedflat.report.metrics import FATES, Run, fate, shown_round
 from fedflat.report.progress import RunEvent
 
 ENTRIES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text("utf-8"))
@@ -291,8 +291,8 @@ def _axis(panel: Panel, ran: Ran) -> list[Figure]:
 
 def _shares(line: Line, runs: Sequence[Run]) -> Spread | None:
     """Return the accuracies of a line's runs, from 0 to 1."""
-    cell = replace(line.cell, measure=line.cell.base)
-    return spread(None if value is None else value / 100 for value in (measured(cell, run) for run in runs))
+    points = (shown_round(run, line.cell.base, line.cell.personal) for run in runs)
+    return spread(None if point is None else point[1] for point in points)
 
 
 SIDES = ("private", "without privacy")

@@ -176,13 +176,10 @@ def lacking(recipes: Sequence[Recipe]) -> dict[str, str]:
 def _measured(row: Row, runs: Mapping[tuple[str, str], Mapping[int, Run]], first: str) -> Row:
     """Return the row with its number and the proven ε of the runs that are there; where nothing ran, nothing is
     proven."""
-    nothing = replace(row, proven=None, delta=None, simulated=None)
-    if row.recipe is None:
-        return nothing
-    if row.cell.run not in runs:
-        return replace(nothing, missing=row.missing or "the data set cannot be had")
-    if not (mine := runs[row.cell.run]):
-        return replace(nothing, missing="no run ended")
+    mine = runs.get(row.cell.run)
+    if not mine:
+        missing = row.missing or ("the data set cannot be had" if mine is None else "no run ended")
+        return replace(row, proven=None, delta=None, simulated=None, missing=missing)
     projected = [metrics.number(run.privacy.get("simulated_epsilon")) for run in mine.values()]
     row = replace(
         row,
@@ -219,13 +216,11 @@ def _share(cell: Cell, run: Run, first: Run | None) -> float | None:
     """Return an accuracy, or a difference of two, from 0 to 1."""
     if cell.measure == "gap":
         return metrics.generalisation_gap(run, cell.base)
-    absolute = cell.measure in ("best", "final")
-    if absolute and cell.personal:
-        values = metrics.values(run.private, "personal_accuracy")
-        return max(values) if values and cell.measure == "best" and not fate(run) else next(reversed(values), None)
-    tested = metrics.shown_round(run, cell.measure if absolute else cell.base)
-    if tested is None or absolute:
-        return None if tested is None else tested[1]
+    if cell.measure in ("best", "final"):
+        point = metrics.shown_round(run, cell.measure, cell.personal)
+        return None if point is None else point[1]
+    if (tested := metrics.shown_round(run, cell.base)) is None:
+        return None
     if cell.measure == "train":
         return metrics.train_accuracy(run, tested[0])
     theirs = None if first is None else metrics.shown_round(first, cell.base)

@@ -25,8 +25,7 @@ from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.statement import FALSE_POSITIVES, SEEDED, refuse_seeded, true_positives
 from fedflat.privacy.together import Published, total
 from fedflat.report import metrics, wording
-from fedflat.report.metrics import Run, number, published, section, uncounted
-from fedflat.report.wording import asset, filled
+from fedflat.report.metrics import Run, number, published, uncounted
 
 UNSAID = "not stated"
 
@@ -68,10 +67,7 @@ def card(run: Run, others: Sequence[Run] = ()) -> Card:
     refuse_seeded("card", run.privacy)
     every = _with_ledgers([run, *others])
     entries = every[0].entries
-    epsilon, delta = metrics.proven_epsilon(run), number(run.privacy.get("delta"))
     values = _stated(run) | {
-        "epsilon": epsilon,
-        "delta": delta,
         "entries": entries,
         "laws": sorted({f"{e.get('sampling')}, q = {e['q']:g}" for e in entries if number(e.get("q")) is not None}),
         "charged_again": extra_rounds(entries),
@@ -83,15 +79,12 @@ def card(run: Run, others: Sequence[Run] = ()) -> Card:
         values |= {"total": combined, "bounded": bounded, "names": [run.name for run in every]}
     text = wording.texts("templates/card.yaml", values)
     sections = {title: {label: _lines(row) for label, row in rows.items()} for title, rows in text["sections"].items()}
-    return Card(run, text["sentence"], sections, epsilon, delta)
+    return Card(run, text["sentence"], sections, values["epsilon"], values["delta"])
 
 
 def _with_ledgers(runs: Sequence[Run]) -> list[Published]:
     """Return the runs with their ledgers' lines; refuse one whose statement counts fewer rounds than its ledger."""
-    paths = {str(run.path): run.name for run in runs}
-    # Of one name, they are told apart by a number: a card is public, a path of this machine not.
-    labels = dict(zip(paths, metrics.distinct([*paths.values()])))
-    every = [published(run, labels[str(run.path)]) for run in runs]
+    every = published(runs)
     for run, its in zip(runs, every):
         if uncounted(run.privacy, its.entries):
             found = f"{run.path}, whose ledger has rounds that privacy.json does not count"
@@ -104,22 +97,14 @@ def _stated(run: Run) -> dict[str, Any]:
     adversaries = [a for a in run.privacy.get("adversaries") or [] if isinstance(a, Mapping)]
     epsilons = [(number(a.get("epsilon")), str(a.get("description") or a.get("adversary"))) for a in adversaries]
     most = max((value for value, _ in epsilons if value is not None), default=None)
-    recipe = ("algorithm", "data", "model", "versions")
-    return {
-        "run": run,
+    return metrics.stated(run) | {
         "true_positives": lambda epsilon, delta: wording.share_bound(true_positives(epsilon, delta)),
         "false_positives": f"{100 * FALSE_POSITIVES:g} %",
         "stated": lambda key: UNSAID if run.privacy.get(key) in (None, "", []) else str(run.privacy[key]),
-        "seeded": metrics.seeded(run),
         "seeded_warning": SEEDED,
-        "epsilon_name": metrics.epsilon_name(run),
-        "claimed": metrics.claimed_epsilon(run),
-        "reasons": metrics.reasons(run),
         "adversaries": adversaries,
         # Those towards whom the largest ε is proven.
         "against": list(dict.fromkeys(text for value, text in epsilons if value == most and most is not None)),
-        **{key: section(run.recipe, key) for key in recipe},
-        **{key: section(run.privacy, key) for key in ("checklist", "facts")},
     }
 
 
@@ -129,12 +114,12 @@ def _lines(text: str | list[str]) -> str | list[str]:
 
 def markdown(card: Card) -> str:
     """Return the card as Markdown."""
-    return str(filled("card.md", card=card))
+    return str(wording.filled("card.md", card=card))
 
 
 def html(card: Card) -> str:
     """Return the card as a page of its own: one file, no script, no network."""
-    return str(filled("card.html", card=card, style=Markup(asset("page.css"))))
+    return str(wording.filled("card.html", card=card, style=Markup(wording.asset("page.css"))))
 
 
 VARYING = ("Composition", "Tuning, preprocessing and public data")

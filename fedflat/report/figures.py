@@ -6,7 +6,7 @@ before training, and what round r of the records released stands at r + 1.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -19,6 +19,8 @@ from fedflat.report.wording import asset
 
 MAX_POINTS = 600
 """Beyond that a line shows every second, third … round."""
+MAX_OVERLAID = 3000
+"""Points of all lines of an overlay together."""
 DOTS_FROM = 3
 """Series of bars up to which each is a bar from zero: more are dots, on an axis of their range."""
 Values = tuple[float, ...]
@@ -102,9 +104,15 @@ def _declared() -> dict[str, dict[str, Any]]:
     return cast(dict[str, dict[str, Any]], yaml.safe_load(asset("figures.yaml")))
 
 
-def declared(page: str, key: str) -> Figure:
-    """Return a figure of ``figures.yaml`` without its series. page: ``run`` or ``groups``."""
-    return Figure(key, series=(), **{name: value for name, value in _declared()[page][key].items() if name != "of"})
+def _entries(page: str, run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the entries of ``figures.yaml`` by their keys, page ``run`` or ``groups``; and metrics that the recipe of a
+    run asks for, said to be what the loss is."""
+    for key, entry in _declared()[page].items():
+        yield key, entry
+        if (page, key) == ("run", "loss"):
+            for name in metrics.own_metrics(run.metrics):
+                title = name.replace("_", " ").capitalize()
+                yield name, {**entry, "title": title, "of": {"": name}, **_declared()["own"].get(name, {})}
 
 
 Points = Callable[[Run], Sequence[tuple[int, float]]]
@@ -144,16 +152,12 @@ def _series(
     if epsilons and turns and all(turn in epsilons for turn in turns):
         x["epsilon"] = tuple(epsilons[turn] for turn in turns)
     y = tuple(stats[turn].mean for turn in turns)
-    return Series(group.label, x, y, *_band(y, sds, share), group.style)
-
-
-def _band(y: Values, sds: Sequence[float], share: bool) -> tuple[Values, Values]:
-    """Return the edges of a band of one standard deviation; empty where nothing varies."""
-    # A share cannot be below 0 or above 100 %.
-    least, most = (0.0, 1.0) if share else (-math.inf, math.inf)
     if not any(sds):
-        return (), ()
-    return tuple(max(least, a - sd) for a, sd in zip(y, sds)), tuple(min(most, a + sd) for a, sd in zip(y, sds))
+        return Series(group.label, x, y, style=group.style)
+    # A share cannot be below 0 or above 100 %.
+    least, greatest = (0.0, 1.0) if share else (-math.inf, math.inf)
+    low = tuple(max(least, a - sd) for a, sd in zip(y, sds))
+    return Series(group.label, x, y, low, tuple(min(greatest, a + sd) for a, sd in zip(y, sds)), group.style)
 
 
 def by_round(runs: Iterable[Sequence[tuple[int, float]]]) -> dict[int, list[float]]:
@@ -171,40 +175,59 @@ def with_series(figure: Figure, series: Sequence[Series], **changes: Any) -> Fig
     return replace(figure, series=drawn, **changes) if drawn else None
 
 
-# ------------------------------------------------------------------------------------------------------ one run
-
-
 def figures_of_run(run: Run) -> list[Figure]:
     """Return every figure the run has records for; an absent key leaves its figure out."""
+    return _figures("run", [Group(run.algorithm, (run,))])
+
+
+def figures_of_groups(groups: Sequence[Group]) -> list[Figure]:
+    """Return overlays of several groups: means over seeds with bands of one standard deviation."""
+    return _figures("groups", groups)
+
+
+def _figures(page: str, groups: Sequence[Group]) -> list[Figure]:
+    """Return the figures of a page: of one run with a line for each of its records, or with a line for each group."""
+    overlay = page == "groups"
+    special = SPECIAL if overlay else SPECIAL | OF_ONE_RUN
     figures: list[Figure | None] = []
-    for key, entry in _declared()["run"].items():
-        figure = declared("run", key)
-        sources = entry.get("of", {}).items()
-        lines = [_line(run, label or figure.title, name, place) for place, (label, name) in enumerate(sources)]
-        figures.append(SPECIAL[key](run, figure, lines) if key in SPECIAL else with_series(figure, lines))
-        if key == "loss":
-            for k in metrics.own_metrics(run.metrics):
-                more = _declared()["own"].get(k, {})
-                figures.append(with_series(replace(figure, key=k, title=_title(k), **more), [_line(run, _title(k), k)]))
+    for key, entry in _entries(page, groups[0].runs[0]):
+        figure = Figure(key, series=(), overlay=overlay, **{k: v for k, v in entry.items() if k != "of"})
+        lines: list[Series] = []
+        for place, (label, name) in enumerate(entry.get("of", {}).items()):
+            single = [replace(groups[0], label=label or figure.title, style=place)]
+            lines += _lines(groups if overlay else single, name, figure.percent)
+        figures.append(special.get(key, _plain)(groups, figure, lines))
     return [figure for figure in figures if figure is not None]
 
 
-def _line(run: Run, label: str, name: str, style: int = 0) -> Series:
-    return _series(Group(label, (run,), style), points_of(name), spent=name.startswith(("test_", "private_")))
+def _lines(groups: Sequence[Group], name: str, share: bool) -> list[Series]:
+    """Return each group's line, by ε too where what it shows was released with it."""
+    most = min(MAX_POINTS, max(100, MAX_OVERLAID // len(groups)))
+    spent = name.startswith(("test_", "private_"))
+    return [_series(group, points_of(name), spent=spent, share=share, most=most) for group in groups]
 
 
-def _title(key: str) -> str:
-    return key.replace("_", " ").capitalize()
+def _plain(groups: object, figure: Figure, lines: Sequence[Series]) -> Figure | None:
+    absent = [line.label for line in lines if line.y and "epsilon" not in line.x]
+    # By ε only what has a proven ε can be drawn; the caption says who is missing.
+    known = any("epsilon" in line.x for line in lines)
+    missing = f" Without a proven ε, so by round only: {', '.join(absent)}." if known and absent else ""
+    return with_series(figure, lines, note=figure.note + missing)
 
 
-def chance_line(runs: Sequence[Run]) -> tuple[tuple[str, float], ...]:
+def _chance(groups: Iterable[Group]) -> tuple[tuple[str, float], ...]:
     """Return the mark of guessing among the classes; nothing where the runs differ in their classes or have none."""
-    counts = {len(last_classes(run)) for run in runs}
+    counts = {len(last_classes(run)) for group in groups for run in group.runs}
     count = counts.pop() if len(counts) == 1 else 0
     return (("guessing", 1 / count),) if count > 1 else ()
 
 
-def _privacy(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
+def _accuracy(groups: Sequence[Group], figure: Figure, lines: Sequence[Series]) -> Figure | None:
+    return _plain(groups, replace(figure, lines=_chance(groups)), lines)
+
+
+def _privacy(groups: Sequence[Group], figure: Figure, lines: Sequence[Series]) -> Figure | None:
+    run = groups[0].runs[0]
     privacy = metrics.section(run.recipe, "privacy")
     budget = number(privacy.get("epsilon") or privacy.get("budget"))
     note = f"{metrics.epsilon_name(run)} of everything released so far."
@@ -219,8 +242,7 @@ def quantiles(record: Mapping[str, Any], key: str) -> dict[str, float]:
 
 def _bands(run: Run, key: str) -> list[Series]:
     """Return the 5 to 95 % and the 25 to 75 % bands of a round's quantiles, and their median."""
-    rows = [(metrics.turn(record, place), quantiles(record, key)) for place, record in enumerate(run.private)]
-    rows = [row for row in rows if row[1]]
+    rows = [(record["round"], levels) for record in run.private if (levels := quantiles(record, key))]
     rows = [rows[place] for place in thin(len(rows))]
 
     def band(label: str, low: str, high: str) -> Series:
@@ -233,10 +255,10 @@ def _bands(run: Run, key: str) -> list[Series]:
     return [*series, _series(Group("Median", (run,)), lambda _: middle)] if rows else []
 
 
-def _norms(run: Run, figure: Figure, lines: Sequence[Series]) -> Figure | None:
+def _norms(groups: Sequence[Group], figure: Figure, lines: Sequence[Series]) -> Figure | None:
     """Return the quantiles of the norms, or their mean where no quantiles are recorded, with the clip."""
-    clip = _line(run, "Clip", "clip", style=-1)
-    if bands := _bands(run, "update_norm_quantiles"):
+    [clip] = _lines([replace(groups[0], label="Clip", style=-1)], "clip", share=False)
+    if bands := _bands(groups[0].runs[0], "update_norm_quantiles"):
         return with_series(figure, [*bands, clip])
     return with_series(figure, [*lines, clip], note="Mean over the cohort, with the clip.") if lines[0].y else None
 
@@ -255,7 +277,7 @@ def class_names(run: Run) -> list[str]:
     return [{False: "no", True: "yes"}.get(name, str(name)) for name in names] if isinstance(names, list) else []
 
 
-def class_bars(figure: Figure, groups: Sequence[Group]) -> Figure | None:
+def _class_bars(groups: Sequence[Group], figure: Figure, lines: object) -> Figure | None:
     """Return the accuracy by class at the last evaluation: one series per group, the mean over its seeds."""
     series = []
     for group in groups:
@@ -269,43 +291,13 @@ def class_bars(figure: Figure, groups: Sequence[Group]) -> Figure | None:
     return with_series(figure, series, names=names if len(names) > most else ())
 
 
-SPECIAL: dict[str, Callable[[Run, Figure, Sequence[Series]], Figure | None]] = {
-    "accuracy": lambda run, figure, lines: with_series(figure, lines, lines=chance_line([run])),
-    "epsilon": _privacy,
-    "clip": lambda run, figure, lines: with_series(figure, [line for line in lines if len(set(line.y)) > 1]),
-    "classes": lambda run, figure, lines: class_bars(figure, [Group(run.algorithm, (run,))]),
-    "norms": _norms,
-    "spread": lambda run, figure, lines: with_series(figure, _bands(run, "client_accuracy_quantiles")),
-}
-"""The figures of a run that show more than the records that they declare."""
-
-
-# ------------------------------------------------------------------------------------------------- several groups
-
-MAX_OVERLAID = 3000
-"""Points of all lines of an overlay together."""
-
-
-def figures_of_groups(groups: Sequence[Group]) -> list[Figure]:
-    """Return overlays of several groups: means over seeds with bands of one standard deviation."""
-    figures: list[Figure | None] = [by_epsilon(groups)]
-    for key, entry in _declared()["groups"].items():
-        figure = replace(declared("groups", key), overlay=True)
-        if key == "classes":
-            figures.append(class_bars(figure, groups))
-        elif key != "by-epsilon":
-            figures.append(_overlay(figure, groups, entry["of"][""]))
-    return [figure for figure in figures if figure is not None]
-
-
-def by_epsilon(groups: Sequence[Group]) -> Figure | None:
+def _by_epsilon(groups: Sequence[Group], figure: Figure, lines: object) -> Figure | None:
     """Return the final accuracy against the proven ε, a series for each method; None with fewer than two ε."""
     finals = [(group, final_epsilon(group), spread(map(metrics.final_accuracy, group.runs))) for group in groups]
     points = [(without_epsilon(g.label), epsilon, final, g.style) for g, epsilon, final in finals if epsilon and final]
     if len({f"{epsilon:.3g}" for _, epsilon, _, _ in points}) < 2:
         return None
-    lines = chance_line([run for group in groups for run in group.runs])
-    return replace(at_places(declared("groups", "by-epsilon"), points), lines=lines)
+    return replace(at_places(figure, points), lines=_chance(groups), overlay=False)
 
 
 def at_places(figure: Figure, points: Iterable[tuple[str, float, Spread, int]]) -> Figure:
@@ -327,14 +319,13 @@ def at_places(figure: Figure, points: Iterable[tuple[str, float, Spread, int]]) 
     return replace(figure, series=tuple(series))
 
 
-def _overlay(figure: Figure, groups: Sequence[Group], name: str) -> Figure | None:
-    most, tested = min(MAX_POINTS, max(100, MAX_OVERLAID // len(groups))), name.startswith("test_")
-    series = [_series(group, points_of(name), spent=tested, share=figure.percent, most=most) for group in groups]
-    changes: dict[str, Any] = {}
-    if name == "test_accuracy":
-        changes["lines"] = chance_line([run for group in groups for run in group.runs])
-    absent = [line.label for line in series if line.y and "epsilon" not in line.x]
-    if tested and absent and len(absent) < len(series):
-        # By ε only what has a proven ε can be drawn; the caption says who is missing.
-        changes["note"] = f"{figure.note} Without a proven ε, so by round only: {', '.join(absent)}."
-    return with_series(figure, series, **changes)
+Special = Callable[[Sequence[Group], Figure, Sequence[Series]], Figure | None]
+SPECIAL: dict[str, Special] = {"accuracy": _accuracy, "classes": _class_bars, "by-epsilon": _by_epsilon}
+"""The figures that show more than the records that they declare."""
+OF_ONE_RUN: dict[str, Special] = {
+    "epsilon": _privacy,
+    "clip": lambda groups, figure, lines: with_series(figure, [line for line in lines if len(set(line.y)) > 1]),
+    "norms": _norms,
+    "spread": lambda groups, figure, lines: with_series(figure, _bands(groups[0].runs[0], "client_accuracy_quantiles")),
+}
+"""The same of a page of one run."""

@@ -9,7 +9,6 @@ from fedflat.core.checks import counted
 from fedflat.report import pages, plates
 from fedflat.report.figures import Figure, Series
 from fedflat.report.metrics import epsilon_text
-from fedflat.report.pages import Section, Table
 
 Record = Mapping[str, Any]
 
@@ -21,15 +20,14 @@ def render(record: Record) -> str:
     reading = {"rho": record["settings"]["rho"], "curvature_examples": curvature}
     drawn = [group for group in groups if group["surface"]]
     sections = [
-        Section("summary", "", "noted_table", _numbers(record)),
-        Section("gaps", "Differences", "table", _differences(record)),
-        Section("reading", "How to read this", "reading", reading),
-        Section("surface", "Surfaces", "surfaces", _surfaces(drawn) if drawn else None),
+        pages.Section("summary", "", "noted_table", _numbers(record)),
+        pages.Section("reading", "How to read this", "reading", reading),
+        pages.Section("surface", "Surfaces", "surfaces", _surfaces(drawn) if drawn else None),
     ]
     for place, (model, members) in enumerate(_by_model(record)):
         title = "Global model" if model == "global" else f"Local model of {model}"
         cards = pages.cards(_curves(members, place), pages.PRIVATE if members[0]["private"] else "")
-        sections.append(Section(f"model-{place}", title, "cards", cards))
+        sections.append(pages.Section(f"model-{place}", title, "cards", cards))
     labels = list(dict.fromkeys(group["label"] for group in groups))
     title = "Flatness: " + (" · ".join(labels) if len(labels) <= 3 else f"{len(labels)} methods compared")
     return pages.page(title, _lead(record), sections, "fedflat", "flatness")
@@ -78,8 +76,8 @@ def _numbers(record: Record) -> dict[str, Any]:
         epsilon = epsilon_text((group["epsilon"] or {}).get("mean"), "∞")
         cells = [group["label"], group["model"], str(len(group["seeds"])), epsilon]
         rows.append(cells + [spread_text(group["numbers"][key], "%" in heading) for key, heading in headings.items()])
-    table = Table("Flatness", heads, rows, left=2)
-    return {"table": table, "notes": record["notes"], "headline": ""}
+    table = pages.Table("Flatness", heads, rows, left=2)
+    return {"table": table, "notes": [*difference_notes(record), *record["notes"]], "headline": ""}
 
 
 DIFFERENCES = {
@@ -87,36 +85,22 @@ DIFFERENCES = {
 }  # fmt: skip
 
 
-def gaps(record: Record) -> list[tuple[str, list[str]]]:
-    """Return the label, and how the global model's numbers differ from the first method's; those with an interval
-    only."""
-    groups = [group for group in record["groups"] if group["model"] == "global"]
-    rows = [(group["label"], [_gap(group["differences"].get(key)) for key in DIFFERENCES]) for group in groups[1:]]
-    return [(label, cells) for label, cells in rows if any(cells)]
-
-
-def _gap(gap: Record | None) -> str:
-    if gap is None or gap["low"] is None:
-        return ""
-    return f"{_signed(gap['mean'])} [{_signed(gap['low'])}, {_signed(gap['high'])}]"
-
-
 def difference_notes(record: Record) -> list[str]:
-    """Return the differences in words, for a terminal."""
-    first, listed = record["groups"][0]["label"], []
-    for label, cells in gaps(record):
-        parts = [f"{name} {cell}" for name, cell in zip(DIFFERENCES.values(), cells) if cell]
-        listed.append(f"{label} − {first}: {'; '.join(parts)}.")
+    """Return in words how the global model's numbers differ from the first method's; those with an interval only."""
+    first, *others = [group for group in record["groups"] if group["model"] == "global"]
+    listed = []
+    for group in others:
+        gaps = ((name, group["differences"].get(key)) for key, name in DIFFERENCES.items())
+        parts = [f"{name} {_interval(gap)}" for name, gap in gaps if gap is not None and gap["low"] is not None]
+        listed += [f"{group['label']} − {first['label']}: {'; '.join(parts)}."] if parts else []
     if listed:
         listed.append("Differences are paired over seeds, with 95 % t intervals; several are shown, none is corrected.")
     return listed
 
 
-def _differences(record: Record) -> Table | None:
-    rows = [[label, *(cell or "–" for cell in cells)] for label, cells in gaps(record)]
-    first = record["groups"][0]["label"]
-    caption = f"Minus {first}: paired over seeds, with 95 % t intervals, not corrected for their number"
-    return Table(caption, ["Method", *DIFFERENCES.values()], rows) if rows else None
+def _interval(gap: Record) -> str:
+    mean, low, high = (_signed(gap[key]) for key in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
 
 
 def _signed(value: float) -> str:
@@ -163,13 +147,12 @@ def _figure(groups: Sequence[Record], kind: str, key: str, name: str, title: str
 
 def _surfaces(groups: Sequence[Record]) -> dict[str, Any]:
     every = [value for group in groups for row in group["surface"]["loss"] for value in row]
-    surfaces = [{"side": len(group["surface"]["steps"]), "loss": _short(group["surface"]["loss"])} for group in groups]
+    surfaces = [
+        {"side": len(surface["steps"]), "loss": [float(f"{value:.5g}") for row in surface["loss"] for value in row]}
+        for surface in (group["surface"] for group in groups)
+    ]
     return {
         "groups": groups,
         "contours": base64.b64encode(plates.drawn_as(plates.contours(groups), "svg")).decode(),
         "data": {"low": max(min(every), 1e-9), "high": max(every), "surfaces": surfaces},
     }
-
-
-def _short(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [float(f"{value:.5g}") for row in rows for value in row]

@@ -6,7 +6,7 @@ Only the shared model's accuracy on public test data is compared; clients' own m
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,8 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     method, and where two groups share a method also with the keys in which they differ.
     """
     members = _parts(runs)
-    parts = [part for group in members for part in (_parts(group, engine=True) if _repeats(group) else [group])]
+    # A seed that is among a setting's runs more than once ran on several engines.
+    parts = [part for group in members for part in _parts(group, engine=len({run.seed for run in group}) < len(group))]
     firsts = [group[0] for group in parts]
     labels = metrics.distinct([_label(first, firsts, engine=len(parts) > len(members)) for first in firsts])
     return [Group(label, tuple(group), style) for style, (label, group) in enumerate(zip(labels, parts, strict=True))]
@@ -103,11 +104,6 @@ def _parts(runs: Iterable[Run], engine: bool = False) -> list[list[Run]]:
         key = json.dumps(setting(run, engine), sort_keys=True) if run.recipe else str(run.path)
         parts.setdefault(key, []).append(run)
     return list(parts.values())
-
-
-def _repeats(group: list[Run]) -> bool:
-    """Return whether a seed is among the runs more than once."""
-    return len({run.seed for run in group}) < len(group)
 
 
 def _label(run: Run, others: Sequence[Run], engine: bool = False) -> str:
@@ -163,9 +159,9 @@ def paired_difference(first: BySeed, other: BySeed) -> Difference | None:
     return Difference(gap.mean, low, high, gap.count)
 
 
-def by_seed(group: Group, measure: Callable[[Run], float | None]) -> BySeed:
-    """Return a measure of a group's runs by their seeds, where it was measured."""
-    return {seed: value for seed, value in {run.seed: measure(run) for run in group.runs}.items() if value is not None}
+def finals(group: Group) -> BySeed:
+    """Return the final accuracies of a group's runs by their seeds, where they were measured."""
+    return {run.seed: final for run in group.runs if (final := metrics.final_accuracy(run)) is not None}
 
 
 COLOURS, DASHES = 7, 4
@@ -216,8 +212,8 @@ def headline(groups: Sequence[Group]) -> str:
 def _ranked(part: Sequence[Group]) -> list[tuple[Group, Spread]]:
     """Return the groups with a proven ε and an accuracy, the best mean first; none whose runs all came to nothing."""
     private = [group for group in part if final_epsilon(group) is not None and not all(map(fate, group.runs))]
-    finals = [(group, spread(map(metrics.final_accuracy, group.runs))) for group in private]
-    return sorted([(group, final) for group, final in finals if final], key=lambda pair: -pair[1].mean)
+    accuracies = [(group, spread(map(metrics.final_accuracy, group.runs))) for group in private]
+    return sorted([(group, final) for group, final in accuracies if final], key=lambda pair: -pair[1].mean)
 
 
 def _interval(final: Spread) -> str:
@@ -229,7 +225,7 @@ def _interval(final: Spread) -> str:
 
 
 def _apart(best: Group, other: Group) -> str:
-    gap = paired_difference(*(by_seed(group, metrics.final_accuracy) for group in (other, best)))
+    gap = paired_difference(finals(other), finals(best))
     name = without_epsilon(other.label)
     if gap is None or gap.low is None:
         return f"which {'no' if gap is None else 'one'} common seed cannot tell apart from {name}"

@@ -84,15 +84,10 @@ def _date(runs: Sequence[Run]) -> str:
 
 def _words(run: Run) -> dict[str, Any]:
     """Return what a page says of a run: its lead, what is public of the data, and what is read with its ε."""
-    sections = {key: section(run.recipe, key) for key in ("data", "model", "cohort")}
-    sections["facts"] = section(run.privacy, "facts")
-    values = {
-        "run": run, "partition": section(sections["data"], "partition"), "readable": readable,
-        "names": class_names(run), "count": len(last_classes(run)), "proven": metrics.proven_epsilon(run),
-        "claimed": metrics.claimed_epsilon(run), "delta": metrics.number(run.privacy.get("delta")),
-        "reasons": metrics.reasons(run),
-    }  # fmt: skip
-    return cast(dict[str, Any], wording.texts("page.yaml", sections | values))
+    stated = metrics.stated(run)
+    classes = {"names": class_names(run), "count": len(last_classes(run))}
+    values = {**stated, **classes, "partition": section(stated["data"], "partition"), "readable": readable}
+    return cast(dict[str, Any], wording.texts("page.yaml", values))
 
 
 # ---------------------------------------------------------------------------------------------------- single run
@@ -145,7 +140,7 @@ def _notices(run: Run) -> list[dict[str, Any]]:
     claim = f"{metrics.epsilon_name(run)} is {proven}; the formula claims {epsilon_text(claimed)}"
     head = f"{claim}, which does not cover what ran."
     over = [audit for audit in run.audits if statement.exceeded(audit)]
-    lines = [f"{audit.get('kind')}: {statement.audited_text(audit)}, {statement.verdict(audit)}" for audit in over]
+    lines = [f"{audit.get('kind')}: {', '.join(statement.reading(audit))}" for audit in over]
     return [
         {"lead": "This model protects nobody", "lines": [SEEDED] if metrics.seeded(run) else []},
         {"lead": head, "lines": [] if claimed is None else metrics.reasons(run)},
@@ -228,12 +223,11 @@ def _differences(groups: Sequence[Group]) -> Table | None:
 
 def _runs_table(groups: Sequence[Group]) -> Table:
     """Return a row for each run."""
-    seeded = any(metrics.seeded(run) for group in groups for run in group.runs)
-    heads = ["Run", "Method", "seed", "rounds", "final %", "ε of the mechanism" if seeded else "ε proven"]
+    runs = [(run, group.label) for group in groups for run in group.runs]
+    proven = "ε of the mechanism" if any(metrics.seeded(run) for run, _ in runs) else "ε proven"
     rows = []
-    for group in groups:
-        for run in group.runs:
-            seed = "–" if run.seed is None else str(run.seed)
-            final, epsilon = wording.percent(metrics.final_accuracy(run)), epsilon_text(metrics.proven_epsilon(run))
-            rows.append([run.name, group.label, seed, str(metrics.finished_rounds(run)), final, epsilon])
-    return Table("Every run", heads, rows, left=2)
+    for run, label in runs:
+        seed = "–" if run.seed is None else str(run.seed)
+        final, epsilon = wording.percent(metrics.final_accuracy(run)), epsilon_text(metrics.proven_epsilon(run))
+        rows.append([run.name, label, seed, str(metrics.finished_rounds(run)), final, epsilon])
+    return Table("Every run", ["Run", "Method", "seed", "rounds", "final %", proven], rows, left=2)

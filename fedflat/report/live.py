@@ -31,7 +31,6 @@ from fedflat.report import metrics, pages, wording
 from fedflat.report.html import figures_of
 from fedflat.report.metrics import Run, section
 from fedflat.report.summary import cautions
-from fedflat.report.wording import asset, filled
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -82,7 +81,7 @@ class Live:
             with gather(faults):
                 replies = self._replies(runs)
                 status = self._status()
-        return filled(
+        return wording.filled(
             "live_body.html", table=table, warnings=warned + [str(fault) for fault in faults], replies=replies,
             status=status, cards=pages.cards(figures, pages.PRIVATE if self.private else ""),
         )  # fmt: skip
@@ -104,9 +103,9 @@ class Live:
 
     def page(self) -> str:
         """Return the whole page."""
-        script = asset("live.js")
-        return filled(
-            "live.html", title=self.folder.resolve().name, body=self.body(), style=Markup(asset("page.css")),
+        script = wording.asset("live.js")
+        return wording.filled(
+            "live.html", title=self.folder.resolve().name, body=self.body(), style=Markup(wording.asset("page.css")),
             script=Markup(script), script_hash=pages.digest(script),
         )  # fmt: skip
 

@@ -126,9 +126,10 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _by_round(records: list[Record]) -> list[Record]:
-    """Return one record per round; where a round was written twice the later one counts."""
+    """Return one record per round; where a round was written twice the later one counts. What names none is left
+    out."""
     # A run that is resumed writes the round in which it was killed a second time.
-    latest = {record.get("round", f"line {place}"): record for place, record in enumerate(records)}
+    latest = {record["round"]: record for record in records if isinstance(record.get("round"), int)}
     return list(latest.values())
 
 
@@ -213,20 +214,13 @@ def _audits(path: Path) -> list[Record]:
 
 
 def column(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """Return ``(round, value)`` wherever ``key`` is a finite number; a record without a round counts from 0."""
-    values = ((turn(record, place), number(record.get(key))) for place, record in enumerate(records))
-    return [(round, value) for round, value in values if value is not None]
+    """Return ``(round, value)`` wherever ``key`` is a finite number."""
+    return [(record["round"], value) for record in records if (value := number(record.get(key))) is not None]
 
 
 def values(records: Iterable[Mapping[str, Any]], key: str) -> list[float]:
     """Return the finite numbers under ``key``."""
-    return [value for _, value in column(records, key)]
-
-
-def turn(record: Mapping[str, Any], place: int) -> int:
-    """Return the record's round, or its ``place`` in the file where it names none."""
-    recorded = number(record.get("round"))
-    return place if recorded is None else int(recorded)
+    return [value for record in records if (value := number(record.get(key))) is not None]
 
 
 def own_metrics(records: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -330,13 +324,14 @@ def rounds_to(run: Run, target: float) -> float | None:
     return next((turn + 1.0 for turn, value in points if value >= target), math.inf) if points else None
 
 
-def shown_round(run: Run, measure: str = "final") -> tuple[int, float] | None:
-    """Return (round, test accuracy) of the ``best`` or the ``final`` evaluated round; None if none was evaluated.
+def shown_round(run: Run, measure: str = "final", personal: bool = False) -> tuple[int, float] | None:
+    """Return (round, accuracy) of the ``best`` or the ``final`` evaluated round; None if none was evaluated. personal:
+    of the clients' own models, private to the simulation.
 
     The best is a choice made on test data, so reports say so. Where the run came to nothing (``fate``) the last round
     stands for it: its best round must not.
     """
-    points = column(run.metrics, "test_accuracy")
+    points = column(run.private, "personal_accuracy") if personal else column(run.metrics, "test_accuracy")
     if measure == "best" and points and not fate(run):
         return max(points, key=lambda point: point[1])
     return points[-1] if points else None
@@ -388,6 +383,16 @@ def summary(run: Run) -> Record:
         "claimed_epsilon": number(run.privacy.get("claimed_epsilon")),
         "simulated_epsilon": number(run.privacy.get("simulated_epsilon")), "delta": number(run.privacy.get("delta")),
         "reasons": reasons(run), "seconds": seconds(run),
+    }  # fmt: skip
+
+
+def stated(run: Run) -> Record:
+    """Return what templates may say of a run: sections of its recipe and statement, and what is proven and claimed."""
+    recipe = {key: section(run.recipe, key) for key in ("algorithm", "data", "model", "cohort", "versions")}
+    return {
+        **recipe, **{key: section(run.privacy, key) for key in ("checklist", "facts")}, "run": run,
+        "epsilon": proven_epsilon(run), "claimed": claimed_epsilon(run), "delta": number(run.privacy.get("delta")),
+        "reasons": reasons(run), "seeded": seeded(run), "epsilon_name": epsilon_name(run),
     }  # fmt: skip
 
 
@@ -466,8 +471,7 @@ def costs(runs: Sequence[Run]) -> tuple[Cost, ...]:
         members.setdefault(str(section(run.recipe, "data").get("dataset")), []).append(run)
     spent = []
     for name, mine in members.items():
-        every = total(list(map(published, mine, distinct([run.name for run in mine]))))
-        spent.append(Cost(name, every, len({_clients(run) for run in mine}) == 1))
+        spent.append(Cost(name, total(published(mine)), len({_clients(run) for run in mine}) == 1))
     return tuple(spent)
 
 
@@ -477,8 +481,12 @@ def distinct(names: Sequence[str]) -> list[str]:
     return [name if names.count(name) == 1 else long for name, long in zip(names, numbered, strict=True)]
 
 
-def published(run: Run, name: str) -> Published:
-    """Return a run as its folder states it. name: what it is called."""
+def published(runs: Sequence[Run]) -> list[Published]:
+    """Return runs as their folders state them. Of one name, they are told apart by a number: a path is not public."""
+    return list(map(_published, runs, distinct([run.name for run in runs])))
+
+
+def _published(run: Run, name: str) -> Published:
     try:
         entries = read(run.path / "ledger.jsonl")
     except InputError:

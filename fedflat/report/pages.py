@@ -146,13 +146,8 @@ def logarithmic(low: float, high: float, start: float, end: float) -> Scale:
 
 
 def tick_text(value: float, percent: bool) -> str:
-    """Return a short tick label: ``0``, ``0.25``, ``10k``, ``1e-5``."""
-    value = 100 * value if percent else value
-    if abs(value) >= 10_000:
-        return f"{value / 1000:g}k" if abs(value) < 1e6 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
-    if value and abs(value) < 1e-3:
-        return f"{value:.0e}".replace("e-0", "e-")
-    return f"{value:.4g}"
+    """Return a short tick label: ``0``, ``0.25``, ``10000``, ``1e-05``."""
+    return f"{100 * value if percent else value:g}"
 
 
 def y_scale(figure: Figure) -> Scale:
@@ -211,15 +206,13 @@ def end_labels(figure: Figure, axis: str, y: Scale) -> list[Label]:
     lines = [series for series in figure.over(axis) if series.y]
     if not figure.overlay or figure.kind == "bars" or not 1 <= len(lines) <= MOST_LABELS:
         return []
-    ends = sorted((y(series.y[-1]) + 4, place) for place, series in enumerate(lines))
-    heights: list[float] = []
-    for wanted, _ in ends:
-        heights.append(max(wanted, heights[-1] + LINE_GAP) if heights else max(wanted, TOP))
-    # Labels pushed below the axis are moved up again.
-    lowest = [BOTTOM - LINE_GAP * below for below in reversed(range(len(heights)))]
-    named = [lines[place] for _, place in ends]
-    places = map(min, heights, lowest)
-    return [Label(shortened(line.label), line.classes, at) for line, at in zip(named, places, strict=True)]
+    at, labels = TOP - LINE_GAP, list[Label]()
+    for place, line in enumerate(sorted(lines, key=lambda line: y(line.y[-1])), start=1):
+        at = max(y(line.y[-1]) + 4, at + LINE_GAP)
+        # Labels pushed below the axis are moved up again.
+        lowest = BOTTOM - LINE_GAP * (len(lines) - place)
+        labels.append(Label(shortened(line.label), line.classes, min(at, lowest)))
+    return labels
 
 
 def draw(figure: Figure, axis: str) -> Markup:
@@ -241,15 +234,7 @@ def draw(figure: Figure, axis: str) -> Markup:
         "drawing.svg", figure=figure, axis=axis, words=describe(figure), x=x, y=y, labels=labels, left=LEFT,
         right=RIGHT, width=WIDTH, height=HEIGHT, few=FEW_POINTS, dots_from=DOTS_FROM, path=_path,
         corners_of=corners_of, edge_of=edge_of, tick_text=tick_text,
-        lines=[(label, value, _free_side(figure, value)) for label, value in figure.lines],
     )  # fmt: skip
-
-
-def _free_side(figure: Figure, value: float) -> str:
-    """Return the side, ``left`` or ``right``, on which no series is near a line at ``value``, for its label."""
-    ends = [[abs(part[place] - value) for line in figure.series for part in (line.y, line.low, line.high) if part]
-            for place in (0, -1)]  # fmt: skip
-    return "left" if min(ends[0], default=0.0) > min(ends[1], default=0.0) else "right"
 
 
 def _numbers(values: Sequence[float], digits: int = 8) -> list[float]:

@@ -39,9 +39,7 @@ def write_plates(figures: Sequence[Figure], folder: Path, landscapes: Sequence[M
 
     Raises RunError where the folder cannot be written.
     """
-    paths: list[Path] = []
-    for figure in figures:
-        paths += write_figure(figure, folder)
+    paths = [path for figure in figures for path in write_figure(figure, folder)]
     for place, record in enumerate(landscapes):
         if drawn := [group for group in record["groups"] if group["surface"]]:
             paths += _save(contours(drawn), folder, f"contours-{place}")

@@ -1,14 +1,13 @@
 """Follow runs in the terminal, in at most 80 columns, while they go on."""
 
-from __future__ import annotations
-
+import contextlib
 import math
 import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from rich import progress as bars
 from rich.console import Console, RenderableType
@@ -59,6 +58,8 @@ class Bars(bars.Progress):
     """
 
     above = below = ""
+    spoke = 0.0
+    """When a line was last printed, or the silence began that is not to last."""
 
     def __init__(self, quiet: bool = False, stderr: bool = False) -> None:
         console = console_now(stderr)
@@ -80,8 +81,12 @@ class Bars(bars.Progress):
         if self.below:
             yield Text(self.below, overflow="ellipsis", no_wrap=True)
 
-    def line(self, text: str) -> None:
-        """Print plain text of at most 80 columns, unless quiet or on a terminal that is being drawn on."""
+    def line(self, text: str, due: bool = True) -> None:
+        """Print plain text of at most 80 columns, unless quiet or on a terminal that is being drawn on. due: now, not
+        only after ``PATIENCE`` seconds without a line."""
+        if not due and time.monotonic() - self.spoke < PATIENCE:
+            return
+        self.spoke = time.monotonic()
         if self._plain:
             lines = textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
             print(lines, file=sys.stderr if self.console.stderr else sys.stdout, flush=True)
@@ -92,7 +97,7 @@ class Bars(bars.Progress):
         return "" if seconds is None else f"{wording.duration(seconds)} left"
 
 
-class Progress:
+class Progress(contextlib.ExitStack):
     """Progress of one run, as a context manager: ``start`` when the job is known, ``round`` after each round.
 
     On a terminal a bar between two lines; elsewhere a plain line for the first round and the last one, and every
@@ -102,22 +107,17 @@ class Progress:
     def __init__(
         self, recipe: Any, quiet: bool = False, what: str = "preparing data and privacy plan", stderr: bool = False
     ) -> None:
+        super().__init__()
         self._recipe, self._last_round, self._epsilon, self._limit = recipe, recipe.rounds, "ε", ""
         self._newest: dict[str, str] = {}
-        self._spoke = 0.0
         self._bars = Bars(quiet, stderr)
         self._bars.above = f"{recipe.name}: {what}"
         self._task = self._bars.add_task("", total=None, says="")
 
-    def __enter__(self) -> Progress:
-        self._bars.start()
-        self._listening = listening_to_progress(self.waiting)
-        self._listening.__enter__()
+    def __enter__(self) -> Self:
+        self.enter_context(self._bars)
+        self.enter_context(listening_to_progress(self.waiting))
         return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._listening.__exit__(kind, error, trace)
-        self._bars.stop()
 
     def waiting(self, work: str, done: int, total: int) -> None:
         """Show work before the first round (``core.process``): a bar on a terminal, else a line in ten seconds at most.
@@ -125,11 +125,9 @@ class Progress:
         How long it will take is not told: its first steps are no measure of the others.
         """
         if work != self._bars.tasks[0].description:
-            self._spoke = time.monotonic()
+            self._bars.spoke = time.monotonic()
         self._bars.update(self._task, description=work, completed=done, total=total, says=f"{done:,} of {total:,}")
-        if time.monotonic() - self._spoke >= PATIENCE:
-            self._spoke = time.monotonic()
-            self._bars.line(waiting_text(work, done, total))
+        self._bars.line(waiting_text(work, done, total), due=False)
 
     def start(self, job: Any) -> None:
         """Take the ``engine.train.Job`` that is about to run, and show its first line."""
@@ -154,12 +152,10 @@ class Progress:
         turn, left = f"round {done:>{len(str(self._recipe.rounds))}}/{self._recipe.rounds}", self._bars.left()
         self._bars.update(self._task, says=f"{turn}  {left}")
         self._bars.below = "  ".join(self._newest.values())
-        if first or done == self._last_round or time.monotonic() - self._spoke >= PATIENCE:
-            self._spoke = time.monotonic()
-            text = "  ".join([turn, self._bars.below, left])
-            # Where the line is too long, the clients per second are left out.
-            short = [turn, *(words for name, words in self._newest.items() if name != "rate"), left]
-            self._bars.line(text if len(text) <= WIDTH else "  ".join(short))
+        text = "  ".join([turn, self._bars.below, left])
+        # Where the line is too long, the clients per second are left out.
+        short = [turn, *(words for name, words in self._newest.items() if name != "rate"), left]
+        self._bars.line(text if len(text) <= WIDTH else "  ".join(short), due=first or done == self._last_round)
 
     def _note(self, released: Mapping[str, Any], private: Mapping[str, Any]) -> None:
         """Keep the newest of each number that is shown, each as a few words."""
@@ -192,7 +188,7 @@ def waiting_text(work: str, done: int, total: int) -> str:
 ENDED = ("done", "skipped", "failed", "stopped")
 
 
-class ExperimentProgress:
+class ExperimentProgress(contextlib.AbstractContextManager["ExperimentProgress"]):
     """Progress of an experiment, as a context manager: ``update`` takes each ``RunEvent``.
 
     On a terminal a bar for all runs, and below it those that run; elsewhere a line for each run that ends, and of one
@@ -204,10 +200,7 @@ class ExperimentProgress:
         self._all = self._bars.add_task("", total=None, says="")
         self._runs: dict[str, RunEvent] = {}
         self._first: dict[str, int] = {}
-        self._spoke = time.monotonic()
-
-    def __enter__(self) -> ExperimentProgress:
-        return self
+        self._bars.spoke = time.monotonic()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._bars.stop()
@@ -223,11 +216,10 @@ class ExperimentProgress:
             "done": f"{ended}: done{_accuracy(event)}" + (f"; {left}" if left else ""),
             "skipped": f"{event.run}: done before, kept",
         }.get(event.state, "")
-        if event.busy and time.monotonic() - self._spoke >= PATIENCE:
+        if event.busy:
             line = f"{event.run}: {_turn(event)}" + (f"; all {left}" if left else "")
         if line:
-            self._spoke = time.monotonic()
-            self._bars.line(line)
+            self._bars.line(line, due=not event.busy)
 
     def say(self, text: str) -> None:
         """Tell what is done now besides training: below the runs of the live view, or as a plain line."""

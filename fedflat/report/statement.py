@@ -55,31 +55,23 @@ def title(key: str) -> str:
 
 
 def _value(key: str, value: Any) -> Any:
-    if isinstance(value, Mapping) and value:
-        return facts(value)
-    if isinstance(value, list) and value:
-        return [_item(key, item) for item in value]
-    return _text(key, value)
-
-
-def _text(key: str, value: Any) -> str:
-    if "epsilon" in str(key) and (value is None or metrics.number(value) is not None):
-        return metrics.epsilon_text(metrics.number(value))
-    return readable(value)
-
-
-def _item(key: str, value: Any) -> Any:
-    """Return a list's item: an adversary as a sentence, a paper's item as its text."""
+    """Return a value as a page shows it: an adversary as a sentence, a paper's item as its text."""
     if isinstance(value, Mapping) and "adversary" in value:
         return _adversary(value)
     if isinstance(value, Mapping) and set(value) == {"item", "text"}:
         return f"{value['text']} (item {value['item']})"
-    return _value(key, value)
+    if isinstance(value, Mapping) and value:
+        return facts(value)
+    if isinstance(value, list) and value:
+        return [_value(key, item) for item in value]
+    if "epsilon" in str(key) and (value is None or number(value) is not None):
+        return metrics.epsilon_text(number(value))
+    return readable(value)
 
 
 def _adversary(value: Mapping[str, Any]) -> Markup:
     """Return who is protected from whom as a sentence, with whatever else the entry says behind it."""
-    guarantee = f"ε = {_text('epsilon', value.get('epsilon'))}"
+    guarantee = f"ε = {_value('epsilon', value.get('epsilon'))}"
     guarantee += f" at δ = {readable(value['delta'])}" if "delta" in value else ""
     rest = [readable(part) for key, part in value.items() if key not in ("adversary", "epsilon", "delta") and part]
     return Markup("<strong>{}</strong>: {}").format(readable(value["adversary"]), "; ".join([guarantee, *rest]))
@@ -102,35 +94,28 @@ def readable(value: Any) -> str:
     return str(value)
 
 
-def audited_text(audit: Record) -> str:
-    """``≥ 1.23`` for a lower bound, ``1.000 C`` for a movement, ``1.000 σC`` for noise."""
-    if "movement" in section(audit, "details"):
-        return "–" if audit.get("runs") == 0 else _times(section(audit, "details")["movement"])
-    if audit.get("kind") == "noise":
-        ratio = number(section(audit, "details").get("ratio"))
-        return "–" if ratio is None else f"{ratio:.3f} σC"
-    bound = number(audit.get("lower_bound"))
-    return "–" if bound is None else f"≥ {metrics.epsilon_text(bound, round_up=False)}"
-
-
 def exceeded(audit: Record) -> bool:
     """Return whether the audit found more than is proven, or the contract on sensitivity broken."""
     return audit.get("exceeds_proven") is True
 
 
-def verdict(audit: Record) -> str:
-    """Return one reading of the numbers, in a few words."""
+def reading(audit: Record) -> tuple[str, str]:
+    """Return what an audit measured, ``1.000 C`` of a movement, ``1.000 σC`` of noise, or ``≥ 1.23``, a lower bound;
+    and what follows from it, in a few words."""
+    details, broken, idle = section(audit, "details"), exceeded(audit), audit.get("runs") == 0
+    if audit.get("kind") == "noise":
+        ratio = number(details.get("ratio"))
+        verdict = "not as planned" if broken else "not run" if idle else "as planned"
+        return "–" if ratio is None else f"{ratio:.3f} σC", verdict
+    if "movement" in details:
+        return "–" if idle else _times(details["movement"]), "over C" if broken else "not run" if idle else "within C"
     bound, proven = number(audit.get("lower_bound")), number(audit.get("proven"))
-    noise = audit.get("kind") == "noise"
-    if noise or "movement" in section(audit, "details"):
-        bad, good = ("not as planned", "as planned") if noise else ("over C", "within C")
-        return bad if exceeded(audit) else "not run" if audit.get("runs") == 0 else good
-    if exceeded(audit):
-        over = bound is not None and proven is not None and bound > proven
-        return "over the proven ε" if over else "contract 2b broken"
+    verdict = "nothing is proven" if proven is None else "within the proof"
     if bound is None:
-        return "no bound"
-    return "within the proof" if proven is not None else "nothing is proven"
+        return "–", "contract 2b broken" if broken else "no bound"
+    if broken:
+        verdict = "contract 2b broken" if proven is None or bound <= proven else "over the proven ε"
+    return f"≥ {metrics.epsilon_text(bound, round_up=False)}", verdict
 
 
 def remarks(audit: Record) -> list[str]:
@@ -156,7 +141,8 @@ def cells(audit: Record) -> list[str]:
     claimed, proven = (metrics.epsilon_text(number(audit.get(key)), missing) for key in ("claimed", "proven"))
     sure = number(audit.get("confidence"))
     confidence = "–" if sure is None else f"{100 * sure:.10g} %"
-    return [str(audit.get("kind")), claimed, proven, audited_text(audit), confidence, verdict(audit)]
+    audited, verdict = reading(audit)
+    return [str(audit.get("kind")), claimed, proven, audited, confidence, verdict]
 
 
 HEADS = ("Audit", "ε claimed", "ε proven", "audited", "confidence", "verdict")

@@ -170,16 +170,13 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
     """Return the label and text of each line of the final table; accuracy and personal accuracy in their own rows."""
     recipe, privacy = result.recipe, result.privacy
     run = Run(Path(), recipe.name, {}, result.history, result.private_history, privacy)
-    facts = metrics.summary(run)
-    fields = {
+    numbers = metrics.summary(run)
+    fields = metrics.stated(run) | {
         "recipe": recipe,
-        "facts": facts,
-        "stated": privacy.get("facts") or {},
+        "numbers": numbers,
         # A task without an accuracy has a loss.
-        "tested_by_loss": facts["final_accuracy"] is None and facts["final_loss"] is not None,
+        "tested_by_loss": numbers["final_accuracy"] is None and numbers["final_loss"] is not None,
         "fate": FATES.get(metrics.fate(run), ""),
-        "seeded": metrics.seeded(run),
-        "claimed": metrics.claimed_epsilon(run),
         "malformed": [count for count in values(run.private, "malformed") if count],
         "trust": privacy.get("trust", "–"),
         "not_covered": NOT_COVERED,

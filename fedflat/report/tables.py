@@ -15,7 +15,7 @@ from fedflat.core.checks import require
 from fedflat.core.durable import plain
 from fedflat.report import groups as grouping
 from fedflat.report import metrics
-from fedflat.report.groups import Difference, Group, Spread, by_seed, differing, paired_difference, setting, spread
+from fedflat.report.groups import Difference, Group, Spread, differing, finals, paired_difference, setting, spread
 from fedflat.report.metrics import Run, epsilon_text
 from fedflat.report.wording import duration, measured, percent_spread, text
 
@@ -80,7 +80,6 @@ def comparison_table(groups: Sequence[Group]) -> Comparison:
 
 
 def _row(group: Group, first: Group) -> Row:
-    accuracies = [by_seed(side, metrics.final_accuracy) for side in (first, group)]
     # Where seeds differ in ε, the largest is reported.
     reported = max(group.runs, key=metrics.bound)
     return Row(
@@ -91,7 +90,7 @@ def _row(group: Group, first: Group) -> Row:
         claimed_epsilon=metrics.claimed_epsilon(reported),
         delta=metrics.number(reported.privacy.get("delta")),
         randomness="seeded" if any(map(metrics.seeded, group.runs)) else "secret",
-        difference=None if group is first else paired_difference(*accuracies),
+        difference=None if group is first else paired_difference(finals(first), finals(group)),
         reasons=tuple(metrics.reasons(reported)),
         fates=tuple(ending for run in group.runs if (ending := metrics.fate(run))),
         against="" if group is first else first.label,
@@ -102,11 +101,9 @@ def _row(group: Group, first: Group) -> Row:
 
 
 def difference_text(value: Difference | None) -> str:
-    """``+1.20 [+0.31, +2.09]``, in percentage points; without an interval where the seeds agree to the last example."""
+    """``+1.20 [+0.31, +2.09]``, in percentage points."""
     if value is None:
         return "–"
-    if value.pairs > 1 and value.low == value.high:
-        return f"{_points(value.mean)} each seed"
     mean, low, high = (_points(number) for number in (value.mean, value.low, value.high))
     return f"{mean} [{low}, {high}]" if low and high else mean
 
@@ -223,10 +220,8 @@ def record_of(table: Comparison) -> dict[str, Any]:
     together = [
         {"dataset": cost.dataset, "same_clients": cost.same_clients, **asdict(cost.total)} for cost in table.together
     ]
-    rows = [
-        {"method": row.pop("method"), "seeds": row.pop("seeds"), **row.pop("spreads"), **row}
-        for row in map(asdict, table.rows)
-    ]
+    plain_rows = map(asdict, table.rows)
+    rows = [{"method": row["method"], "seeds": row["seeds"], **row.pop("spreads"), **row} for row in plain_rows]
     record: dict[str, Any] = plain({"rows": rows, "together": together})
     return record | {"notes": notes(table)}
 

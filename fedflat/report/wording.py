@@ -36,7 +36,8 @@ def environment(package: str = "fedflat.report") -> Environment:
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     env.filters |= {"px": "{:.1f}".format, "g": "{:g}".format, "g7": "{:.7g}".format, "markdown": _markdown}
-    env.filters |= {"epsilon": epsilon_text, "percent": percent, "cell": _cell, "latex": _latex, "duration": duration}
+    env.filters |= {"epsilon": epsilon_text, "percent": percent, "duration": duration}
+    env.filters |= {"cell": lambda text: text.translate(CELL), "latex": lambda text: text.translate(LATEX)}
     env.filters |= {"quoted": functools.partial(json.dumps, ensure_ascii=False), "shell": shlex.quote}
     env.filters |= {"share_bound": share_bound, "measured": measured, "number": number}
     env.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
@@ -68,12 +69,9 @@ def _filled_in(tree: Any, values: Mapping[str, Any]) -> Any:
     return "\n".join(words for line in lines if (words := " ".join(line.split())))
 
 
-def _cell(text: str) -> str:
-    """Return a text for a cell of a Markdown table."""
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
-
-
-LATEX = {
+CELL = str.maketrans({"\\": "\\\\", "|": "\\|", "\n": " ", "<": "&lt;"})
+"""How a cell of a Markdown table writes marks."""
+LATEX = str.maketrans({
     "\\": "\\textbackslash{}",
     **{mark: "\\" + mark for mark in "&%$#_{}"},
     "~": "\\textasciitilde{}",
@@ -85,11 +83,7 @@ LATEX = {
     "−": "$-$",
     "–": "--",
     "\n": " ",
-}
-
-
-def _latex(text: str) -> str:
-    return "".join(LATEX.get(mark, mark) for mark in text)
+})  # fmt: skip
 
 
 def asset(name: str) -> str:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fedflat.core.checks import InputError
 from fedflat.core.params import flatten, layout_of, put
 from fedflat.landscape.objective import Objective, weights_at
-from fedflat.landscape.surfaces import directions, normalised, raw_direction, steps_of, surface
+from fedflat.landscape.surfaces import directions, steps_of, surface
 from fedflat.models import build
 
 
@@ -27,7 +27,7 @@ def direct(module: nn.Module, weights: Tensor, x: Tensor, y: Tensor) -> tuple[fl
 
 def test_a_direction_has_the_norm_of_each_filter() -> None:
     _, weights, layout, _ = small()
-    found = normalised(raw_direction(layout, 0, 0), weights, layout)
+    found = directions(weights, layout, 0, 1)[0]
     views, own = dict(layout.views(found)), dict(layout.views(weights))
     for name in ("conv.weight", "head.weight"):
         assert torch.allclose(views[name].flatten(1).norm(dim=1), own[name].flatten(1).norm(dim=1), rtol=1e-5)
@@ -39,9 +39,9 @@ def test_filters_of_zeros_stay_and_scale_invariance_holds() -> None:
     _, weights, layout, _ = small()
     weights = weights.clone()
     weights[:9] = 0  # the first filter of the convolution
-    found = normalised(raw_direction(layout, 0, 0), weights, layout)
+    found = directions(weights, layout, 0, 1)[0]
     assert not found[:9].any() and bool(torch.isfinite(found).all())
-    assert torch.allclose(normalised(raw_direction(layout, 0, 0), 7 * weights, layout), 7 * found, rtol=1e-5)
+    assert torch.allclose(directions(7 * weights, layout, 0, 1)[0], 7 * found, rtol=1e-5)
 
 
 def test_directions_are_the_same_for_every_run_before_normalising() -> None:

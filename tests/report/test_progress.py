@@ -139,7 +139,7 @@ def test_work_before_the_first_round_is_told_without_a_time_left(
     clocked(experiment, monkeypatch)
     with Progress(RECIPE, stderr=True) as shown:
         now = clocked(shown, monkeypatch)
-        experiment._bars.get_time, experiment._spoke = shown._bars.get_time, now[0]
+        experiment._bars.get_time, experiment._bars.spoke = shown._bars.get_time, now[0]
         for client in range(1, 101):
             now[0] += 1.0
             shown.waiting("making features, client", client, 500)

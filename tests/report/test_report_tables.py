@@ -93,7 +93,7 @@ def test_mean_sd_and_paired_interval_against_scipy(three: list[groups.Group]) ->
 
 
 def test_pairs_are_the_common_seeds(three: list[groups.Group]) -> None:
-    first, other = (groups.by_seed(group, metrics.final_accuracy) for group in three[:2])
+    first, other = map(groups.finals, three[:2])
     found = groups.paired_difference(first, dict([*other.items()][3:]))
     assert found is not None and found.pairs == 2
     single = groups.paired_difference(first, dict([*other.items()][:1]))
