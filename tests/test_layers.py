@@ -19,7 +19,7 @@ _LIVE = _LOW | {"privacy", "pieces", "data", "models", "records", "engine", "alg
 MAY_IMPORT = {
     "core": set(), "privacy": _LOW, "pieces": _LOW, "algorithms": _LOW | {"pieces"}, "config": _LOW | {"algorithms"},
     "data": _LOW | {"config"}, "models": _LOW, "records": _LOW | {"privacy"},
-    "engine": _LOW | {"privacy", "data", "records"}, "guard": _LOW | {"privacy", "pieces", "engine"},
+    "engine": _LOW | {"privacy", "data", "records", "config"}, "guard": _LOW | {"privacy", "pieces", "engine"},
     "backends": _LOW | {"data", "records", "engine"},
     "methods": _LOW | {"privacy", "pieces", "data", "engine", "backends", "config"},
     "assembly": _LIVE | {"backends", "methods"}, "report": _LOW | {"privacy"},

@@ -34,7 +34,7 @@ from fedflat.data.sources import public_training
 from fedflat.engine import device as place
 from fedflat.engine.device import device_for, exact, placed
 from fedflat.engine.evaluate import outputs_of
-from fedflat.engine.job import Evaluation, Job, Metric, RoundParts
+from fedflat.engine.job import Job, Metric, RoundParts
 from fedflat.engine.problem import ModuleProblem, refuse_change
 from fedflat.methods import noise as noising
 from fedflat.methods import shares, votes
@@ -183,10 +183,8 @@ def _job(recipe: Recipe, ingredients: _Ingredients, device: torch.device) -> Job
         threshold=threshold,
         seed=recipe.seed,
         key=noise_key(recipe.seed, *origin.facts) if seeded else fresh_key(),
-        evaluation=Evaluation(
-            **recipe.evaluation.model_dump(include={"every", "personal_every", "batch_size", "keep"}),
-            threads=engine.processes or torch.get_num_threads(),
-        ),
+        evaluation=recipe.evaluation,
+        threads=engine.processes or torch.get_num_threads(),
         identity=origin,
         made_for=_made_for(ingredients.data, named=recipe.model.name != GIVEN),
     )

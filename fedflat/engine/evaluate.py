@@ -150,8 +150,8 @@ def evaluate_round(job: Job, state: RoundState, heads: PersonalState) -> tuple[R
     public: Record = {"test_loss": None, "test_accuracy": None}
     hidden: Record = {}
     if data.test_inputs is not None and (last or finished % job.evaluation.every == 0):
-        config, weights = job.evaluation, torch.cat([state.released, heads.first])
-        scored = scores(job.problem, weights, data.test_inputs, data.test_targets, config.batch_size, config.threads)  # type: ignore[arg-type]
+        batch, weights = job.evaluation.batch_size, torch.cat([state.released, heads.first])
+        scored = scores(job.problem, weights, data.test_inputs, data.test_targets, batch, job.threads)  # type: ignore[arg-type]
         public |= _tested(job, scored, weights)
     every = job.evaluation.personal_every or max(1, job.parts.plan.rounds // PERSONAL_TIMES)
     if job.held and (last or finished % every == 0):

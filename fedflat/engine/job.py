@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from fedflat.config.sections import EvaluationSection
 from fedflat.core.params import Layout, PersonalState
 from fedflat.core.types import Algorithm, Average, Clip, Local, MeanView, Mechanism, Optimizer, RoundState, broadcast_by
 from fedflat.data.clients import FederatedData
@@ -143,18 +144,6 @@ OnRound = Callable[[Record, RoundResult], object]
 """Called after a round with its released record and the state it left; True ends the run."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """every: rounds between evaluations on public test data. personal_every: the same for personal accuracy
-    (None: about ten times in a run). The last round is always evaluated. threads: batches at once."""
-
-    every: int = 1
-    personal_every: int | None = None
-    batch_size: int = 500
-    threads: int = 1
-    keep: str = "last"
-
-
 @dataclass
 class Job:
     """Hold everything live in a run: frozen parts, the data, a module to evaluate with, a back end, keys and a folder.
@@ -163,7 +152,7 @@ class Job:
     from OS entropy and lies in a file outside the folder. A run without a folder is drawn with ``key`` as it is.
     tell: is given each note at once. made_for: the shapes the module was built for. metrics: the user's own, on public
     test data. check_ins: chooses the cohort from who is there, in a deployment. operator: the key that signs the run's
-    records, if there is one. why: why rounds are drawn again.
+    records, if there is one. why: why rounds are drawn again. threads: test batches at once.
     """
 
     parts: RoundParts
@@ -174,7 +163,8 @@ class Job:
     threshold: float
     seed: int
     key: bytes = field(repr=False)
-    evaluation: Evaluation = Evaluation()
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    threads: int = 1
     folder: RunFolder | None = None
     identity: Identity = field(default_factory=lambda: Identity(""))
     opening: Opening | None = None
