@@ -163,9 +163,9 @@ class Guard(AbstractContextManager["Guard"]):
         whole("round", round)
         if os.getpid() != self._process:
             raise RunError("guard: a copy in another process would draw the same noise; make one there")
-        left = f"from {self.next_round} to {self.plan.rounds - 1}, as planned"
-        once = "Each round is released once."
-        require(self.next_round <= round < self.plan.rounds, "round", round, left, hint=once)
+        after, last = self.next_round, self.plan.rounds - 1
+        left = f"from {after} to {last}, as planned" if after <= last else f"none more: all {last + 1} are released"
+        require(after <= round <= last, "round", round, left, hint="Each round is released once.")
 
     def _checked(self, round: int, vectors: Mapping[int, Any]) -> list[Tensor]:
         """Return the vectors as they will be measured, in the order of ids: each id once, and copies of our own."""
