@@ -12,7 +12,6 @@ import functools
 import gc
 import pickle
 import random
-import re
 import sys
 import sysconfig
 import threading
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch.autograd import Function
 
-from fedflat.core.identity import has_hidden, names_in, plain_text, slots_of
+from fedflat.core.identity import names_in, plain_text, slots_of
 
 LARGE = 1_000_000
 """Entries of a tensor from which a digest is kept of it, and no copy."""
@@ -45,22 +44,21 @@ _INSTALLED = (
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "fedflat", *_INSTALLED}
 """Packages whose functions and classes hold nothing of a client's (their objects may)."""
 _PYTHON = tuple(filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib"))))
-_BY_PYTHON = ("__slotnames__", "__annotations__", "__annotations_cache__")
-"""Attributes of a class in which Python notes something later."""
+_OF_PYTHON = frozenset(dir(type)) | {
+    "__weakref__", "__slots__", "__match_args__", "__orig_bases__", "__parameters__", "__classcell__", "_abc_impl",
+    "__dataclass_fields__", "__dataclass_params__", "__slotnames__",
+}  # fmt: skip
+"""Names that Python itself gives to attributes of classes."""
 _IMMUTABLE, _HEAP = 1 << 8, 1 << 9
 """The flags of a class that takes no attributes, as compiled ones, and of a class that is no static structure of C, as
 Cython's are."""
 _COMPILED = ("_is_torch_compile", "_compiled_call_impl")
 """What torch.compile notes on a module at its first pass; on functions and tensors its names have a prefix."""
-_CALLS = (types.FrameType, types.TracebackType)
-"""Objects that lead to the local variables of whatever runs."""
-_UNSAID = re.compile(r"~held.*|~\d+")
-"""Parts of a path that are places of Python's own: no sentence has them."""
+_SCRIPT = torch._C.ScriptMethod
+"""What a traced module keeps of its forward pass when it is first called."""
 _BEHIND = {"get_unwrapped", "_unwrap_batched", "_remove_batch_dim", "_vmap_decrement_nesting"}
 """Functions of torch's own inside that show a client's code the whole block."""
-_OPAQUE = (
-    "logging.", "_thread.", "weakref.", "torch._ops.", "torch._C.", "torch._dynamo.", "enum.", "importlib.", "_abc.",
-)  # fmt: skip
+_OPAQUE = ("logging", "_thread", "weakref", "torch._ops", "torch._C", "torch._dynamo", "enum", "importlib")
 """Modules, and what is in them, whose objects are no memory."""
 
 
@@ -69,20 +67,19 @@ def snapshot(root: object, skip: Iterable[Tensor] = ()) -> dict[str, Any]:
 
     Tensors in ``skip`` count as always the same.
     """
-    skipped, values = {id(tensor) for tensor in skip}, dict[str, Any]()
-    for path, obj, children in _walk(root):
-        if children is None:
-            values[path] = "skipped" if id(obj) in skipped else _value(obj)
-        else:
-            values[f"{path} "] = type(obj).__qualname__, tuple(label for label, _ in children)
-    return values
+    skipped, reached = {id(tensor) for tensor in skip}, list(_walk(root))
+    leaves = {path: _value(obj, skipped) for path, obj, children in reached if children is None}
+    return leaves | {f"{path} ": _form(obj, children) for path, obj, children in reached if children is not None}
 
 
 def own_code(root: object) -> bool:
     """Return whether a pass through a module, or a call of a method or a loss, may run Python that is neither this
     package's nor a library's: of its class, a hook, or a function or an object that it holds.
     """
-    return any(not is_library(_home(obj)) for _, obj, _ in _walk(root))
+    parts = list(root.modules()) if isinstance(root, nn.Module) else []
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooked = any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in parts)
+    return hooked or any(not is_library(_home(obj)) for _, obj, _ in _walk(root))
 
 
 def own_rule(root: object) -> str:
@@ -127,15 +124,16 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
     """Return the first path whose value is not the same in both; None if there is none."""
     for path in sorted({**before, **after}, key=lambda path: path.endswith(" ")):  # what holds a change comes last
         if path not in before or path not in after or not _same(before[path], after[path]):
-            return _UNSAID.sub("", path.rstrip())
+            return path.rstrip()
     return None
 
 
-def global_generators() -> tuple[bytes, bytes, tuple[Any, ...]]:
+def global_generators() -> tuple[bytes, tuple[Any, ...], tuple[Any, ...]]:
     """Return the states of the generators that belong to nobody: torch's (GPUs' included), NumPy's, Python's."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     states = [torch.default_generator.get_state(), *map(torch.cuda.get_rng_state, devices)]
-    legacy = pickle.dumps(np.random.get_state())  # noqa: NPY002 (looked at, not drawn from)
+    name, *numbers = np.random.get_state()  # noqa: NPY002 (looked at, not drawn from)
+    legacy = (name, *(n.tobytes() if isinstance(n, np.ndarray) else n for n in numbers))
     return b"".join(state.numpy().tobytes() for state in states), legacy, random.getstate()
 
 
@@ -149,8 +147,11 @@ class StateWatch:
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._versions = [tensor._version for tensor in self._tensors]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StateWatch, (self.root, self._skip)
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.root, self._skip
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
 
     def changed(self, *, everything: bool = True) -> str | None:
         """Return where something is not as it was, or None.
@@ -205,14 +206,27 @@ def _behind(proxy: Any) -> Any:
         return None
 
 
+def _form(obj: Any, children: list[tuple[str, Any]]) -> tuple[Any, ...]:
+    """Return the kind of an object, the labels of what it holds in their order, and a function's code or plain keys.
+
+    A label does not tell 1 from "1", nor two keys of bytes.
+    """
+    more: Any = obj.__code__ if isinstance(obj, types.FunctionType) else None
+    if isinstance(obj, Mapping):
+        more = tuple(_value(key, set()) for key, _ in _pairs(obj) if isinstance(key, _PLAIN))
+    return type(obj).__qualname__, tuple(label for label, _ in children), more
+
+
 def _children(obj: Any) -> list[tuple[str, Any]] | None:
     """Return what an object holds, by label; None for a leaf."""
+    if isinstance(obj, np.ndarray) and obj.dtype.hasobject:
+        return [(f"[{index}]", value) for index, value in enumerate(obj.ravel().tolist())] + _attributes(obj)
     if isinstance(obj, (Tensor, types.ModuleType, *_PLAIN, *_STATE)):
-        return _of_object(obj) if isinstance(obj, np.ndarray) and obj.dtype.hasobject else None
+        return None
     if isinstance(obj, Mapping):
         pairs = _pairs(obj)
         parts = [(f"[{_label(key, index)}]", value) for index, (key, value) in enumerate(pairs)]
-        parts += [(f"{{key {index}}}", key) for index, (key, _) in enumerate(pairs) if type(key) is not str]
+        parts += [(f"{{key {index}}}", key) for index, (key, _) in enumerate(pairs) if not isinstance(key, _PLAIN)]
         return [*parts, (".default_factory", getattr(obj, "default_factory", None)), *_attributes(obj)]
     if base := next((kind for kind in (list, tuple, deque, set, frozenset) if isinstance(obj, kind)), None):
         return [(f"[{index}]", value) for index, value in enumerate(base.__iter__(obj))] + _attributes(obj)
@@ -225,62 +239,80 @@ def _pairs(obj: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     return list(base.items(obj))  # an ordered one has an order of its own
 
 
+def _of_generator(obj: Any) -> list[tuple[str, Any]]:
+    """Return the local variables of a generator or a coroutine, and how far it has come, which is memory too."""
+    kind, inner = ("gi", "gi_yieldfrom") if isinstance(obj, types.GeneratorType) else ("cr", "cr_await")
+    kind, inner = ("ag", "ag_await") if isinstance(obj, types.AsyncGeneratorType) else (kind, inner)
+    frame, parts = getattr(obj, f"{kind}_frame"), [(".<from>", getattr(obj, inner))]
+    if frame is not None:
+        parts += [(f".{name}", value) for name, value in {**frame.f_locals, "<at>": frame.f_lasti}.items()]
+        parts += _globals_of(getattr(obj, f"{kind}_code"), frame.f_globals)
+    return parts
+
+
 def _attributes(obj: Any) -> list[tuple[str, Any]]:
     """Return an object's attributes, its slots, and its class where that is a user's: it may count in itself."""
     kind = type(obj)
     if kind in (dict, list, tuple, set):
         return []
-    parts = [(f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items() if not _noted(name, value)]
-    for name in _layout(kind)[0]:
+    parts = [(f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items() if not _noted(name)]
+    for name in _slots(kind):
         with suppress(AttributeError):
             parts.append((f".{name}", object.__getattribute__(obj, name)))  # a class may answer otherwise
     return parts if is_library(_home(obj)) else [*parts, (f"<{kind.__name__}>", kind)]
 
 
-def _layout(kind: type) -> tuple[list[str], bool]:
-    """Return the names of the slots of a class's objects, and whether they may hold more, as compiled ones do."""
-    if id(kind) not in _LAYOUTS:
-        # Pathlib's slots are worked out when asked for.
-        slots = [name for base in kind.__mro__ for name in slots_of(base) if _home(base) != "pathlib"]
-        compiled = has_hidden(kind) or next(filter(_compiled_class, kind.__mro__)) is not object
-        _LAYOUTS[id(kind)] = kind, (slots, compiled)
-    return _LAYOUTS[id(kind)][1]
+def _slots(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots of a class's objects, but pathlib's, which are worked out when asked for."""
+    if id(kind) not in _SLOTS:
+        _SLOTS[id(kind)] = kind, tuple(n for base in kind.__mro__ if _home(base) != "pathlib" for n in slots_of(base))
+    return _SLOTS[id(kind)][1]
 
 
-_LAYOUTS: dict[int, tuple[type, tuple[list[str], bool]]] = {}
+_SLOTS: dict[int, tuple[type, tuple[str, ...]]] = {}
 """By a class's number, which a class of the same number later cannot have while this holds on to it."""
 
 
-def _noted(name: str, value: Any) -> bool:
-    """Return whether torch notes an attribute as it runs: what it compiled, and a traced module's forward pass."""
-    by_name = name in _COMPILED or name.startswith(("_dynamo_", "__dynamo_", "_torchdynamo_"))
-    return by_name or isinstance(value, torch._C.ScriptMethod)
+def _noted(name: str) -> bool:
+    return name in _COMPILED or name.startswith(("_dynamo_", "__dynamo_", "_torchdynamo_"))
 
 
 def _beside(leaf: Any) -> list[tuple[str, Any]]:
     """Return what a leaf holds beside its value: attributes, a tensor's gradient and hooks."""
+    if isinstance(leaf, (*_PLAIN, *_STATE)):
+        base = leaf.base if type(leaf) is np.ndarray else leaf.obj if type(leaf) is memoryview else None
+        behind = [] if isinstance(base, np.ndarray) and base.size >= LARGE else [(".base", base)]
+        return [*behind, *_attributes(leaf)]
     # Subclasses may answer for attributes with anything, a computation even.
-    if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, nn.Parameter):
-        return [] if is_library(_home(leaf)) else list(object.__getattribute__(leaf, "__dict__").items())
-    if isinstance(leaf, Tensor):
-        # A view's memory is more than it shows.
-        names = "_base", "_backward_hooks", "_post_accumulate_grad_hooks", *(["grad"] if leaf.is_leaf else [])
-        return [(f".{name}", getattr(leaf, name, None)) for name in names] + _attributes(leaf)
-    if not isinstance(leaf, (*_PLAIN, *_STATE)):
-        return []
-    base = leaf.base if type(leaf) is np.ndarray else leaf.obj if type(leaf) is memoryview else None
-    return _attributes(leaf) + ([] if isinstance(base, np.ndarray) and base.size >= LARGE else [(".base", base)])
+    if type(leaf) not in (Tensor, nn.Parameter):
+        users = isinstance(leaf, Tensor) and not is_library(_home(leaf))
+        return list(object.__getattribute__(leaf, "__dict__").items()) if users else []
+    parts: list[tuple[str, Any]] = [(".grad", leaf.grad)] if leaf.is_leaf else []
+    parts.append(("._base", leaf._base))  # a view's memory is more than it shows
+    parts += [(f".{name}", getattr(leaf, name, None)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+    return parts + _attributes(leaf)
+
+
+def _opaque(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in _OPAQUE)
 
 
 def _of_object(obj: Any) -> list[tuple[str, Any]] | None:
+    kind = type(obj)
+    if isinstance(obj, functools._lru_cache_wrapper):
+        contents = [str(obj.cache_info()), *gc.get_referents(obj)]
+        return [(f"[{index}]", value) for index, value in enumerate(contents)]
+    if _opaque(_module(kind)) and not isinstance(obj, nn.Module):
+        return None
     if isinstance(obj, nn.Module):
+        user_class = [] if is_library(_home(obj)) else [(f"<{kind.__name__}>", kind)]
         inner = ("_parameters", "_buffers", "_modules")
         registered = [(f".{name}", value) for held in inner for name, value in getattr(obj, held).items()]
-        return registered + [(label, value) for label, value in _attributes(obj) if label[1:] not in inner]
-    if f"{_module(type(obj))}.".startswith(_OPAQUE):
+        rest = [(n, v) for n, v in vars(obj).items() if not (n in inner or _noted(n) or isinstance(v, _SCRIPT))]
+        return [*registered, *((f".{name}", value) for name, value in rest), *user_class]
+    if not hasattr(obj, "__dict__") and not any(map(slots_of, kind.__mro__)):
         return None
-    parts = _attributes(obj)
-    return [*parts, *(_compiled(obj) if _layout(type(obj))[1] or not parts else [])] or None
+    return [*_compiled(obj), *_attributes(obj)] or None  # what has nothing to show may still say what it is
 
 
 def _compiled_class(kind: type) -> bool:
@@ -288,18 +320,13 @@ def _compiled_class(kind: type) -> bool:
 
 
 def _compiled(obj: Any) -> list[tuple[str, Any]]:
-    """Return what the compiled class that an object derives from, such as a method, an iterator or an error, keeps of
-    it: what Python's collector of garbage finds there, and what would be pickled.
-    """
-    beside, frames = (getattr(obj, "__dict__", None), type(obj)), ("gi_frame", "cr_frame", "ag_frame")
-    held = [part for part in gc.get_referents(obj) if not (any(part is b for b in beside) or isinstance(part, _CALLS))]
-    # How far a generator has come is memory, too, and how often a cache was asked.
-    held += [frame.f_lasti for frame in (getattr(obj, name, None) for name in frames) if frame is not None]
-    held += [str(obj.cache_info())] if isinstance(obj, functools._lru_cache_wrapper) else []
-    parts: list[tuple[str, Any]] = [(f"~{index}", part) for index, part in enumerate(held)]
-    with warnings.catch_warnings(), suppress(Exception):  # any class may refuse in its own way
-        warnings.simplefilter("ignore")
-        parts.append(("~held", obj.__reduce_ex__(4)[1:]))
+    """Return what the compiled class that an object derives from, such as an array or an exception, keeps of it."""
+    if next(filter(_compiled_class, type(obj).__mro__)) is object:
+        return []
+    beside = ("__cause__", "__context__") if isinstance(obj, BaseException) else ()
+    parts: list[tuple[str, Any]] = [(f".{name}", getattr(obj, name)) for name in beside]
+    with suppress(Exception):  # any class may refuse in its own way
+        parts.append(("<held>", obj.__reduce_ex__(4)[1:]))
     return parts
 
 
@@ -307,10 +334,13 @@ def _of_class(kind: type) -> list[tuple[str, Any]] | None:
     """Return the data that a user's class keeps for all its objects, and what its functions keep."""
     if is_library(_home(kind)):
         return None
-    members = [(f".{name}", value) for name, value in vars(kind).items() if name not in _BY_PYTHON]
+    every = [(name, part) for name, value in vars(kind).items() for part in _parts_of(value)]
+    members = [(f".{n}", part) for n, part in every if isinstance(part, types.FunctionType) or n not in _OF_PYTHON]
+    members += [(f".{name}", vars(kind).get(name)) for name in ("__doc__", "__dataclass_fields__", "__module__")]
+    members += [(f".{n}<own>", vars(v)) for n, v in vars(kind).items() if isinstance(v, staticmethod | classmethod)]
+    members += [(".<hints>", _hints(vars(kind).get("__annotations__", {})))]
     bases = (base for base in (*kind.__bases__, type(kind)) if not is_library(_home(base)))
-    hints = _hints(vars(kind).get("__annotations__", {}))
-    return [*members, (".<hints>", hints), *((f"<{base.__name__}>", base) for base in bases)]
+    return [*members, *((f"<{base.__name__}>", base) for base in bases)]
 
 
 def _hints(hints: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,12 +348,20 @@ def _hints(hints: Mapping[str, Any]) -> dict[str, Any]:
     return {n: v for n, v in hints.items() if not isinstance(v, type) and type(v).__module__ not in ("typing", "types")}
 
 
+def _parts_of(value: Any) -> list[Any]:
+    """Return what a class's attribute is made of."""
+    if isinstance(value, staticmethod | classmethod):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [part for part in (value.fget, value.fset, value.fdel) if part is not None]
+    return [value.func] if isinstance(value, functools.cached_property) else [value]
+
+
 def _of_function(obj: types.FunctionType) -> list[tuple[str, Any]] | None:
-    """Return a function's code, closure, defaults and attributes, and the globals that its code names."""
-    parts: list[tuple[str, Any]] = [("<code>", obj.__code__)]
-    parts += [(f".{name}", cell) for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or ())]
+    """Return a function's closure, defaults and attributes, and the globals that its code names."""
+    parts: list[tuple[str, Any]] = [(f".{n}", c) for n, c in zip(obj.__code__.co_freevars, obj.__closure__ or ())]
     if is_library(_home(obj)):  # what a decorator returns, as torch.no_grad, holds the user's function
-        parts += [(f".{name}", value) for name, value in vars(obj).items() if not _noted(name, value)]
+        parts += [(f".{name}", value) for name, value in vars(obj).items() if not _noted(name)]
         return [(name, value) for name, value in parts if name not in (".dispatch_cache", "._clear_cache")]
     parts += [(f".defaults[{index}]", value) for index, value in enumerate(obj.__defaults__ or ())]
     more = {**(obj.__kwdefaults__ or {}), **vars(obj), "__doc__": obj.__doc__}
@@ -345,12 +383,30 @@ def _globals_of(code: types.CodeType, scope: Mapping[str, Any]) -> list[tuple[st
     return parts
 
 
+def _of_cell(cell: types.CellType) -> list[tuple[str, Any]] | None:
+    """Return what a closure's variable holds; None where it is not bound yet."""
+    try:
+        return [("", cell.cell_contents)]
+    except ValueError:
+        return None
+
+
+def _of_builtin(obj: Any) -> list[tuple[str, Any]] | None:
+    """Return what a compiled function is bound to: a list's own method holds the list."""
+    return None if isinstance(obj.__self__, types.ModuleType) else [(f".{obj.__name__}", obj.__self__)]
+
+
 _INSIDE: dict[type, Callable[[Any], list[tuple[str, Any]] | None]] = {
+    functools.partial: lambda part: [("()", part.func), (".args", (part.args, part.keywords)), *_attributes(part)],
     type: _of_class,
     types.FunctionType: _of_function,
+    types.MethodType: lambda method: [("", method.__self__), ("()", method.__func__)],
+    types.CellType: _of_cell,
     weakref.ref: lambda reference: [("", reference())],
     threading.local: _attributes,
     contextvars.ContextVar: lambda variable: [("", variable.get(None))],
+    **dict.fromkeys((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), _of_generator),
+    **dict.fromkeys((types.BuiltinFunctionType, types.MethodWrapperType), _of_builtin),
 }
 """Kinds that hold something in a way of their own, and what that is."""
 
@@ -372,8 +428,13 @@ def is_library(module: str) -> bool:
 _STATE: dict[type, Callable[[Any], Any]] = {
     torch.Generator: lambda leaf: bytes(leaf.get_state().numpy()),
     np.ndarray: lambda leaf: (leaf.dtype.str, leaf.shape, np.asarray(leaf).tobytes()),  # a masked one fills itself
-    types.CodeType: lambda leaf: leaf,
+    np.random.Generator: lambda leaf: pickle.dumps(leaf.bit_generator.state),
+    np.random.BitGenerator: lambda leaf: pickle.dumps(leaf.state),
+    np.random.RandomState: lambda leaf: pickle.dumps(leaf.get_state()),
+    random.SystemRandom: lambda leaf: None,
+    random.Random: lambda leaf: leaf.getstate(),
     type(threading.Lock()): lambda leaf: leaf.locked(),
+    bytearray: bytes,
     memoryview: bytes,
 }
 """Kinds whose objects are leaves with a state, and how it is read."""
@@ -383,20 +444,35 @@ def _label(key: Any, index: int) -> str:
     return str(key) if isinstance(key, str | int | float | bool | None) else f"{type(key).__name__} {index}"
 
 
-def _value(leaf: Any) -> Any:
+def _value(leaf: Any, skipped: set[int]) -> Any:
     """Return what is compared of a leaf; two of them by ``_same``."""
     if isinstance(leaf, Tensor):
-        return _entries(leaf)
+        return "skipped" if id(leaf) in skipped else _entries(leaf)
+    for kind, state in _STATE.items():
+        if isinstance(leaf, kind):
+            return state(leaf)
     if isinstance(leaf, _PLAIN):
         return type(leaf).__name__, plain_text(leaf)
-    return next((state(leaf) for kind, state in _STATE.items() if isinstance(leaf, kind)), id(leaf))
+    return id(leaf), _pickled(leaf)
+
+
+def _pickled(leaf: Any) -> bytes:
+    """Return what a compiled object says of itself, such as an array or a counter; never read back."""
+    if isinstance(leaf, type | types.ModuleType | types.BuiltinFunctionType) or _opaque(_module(type(leaf))):
+        return b""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return pickle.dumps(leaf)
+    except Exception:  # any class may refuse in its own way
+        return b""
 
 
 def _entries(tensor: Tensor) -> Any:
     """Return a tensor's form and bits; of a large one a checksum."""
+    if tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.layout is not torch.strided:
+        return id(tensor), tensor.dtype, _pickled(tensor)
     try:
-        if tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.layout is not torch.strided:
-            return id(tensor), tensor.dtype, pickle.dumps(tensor)
         form = tensor.dtype, tuple(tensor.shape), str(tensor.device), tensor.requires_grad
         gradient = None if not tensor.is_leaf or tensor.grad is None else _entries(tensor.grad)
         # Bits, not values: NaN equals NaN, and -0.0 is not 0.0.
@@ -404,7 +480,7 @@ def _entries(tensor: Tensor) -> Any:
         if tensor.numel() >= LARGE:
             return *form, zlib.crc32(flat.view(torch.uint8).cpu().numpy().data), gradient
         return *form, flat.view(torch.uint8).clone(), gradient
-    except Exception:  # a tensor without plain memory, such as one that leaked out of vmap
+    except (RuntimeError, NotImplementedError):  # a tensor without plain memory, such as one that leaked out of vmap
         return id(tensor), tensor.dtype
 
 

@@ -36,6 +36,8 @@ _OUTSIDE = frozenset((
 _BUILTINS = frozenset(dir(builtins))
 _FILES = frozenset(("load", "fromfile", "from_file", "fromregex", "loadtxt", "genfromtxt", "memmap", "open_memmap"))
 """The same, of numpy and torch."""
+_MODE = "training"
+"""The engine sets a module's mode."""
 
 
 class _Unknown(Exception):
@@ -215,12 +217,12 @@ class _Walk:
             # Not the cache: it only saves time. Nor the module's name, which has the place of a user's file in it.
             self.over({name: inner for name, inner in vars(value).items() if name != "__module__"})
             return
-        if (state is None and not slots) or has_hidden(type(value)):
+        if (state is None and not slots) or _has_hidden(type(value)):
             raise _Unknown
         self.over(type(value))
         fields = {**(state or {}), **{name: getattr(value, name) for name in slots}}
         if "_modules" in (state or {}):
-            fields.pop("training", None)  # the engine sets a module's mode
+            fields.pop(_MODE, None)
         for name in sorted(fields):
             self.add(name)
             self.over(fields[name])
@@ -236,8 +238,7 @@ def _refuse_outside(value: types.FunctionType, names: Sequence[str]) -> None:
     """Raise _Unknown for code that may read what is not in it: files, the environment, modules that it imports."""
     home = str(value.__globals__.get("__name__", "")).partition(".")[0]
     used = {name.__name__ for name in map(value.__globals__.get, names) if isinstance(name, types.ModuleType)}
-    steps = itertools.chain.from_iterable(map(dis.get_instructions, _codes(value.__code__)))
-    modules = used.union(str(step.argval) for step in steps if step.opname == "IMPORT_NAME")
+    modules = used.union(_imports_in(value.__code__))
     roots, users = {name.partition(".")[0] for name in modules}, {name for name in modules if not _is_known(name)}
     if home in sys.stdlib_module_names and home != "__main__":
         outside = home not in _PURE
@@ -250,24 +251,26 @@ def _refuse_outside(value: types.FunctionType, names: Sequence[str]) -> None:
         raise _Unknown
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield code, and that of the functions inside it."""
-    yield code
+def _imports_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the modules that code imports as it runs, with those of the functions inside it."""
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME":
+            yield str(step.argval)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _codes(inner)
+            yield from _imports_in(inner)
 
 
 def names_in(code: types.CodeType) -> set[str]:
     """Return the names that code uses, with those of the functions inside it."""
-    return set().union(*(part.co_names for part in _codes(code)))
+    return set(code.co_names).union(*(names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
 
 
 def _is_known(module: str) -> bool:
     return f"{module}.".startswith(_OWN) or module.partition(".")[0] in sys.stdlib_module_names
 
 
-def has_hidden(kind: type) -> bool:
+def _has_hidden(kind: type) -> bool:
     """Return whether objects of a class hold more than their attributes and slots: values of C that nobody can look
     into.
     """

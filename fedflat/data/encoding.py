@@ -171,7 +171,7 @@ def encoding_of(
         require(fits, f"{where}fill.{column}", value, allowed)
     words, numeric = _words(where, max_length, vocabulary, tokenizer), {*listed, *scaled, *filled} & {*read}
     keys = f"{where}max_length, vocabulary, tokenizer"
-    require(words is None or not numeric, keys, "keys of texts", f"nothing beside keys of {', '.join(numeric)}")
+    require(words is None or not numeric, keys, "keys of texts", f"nothing beside keys of {', '.join(sorted(numeric))}")
     return Encoding(read, wanted, listed, scaled, filled, words)
 
 

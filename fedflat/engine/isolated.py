@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fedflat.core.checks import InputError, RunError, becoming
+from fedflat.core.checks import InputError, becoming
 from fedflat.core.held import global_generators
 from fedflat.core.params import ClientContext, Layout
-from fedflat.core.rng import NO_GENERATOR
 from fedflat.core.types import Algorithm, Broadcast, ClientView, GradientFn, Local, broadcast_by
 from fedflat.engine.client import steps_of, train_client
 from fedflat.engine.factored import Declined
@@ -31,8 +30,8 @@ Ask = Callable[[str, int, Tensor], Tensor]
 """What a piece asks of the engine: a name, a number of classes (or 0), and a tensor ``(n, …)`` -> ``(n, …)``."""
 Call = Callable[[list[Tensor], ClientView, Ask], Tensor]
 """A piece as it is recorded: one client's tensors, what it may see, and how it asks the engine -> its outcome."""
-Traced = Callable[[list[Tensor], dict[str, Tensor], Ask], Tensor]
-"""What is recorded: one client's tensors, the broadcast, and how to ask -> the outcome."""
+Traced = Callable[[list[Tensor], dict[str, Tensor], Any, Ask], Tensor]
+"""What is recorded: one client's tensors, the broadcast, a generator, and how to ask -> the outcome."""
 FEW = (3, 2)
 """Numbers of clients that a piece is recorded on."""
 LARGE = 1e6
@@ -105,7 +104,7 @@ class Recording:
 def _filled(arg: Any, slots: Mapping[int, Any]) -> Any:
     if type(arg) is _Slot:
         return slots[arg.number]
-    return [_filled(part, slots) for part in arg] if type(arg) in (list, tuple) else arg
+    return [_filled(part, slots) for part in arg] if type(arg) is list else arg
 
 
 class _Recorder(TorchDispatchMode):
@@ -133,9 +132,14 @@ class _Recorder(TorchDispatchMode):
 
     def note(self, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outcome: Any) -> None:
         """Add a step."""
-        args, kwargs = tree_map(lambda part: self.slot(part) if isinstance(part, Tensor) else part, (args, kwargs))
+        marked = tuple(self._marked(arg) for arg in args), {k: self._marked(v) for k, v in kwargs.items()}
         outs = [self._new(value) for value in (outcome if isinstance(outcome, tuple | list) else (outcome,))]
-        self.steps.append(_Step(call, args, kwargs, tuple(outs)))
+        self.steps.append(_Step(call, *marked, tuple(outs)))
+
+    def _marked(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return self.slot(arg)
+        return [self._marked(part) for part in arg] if isinstance(arg, list | tuple) else arg
 
     def _new(self, value: Any) -> int | None:
         if not isinstance(value, Tensor):
@@ -183,8 +187,15 @@ class _Asked(torch.autograd.Function):
         return ask(at.expand(info.batch_size, *at.shape) if in_dims[0] is None else at.movedim(in_dims[0], 0)), 0
 
 
+class _Closed:
+    """Placeholder for ``view.generator`` that refuses when it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Refused("draws from view.generator")
+
+
 def record(call: Traced, inputs: Sequence[Tensor], broadcast: Mapping[str, Tensor]) -> Recording:
-    """Record ``call(one client's inputs, broadcast, ask)`` on made-up numbers like ``inputs (n, …)``.
+    """Record ``call(one client's inputs, broadcast, generator, ask)`` on made-up numbers like ``inputs (n, …)``.
 
     On few clients, so that weights of a whole block are never written out; on all n where the steps tell more of the
     number of clients than itself. Raises Refused where it cannot be, or where a row reaches another.
@@ -238,7 +249,7 @@ def _recorded(
 
             return cast(Tensor, _Asked.apply(at, token, answer))  # type: ignore[no-untyped-call]
 
-        return call(tensors, vectors, ask)
+        return call(tensors, vectors, _Closed(), ask)
 
     before = global_generators()
     # Torch's own refusals have no type of their own.
@@ -280,8 +291,6 @@ def _in_words(error: Exception) -> str:
         return "branches on a client's numbers"
     if ".item()" in text or "data pointer" in text or "numpy" in text:
         return "reads a client's numbers into Python (.item(), .numpy())"
-    if isinstance(error, RunError):  # of NO_GENERATOR
-        return "draws from view.generator"
     if "random" in text:
         return "draws random numbers"
     return f"cannot run under torch.func.vmap ({type(error).__name__}: {(text.splitlines() or [''])[0][:120]})"
@@ -328,9 +337,9 @@ class Isolated:
             recording = self._recordings.get((shapes, facts))
             if recording is None or not recording.fits(view.broadcast, block[0].shape[0]):
 
-                def inner(values: list[Tensor], vectors: dict[str, Tensor], ask: Ask) -> Tensor:
+                def inner(values: list[Tensor], vectors: dict[str, Tensor], generator: Any, ask: Ask) -> Tensor:
                     state = dict(zip(names, values[len(tensors) :]))
-                    seen = replace(view, state=state, broadcast=vectors, generator=NO_GENERATOR)
+                    seen = replace(view, state=state, broadcast=vectors, generator=generator)
                     return call(values[: len(tensors)], seen, ask)
 
                 with becoming(lambda error: Refused(f"{self.name}: {called(self.piece)} {error}"), Refused):
@@ -361,10 +370,10 @@ class IsolatedRule(Isolated):
 
 
 class IsolatedTransform(Isolated):
-    """A transform of a client's update, or the function of its state."""
+    """A transform of a client's update."""
 
     def __call__(self, update: Tensor, view: ClientView) -> Tensor:
-        """Return the message, or the client's new state, as its recording."""
+        """Return the message that the transform makes, as its recording."""
 
         def call(tensors: list[Tensor], seen: ClientView, ask: Ask) -> Tensor:
             seen = replace(seen, gradient=lambda: ask("gradient", 0, tensors[0]))
@@ -374,6 +383,18 @@ class IsolatedTransform(Isolated):
             return view.gradient() if name == "gradient" else view.examples()
 
         return self._run(call, view, [update], answer)
+
+
+class IsolatedState(Isolated):
+    """The function of a client's state; it is asked for one client at a time."""
+
+    def __call__(self, sent: Tensor, view: ClientView) -> Tensor:
+        """Return the client's new state, as ``ClientState.next`` does."""
+
+        def answer(name: str, classes: int, at: Tensor) -> Tensor:
+            raise Refused("asks for a gradient")
+
+        return self._run(lambda tensors, seen, ask: cast(Tensor, self.piece(tensors[0], seen)), view, [sent], answer)
 
 
 def packaged(*pieces: Any) -> bool:
@@ -399,7 +420,7 @@ def isolated(algorithm: Algorithm, layout: Layout, local: Local) -> Algorithm:
 
     phases = tuple(replace(phase, rule=of(IsolatedRule, phase.rule)) for phase in algorithm.phases)
     transforms = tuple(of(IsolatedTransform, transform) for transform in algorithm.transforms)
-    states = tuple(replace(state, next=of(IsolatedTransform, state.next)) for state in algorithm.client_state)
+    states = tuple(replace(state, next=of(IsolatedState, state.next)) for state in algorithm.client_state)
     method = replace(algorithm, phases=phases, transforms=transforms, client_state=states)
     _try(method, layout, local)
     return method

@@ -226,8 +226,10 @@ class ReplyKeeper:
 
     def _incomplete(self) -> dict[str, _Reply]:
         """Return the replies that have not all arrived, by their questions."""
-        pending = {name for name, push in self.state._object_push_sessions.items() if push.pending_object_ids}
-        return {number: reply for number, reply in self._replies.items() if reply.session in pending}
+        # Asked one by one: Flower's other threads change the table, which cannot be walked meanwhile.
+        table = self.state._object_push_sessions
+        pushes = {number: table.get(reply.session) for number, reply in self._replies.items()}
+        return {number: self._replies[number] for number, push in pushes.items() if push and push.pending_object_ids}
 
     def complete(self, message_ids: set[str], run_id: int) -> Any:
         """Return the replies to some questions whose objects have all arrived: a slow upload holds nobody up."""
@@ -251,6 +253,7 @@ class ReplyKeeper:
     def _drop(self, reply: _Reply) -> None:
         """Refuse a reply of which a part is kept; what is there of it goes."""
         self.state._cleanup_push_session(reply.session, cleanup_messages=True)
+        reply.session = ""  # what still comes of it is Flower's to refuse, without another word
         self._refuse(reply.message)
 
     def _refuse(self, message: Any) -> tuple[bool, list[str]]:

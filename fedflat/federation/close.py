@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.core import durable
-from fedflat.core.checks import RunError, counted, wrong
+from fedflat.core.checks import RunError, counted, reading, wrong
 from fedflat.engine.job import Job, Outcome
 from fedflat.federation.processes import program
 from fedflat.federation.server import ENDED, Settings, _versions, job_of, run_id, stored_outcome
-from fedflat.federation.store import read_note
 from fedflat.federation.task import Task
 from fedflat.federation.tips import restore_lines
 from fedflat.privacy.ledger import Ledger, run_of
@@ -47,9 +46,7 @@ def close(task: Task, out: Path) -> tuple[dict[str, Any], str]:
     if path.exists() and (entries := read_ledger(path)) and (other := (run_of(entries) or {}).get("id")) != run:
         raise wrong(str(path), f"the ledger of run {other}", f"that of run {run}: put it back, then close again")
     with keys.alone(out), keys.alone(out, run):
-        # By close or by the server: a statement without a mark is a complete run's.
-        complete, operator = (out / STATEMENT).exists() and not (out / ENDED).exists(), Operator.of_account()
-        gone = complete or read_note(out / ENDED).get("key_deleted") is True
+        gone, operator = _deleted_before(out), Operator.of_account()
         restore_lines(out, run)
         saved, named = stored_outcome(job, out).state.round, max(tips_of(out), default=0)
         if named > saved + 1:  # the newest may be named and not yet written
@@ -77,6 +74,14 @@ def close(task: Task, out: Path) -> tuple[dict[str, Any], str]:
 def _mark(out: Path, deleted: bool) -> None:
     """Write the mark that ``serve`` refuses; first of all, so that a kill in here leaves no run that goes on."""
     durable.replace(out / ENDED, json.dumps({"ended": "by its operator", "key_deleted": deleted}) + "\n", mode=0o644)
+
+
+def _deleted_before(out: Path) -> bool:
+    """Return whether close or the server deleted the key before: a statement without a mark is a complete run's."""
+    if (out / ENDED).exists():
+        with reading(out / ENDED, "no mark of an end", "what close wrote, or no such file"):
+            return json.loads((out / ENDED).read_bytes())["key_deleted"] is True
+    return (out / STATEMENT).exists()
 
 
 def _refuse_short(outcome: Outcome, run: str, path: Path) -> None:

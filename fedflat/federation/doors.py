@@ -77,7 +77,7 @@ class Gate(socket.socket):
             level = socket.SOL_SOCKET if option.startswith("SO_") else socket.IPPROTO_TCP
             guest.setsockopt(level, getattr(socket, option), ALIVE[option])
         place = address[:2]
-        guest.gone, guest.since = partial(self._open.pop, place, None), time.monotonic()
+        guest.gone, guest.since = partial(self._forget, place, guest), time.monotonic()
         strangers = [place for place, other in self._open.items() if other.key is None]
         if len(strangers) >= self.most:
             self.say("connections", f"{self.most} connections have shown no credential; the oldest are closed")
@@ -86,6 +86,11 @@ class Gate(socket.socket):
             self._close(max(strangers, key=lambda place: hosts[place[0]]))
         self._open[place] = guest
         return guest, address
+
+    def _forget(self, place: Any, guest: Guest) -> None:
+        # Whoever resets a connection may come again from the same port before the first one is closed here.
+        if self._open.get(place) is guest:
+            del self._open[place]
 
     def welcome(self, place: Any, key: Any) -> None:
         """Take the connection from ``place`` (host, port) for one of ``key``, which it has shown."""

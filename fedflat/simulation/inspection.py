@@ -403,7 +403,7 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
     predicate, subjects = payload.get("predicate") or {}, payload["subjects"]
     ours = {name: digest_of_file(path / name) for name in (LEDGER, STATEMENT)} | {"metrics": files.metrics_digest(path)}
     if (weights := recomputed.released(run, run.finished_rounds)) is not None:
-        ours |= {"weights": weights[0], MADE_FOR: checkpoint.made_for_digest(weights[1])}
+        ours |= {"weights": weights[0]} | ({MADE_FOR: checkpoint.made_for_digest(weights[1])} if weights[0] else {})
     others = [f"it is about other {name}" for name, digest in ours.items() if digest != subjects.get(name)]
     if predicate.get("run") != run.id or (run.entries and predicate.get("tip") != run.ledger.tip):
         others.append("it is about another run or another ledger")

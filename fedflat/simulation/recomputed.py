@@ -508,7 +508,7 @@ def check_page(run: Records) -> tuple[Verdict, str]:
 
     text, released = (run.folder / REPORT).read_text("utf-8", "replace"), public(read_run(run.folder))
     names = {released.name, str(released.recipe.get("name") or released.algorithm)}
-    title = "".join(re.findall(r"<h1>([^<]*)<", text)[-1:])
+    title = html.unescape("".join(re.findall(r"<h1>([^<]*)<", text)[-1:]))
     if title not in names and (run.exported or not re.fullmatch(NAME, title)):  # a run's folder may have been renamed
         title = released.name
     again = render([dataclasses.replace(released, name=title)])

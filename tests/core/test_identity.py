@@ -274,7 +274,7 @@ def test_identity_that_sorts_maps_or_reads_names_alone_is_caught(monkeypatch: py
     """Twins: no look at names that reach outside, and none at what C objects hold."""
     monkeypatch.setattr(identity, "_refuse_outside", lambda value, names: None)
     assert identity_of(reads_the_environment) is not None
-    monkeypatch.setattr(identity, "has_hidden", lambda kind: False)
+    monkeypatch.setattr(identity, "_has_hidden", lambda kind: False)
     assert identity_of(ctypes.c_int(3)) == identity_of(ctypes.c_int(4)) is not None
 
 

@@ -8,7 +8,6 @@ import functools
 import io
 import itertools
 import os
-import queue
 import random
 import threading
 import types
@@ -150,9 +149,6 @@ ODD: dict[str, tuple[Callable[[], Any], Callable[[Any], object] | None]] = {
     "a class that knows no name": (lambda: Nameless("Own", (), {}), None),
     "proxies of what is gone and of a class": (lambda: [*map(weakref.proxy, (Keeps(len), Keeps))], None),
     "no memory": (lambda: torch.empty(3, device="meta"), None),
-    "an iterator over a function": (lambda: map(_posing(), []), lambda x: x.__reduce__()[1][0]().append(1)),
-    "a queue": (queue.SimpleQueue, lambda x: x.put(1)),
-    "what a class calls": (lambda: type("Calls", (), {"__call__": Keeps})(), lambda x: setattr(Keeps, "kept", 1)),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), lambda x: x.values().add_(1)),
     "quantized": (lambda: torch.quantize_per_tensor(X[0], 0.1, 0, torch.quint8), lambda x: x.copy_(torch.ones(6))),
     "traced": (lambda: torch.jit.trace(nn.Linear(6, 3), X), lambda x: x.bias.data.add_(1)),
