@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -257,6 +258,10 @@ def test_a_superlink_keeps_one_reply_of_an_honest_size_to_a_question(bounded: bo
     assert (early == []) is bounded  # the twin gives out half a reply, and the ServerApp waits for the rest of it
     assert state.store_object(run, session, last, contents[last])
     if bounded:
+        # Other threads add sessions at any time: who walks the table meets one that changes.
+        walked = mock.Mock(side_effect=RuntimeError("dictionary changed size during iteration"))
+        table = type("Table", (dict,), {"__iter__": walked, "items": walked, "values": walked, "keys": walked})
+        state._object_push_sessions = table(state._object_push_sessions)
         keeper.blame(b"key")  # the door read nothing of a request that was too long
         assert [m.has_error() for m in state.get_message_res({slow.metadata.message_id}, run)] == [False]
         assert [m.error.code for m in state.get_message_res({rude.metadata.message_id}, run)] == [TOO_LARGE]

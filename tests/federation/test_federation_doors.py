@@ -8,6 +8,7 @@ import base64
 import json
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import time
@@ -554,6 +555,20 @@ def test_a_connection_that_was_cut_makes_no_culprit(what: str, most: int) -> Non
     with socket.create_connection(gate.getsockname()), gate.accept()[0] as accepted:
         assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+    gate.close()
+
+
+def test_who_comes_again_from_the_same_port_is_counted() -> None:
+    gate = doors.Gate("listen", "127.0.0.1", 0)
+    gate.listen()
+    first = socket.create_connection(gate.getsockname())
+    place, one = first.getsockname(), gate.accept()[0]
+    first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it ends with a reset
+    first.close()
+    with socket.create_connection(gate.getsockname(), source_address=place), gate.accept()[0] as again:
+        one.close()  # only now does its owner hear of the reset
+        assert list(gate._open.values()) == [again]
+    assert gate._open == {}
     gate.close()
 
 
