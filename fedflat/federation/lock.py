@@ -86,10 +86,7 @@ def is_loopback(host: str) -> bool:
 
 
 class OperatorOnly:
-    """Flower's plugin for the Control interface (a ControlAuthnPlugin): one account, one token; nobody else.
-
-    Nobody logs in, since the token is a file: what a plugin has for that is left out.
-    """
+    """Flower's plugin for the Control interface (a ControlAuthnPlugin): one account, one token; nobody else."""
 
     def __init__(self, lock: bytes) -> None:
         self.lock = lock
@@ -107,6 +104,16 @@ class OperatorOnly:
     def is_token(self, token: str) -> bool:
         """Return whether this is the operator's token."""
         return hmac.compare_digest(hashlib.sha256(token.encode()).digest(), self.lock)
+
+    def get_login_details(self) -> None:
+        """Nobody logs in: the token is a file."""
+
+    def get_auth_tokens(self, device_code: str) -> None:
+        """No token is given to anybody."""
+
+    def refresh_tokens(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[None, None]:
+        """No token is renewed either."""
+        return None, None
 
 
 @dataclass(frozen=True)
