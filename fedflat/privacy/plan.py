@@ -11,6 +11,7 @@ from typing import Any
 
 from fedflat.core.checks import in_range, require, whole, wrong
 from fedflat.core.cohorts import make_sampler
+from fedflat.core.durable import plain
 from fedflat.core.rounding import MOST
 from fedflat.core.types import Sampler
 from fedflat.privacy import tuning
@@ -218,13 +219,13 @@ class Plan(AccountingParams):
             "clients": self.sampler.clients,
             "cohort": self.sampler.size,
             "q": self.sampler.q,
-            "clip": _finite(clip),
-            "sensitivity": _finite(self.sensitivity(clip)),
-            "std": _finite(self.std(clip)),
+            "clip": float(clip),
+            "sensitivity": self.sensitivity(clip),
+            "std": self.std(clip),
             "noise_multiplier": self.event_multiplier,
             "delta": self.delta,
             "accountant": self.accountant,
-            "epsilon": _finite(self.epsilon(round + 1)),
+            "epsilon": self.epsilon(round + 1),
         }
         optional = {
             "cohort_max": self.sampler.maximum,
@@ -239,7 +240,8 @@ class Plan(AccountingParams):
             "selection": self.selection.record() if self.selection else None,
         }
         line |= {name: value for name, value in optional.items() if value is not None}
-        return line | self.account.record(self) | self.account.by_round(self, round)
+        line = plain(line | self.account.record(self) | self.account.by_round(self, round))
+        return line
 
     def standing(self, entries: Sequence[Mapping[str, Any]], key: str | None = None, start: int = 0) -> "Plan":
         """Return the plan of a run that goes on: where rounds share noise, a ledger says which ones other keys drew."""
@@ -257,10 +259,6 @@ class Plan(AccountingParams):
         lines = () if round is None else [entry for entry in entries if entry["round"] > round]
         later: dict[int, object] = {entry["round"]: entry.get("key_id") for entry in lines}
         return extra_rounds(entries) + sum(name != key for name in later.values())
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def _scaled(sampler: Sampler, factor: float) -> Sampler:
