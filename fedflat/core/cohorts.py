@@ -10,7 +10,6 @@ apart by a public rule: ``full`` is everybody in every round, ``min-separation``
 secret coin. What such a rule is worth is in ``core.factors`` and docs/participation.md.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, cast
@@ -30,14 +29,7 @@ NEVER = -(1 << 40)
 
 
 @dataclass(frozen=True)
-class Scheduled(Sampler):
-    """A cohort law that follows the round's number; ``separation``: two rounds of one client are so many apart."""
-
-    separation: int = 1
-
-
-@dataclass(frozen=True)
-class Full(Scheduled):
+class Full(Sampler):
     """Everybody takes part in every round.
 
     Raises:
@@ -56,12 +48,14 @@ class Full(Scheduled):
 
 
 @dataclass(frozen=True)
-class Separated(Scheduled):
-    """A scheduled law whose clients stand in ``separation`` groups that take turns.
+class Separated(Sampler):
+    """A law that follows the round's number: clients stand in ``separation`` groups that take turns.
 
     Raises:
         InputError: unless 0 < size·separation ≤ clients.
     """
+
+    separation: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -229,10 +223,8 @@ class Fixed(Sampler):
     relation = "replace-one"
 
     def __post_init__(self) -> None:
-        whole("clients", self.clients, 1)
-        if not math.isfinite(self.size) or self.size != int(self.size):
-            raise wrong("cohort.size", self.size, "a whole number with sampling: fixed")
-        whole("cohort.size", int(self.size), 1, self.clients)
+        super().__post_init__()
+        require(self.size == int(self.size), "cohort.size", self.size, "a whole number with sampling: fixed")
 
     def select_at(self, round: int, generator: np.random.Generator) -> Ids:
         """Return one cohort of exactly ``size`` ids, int64, ascending."""

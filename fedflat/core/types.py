@@ -180,6 +180,7 @@ class Sampler:
     """How a cohort is chosen. Public facts are fields; the draw itself is secret.
 
     clients, size: M and m, the public divisor. maximum: the cap of a truncated law, None for any other.
+    separation: two rounds of one client are at least so many apart, by a public rule.
     relation: add-remove, zero-out or replace-one, as the law earns it.
 
     Raises:
@@ -189,7 +190,7 @@ class Sampler:
     clients: int
     size: float
 
-    name, maximum = "", None
+    name, maximum, separation = "", None, 1
     relation = "add-remove"
 
     def __post_init__(self) -> None:

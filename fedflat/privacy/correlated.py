@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedflat.core.checks import require, wrong
-from fedflat.core.cohorts import CyclicPoisson, MinSeparation, Scheduled
+from fedflat.core.cohorts import CyclicPoisson, Full, Separated
 from fedflat.core.factors import Factor
 from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.curves import compose_epsilon, schedule_epsilon
@@ -71,12 +71,6 @@ class ScheduledPlan(Accounted):
             return 1.0
         return self.factor.largest_column() if self.chance is not None else self.factor.sensitivity(self.separation)
 
-    def multiplier(self, sigma: float, rounds: int) -> float:
-        """Return std / sensitivity of the one Gaussian that all spans make after ``rounds``, in a public schedule."""
-        # Spans were drawn with keys of their own: independent Gaussians, whose squares add up.
-        moved = sum(self.factor.sensitivity(self.separation, *span) ** 2 for span in self._spans(rounds))
-        return sigma * self.scale / math.sqrt(moved) if moved else math.inf
-
     def guarantees(self, plan: Any, rounds: int) -> tuple[Guarantee, ...]:
         """Return the guarantee towards recipients after ``rounds`` rounds, a number that is fixed in advance."""
         how = COINS if self.chance is not None else PUBLIC
@@ -99,7 +93,9 @@ class ScheduledPlan(Accounted):
             return math.inf
         if self.chance is not None:
             return compose_epsilon(plan.sampler.event(sigma), self._turns(rounds), plan.delta, plan.accountant)
-        event = dp_accounting.GaussianDpEvent(self.multiplier(sigma, rounds) / moved)
+        # Spans were drawn with keys of their own: independent Gaussians, whose squares add up.
+        squares = sum(self.factor.sensitivity(self.separation, *span) ** 2 for span in self._spans(rounds))
+        event = dp_accounting.GaussianDpEvent(sigma * self.scale / math.sqrt(squares) / moved)
         return compose_epsilon(event, 1, plan.delta, plan.accountant)
 
     def record(self, plan: Any) -> dict[str, Any]:
@@ -149,17 +145,16 @@ def scheduled_plan(
     Raises:
         InputError: correlated noise with a cohort law that keeps no rounds apart, or impossible bands.
     """
-    if kind == "independent" and not isinstance(sampler, (MinSeparation, CyclicPoisson)):
+    if kind == "independent" and not isinstance(sampler, Separated):
         require(bands is None, "privacy.noise.bands", bands, "nothing with kind: independent")
         return None
-    if not isinstance(sampler, Scheduled):
+    if not isinstance(sampler, (Full, Separated)):
         allowed = f"full, min-separation or cyclic-poisson with {kind} noise"
         hint = "Its proof needs rounds of one client that are known to lie apart."
         raise wrong("cohort.sampling", sampler.name, allowed, hint=hint)
-    separation = sampler.separation
     chance = sampler.chance if isinstance(sampler, CyclicPoisson) else None
     if kind == "tree" and chance is not None:
         hint = "Amplification is proven for as many bands as there are groups, and a tree has more."
         raise wrong("privacy.noise.kind", kind, "banded or toeplitz with sampling: cyclic-poisson", hint=hint)
-    factor = factor_for(kind, rounds, separation, bands, momentum, once=chance is not None)
-    return ScheduledPlan(factor, kind, separation, chance, sampler.relation)
+    factor = factor_for(kind, rounds, sampler.separation, bands, momentum, once=chance is not None)
+    return ScheduledPlan(factor, kind, sampler.separation, chance, sampler.relation)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedflat.core.checks import InputError, in_range, one_of, require, whole, wrong
-from fedflat.core.cohorts import Scheduled
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.curves import compose_epsilon, proving, refuse_unproven, schedule_epsilon
@@ -249,9 +248,8 @@ def round_event(params: AccountingParams) -> Any:
 
 
 def _amplified(params: AccountingParams) -> float:
-    apart = params.sampler.separation if isinstance(params.sampler, Scheduled) else 1
-    # Rounds closer together than that never concern the same client.
-    turns = -(-params.rounds // apart)  # rounds that concern one client
+    # Rounds closer together than the separation never concern the same client.
+    turns = -(-params.rounds // params.sampler.separation)
     return compose_epsilon(round_event(params), turns, params.remaining_delta(), params.accountant)
 
 

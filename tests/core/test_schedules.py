@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from fedflat.core.checks import InputError
-from fedflat.core.cohorts import NEVER, CyclicPoisson, Full, MinSeparation, Scheduled, make_sampler, separated
+from fedflat.core.cohorts import NEVER, CyclicPoisson, Full, MinSeparation, make_sampler, separated
 from fedflat.core.rng import stream
+from fedflat.core.types import Sampler
 
 SECRET = stream(b"\1" * 32, "cohort", 0)
 
 
-def rounds_of(sampler: Scheduled, client: int, rounds: int) -> np.ndarray:
+def rounds_of(sampler: Sampler, client: int, rounds: int) -> np.ndarray:
     drawn = (sampler.select_at(t, stream(b"\2" * 32, "cohort", t)) for t in range(rounds))
     return np.flatnonzero([client in cohort for cohort in drawn])
 
