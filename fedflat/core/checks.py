@@ -138,7 +138,7 @@ def writing(path: Path, failed: str = "cannot be written", then: str = "") -> Ab
     return becoming(lambda error: RunError(f"{path}: {failed} ({error.strerror})" + (then and f"; {then}")), OSError)
 
 
-def users_code(where: str, allowed: str, during: str = "in a trial", hint: str = "") -> AbstractContextManager[None]:
+def users_code(where: str, allowed: str, during: str = "in a trial") -> AbstractContextManager[None]:
     """Let a user's code run, which may fail in its own way: what it raises becomes the one error sentence.
 
     >>> with users_code("loss", "a function that runs"):
@@ -148,7 +148,7 @@ def users_code(where: str, allowed: str, during: str = "in a trial", hint: str =
     """
 
     def sentence(error: Exception) -> InputError:
-        return wrong(where, f"{type(error).__name__} {during} ({first_line(error)})", allowed, hint=hint)
+        return wrong(where, f"{type(error).__name__} {during} ({first_line(error)})", allowed)
 
     return becoming(sentence, left=InputError)
 

@@ -22,14 +22,16 @@ from fedflat.core.held import StateWatch, global_generators
 from fedflat.core.types import Clip
 
 
-def _factor(norms: Tensor, threshold: Tensor | float) -> Tensor:
-    """min(1, C/‖·‖), and 0 where the norm is not finite: a broken message counts as zero.
+def _factor(norms: Tensor, threshold: Tensor | float, wanted: Tensor | None = None) -> Tensor:
+    """min(1, C/‖·‖), or ``wanted`` in place of 1; 0 where a number is not finite: a broken message counts as zero.
 
     One rounding, which ``core.rounding`` counts; a factor below float64's normal range, where it would be more, is 0.
     """
     tiny = torch.finfo(norms.dtype).tiny
-    safe = torch.as_tensor(threshold, dtype=norms.dtype) / norms.clamp_min(tiny)
-    return torch.where(torch.isfinite(norms) & (safe >= tiny), safe.clamp(max=1.0), torch.zeros_like(norms))
+    most = torch.as_tensor(threshold, dtype=norms.dtype) / norms.clamp_min(tiny)
+    factors = torch.minimum(torch.ones_like(norms) if wanted is None else wanted, most)
+    sound = torch.isfinite(norms) & torch.isfinite(factors) & (factors >= tiny)
+    return torch.where(sound, factors, torch.zeros_like(norms))
 
 
 def norms_of(messages: Tensor) -> Tensor:
@@ -196,10 +198,7 @@ class MethodScale(NormClip):
 
     def scale(self, norms: Tensor, threshold: float) -> Tensor:
         """Norms ``(n,)`` -> factors ``(n,)``."""
-        tiny = torch.finfo(norms.dtype).tiny
-        factors = torch.minimum(self._asked(norms, threshold), threshold / norms.clamp_min(tiny))
-        sound = torch.isfinite(norms) & torch.isfinite(factors) & (factors >= tiny)
-        return torch.where(sound, factors, torch.zeros_like(norms))
+        return _factor(norms, threshold, self._asked(norms, threshold))
 
     def _asked(self, norms: Tensor, threshold: float) -> Tensor:
         """Return the rule's factor for each norm ``(n,)``; raises InputError for another shape, a draw or a memory."""

@@ -10,7 +10,6 @@ Training goes on from the last iterate; only what is released, and evaluated, is
 the run: by the planned rounds or a stated decay, never by how the rounds went.
 """
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -171,19 +170,19 @@ class CorrectedAdam:
     floor: float | None = None
 
     def __call__(self, lr: float, view: MeanView) -> Optimizer:
-        return functools.partial(self._step, lr, view.std**2)
-
-    def _step(
-        self, lr: float, noise: float, w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        # A slot, not the round's number: an aborted round is no update.
-        count = slots.get("updates", torch.zeros((), dtype=torch.float64, device=w.device)) + 1
-        first = self.beta1 * slots.get("first", torch.zeros_like(w)) + (1 - self.beta1) * mean
-        second = self.beta2 * slots.get("second", torch.zeros_like(w)) + (1 - self.beta2) * (mean * mean - noise)
+        noise = view.std**2
         floor = max(noise, TINY) if self.floor is None else self.floor
-        root = (second / (1 - self.beta2**count).to(w.dtype)).clamp_min(floor).sqrt()
-        step = first / (1 - self.beta1**count).to(w.dtype) / root
-        return w + lr * step, {"first": first, "second": second, "updates": count}
+
+        def step(w: Tensor, mean: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            # A slot, not the round's number: an aborted round is no update.
+            count = slots.get("updates", torch.zeros((), dtype=torch.float64, device=w.device)) + 1
+            first = self.beta1 * slots.get("first", torch.zeros_like(w)) + (1 - self.beta1) * mean
+            second = self.beta2 * slots.get("second", torch.zeros_like(w)) + (1 - self.beta2) * (mean * mean - noise)
+            root = (second / (1 - self.beta2**count).to(w.dtype)).clamp_min(floor).sqrt()
+            move = first / (1 - self.beta1**count).to(w.dtype) / root
+            return w + lr * move, {"first": first, "second": second, "updates": count}
+
+        return step
 
 
 def corrected_adam(beta1: float = 0.9, beta2: float = 0.99, floor: float | None = None) -> CorrectedAdam:

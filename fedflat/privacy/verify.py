@@ -251,16 +251,13 @@ def _scheduled(entries: Entries, sigma: float, delta: float) -> Recomputed:
     """Rounds that follow a schedule, by the columns in their lines (``schedules.gaussians``)."""
     first, incomplete = entries[0], (LookupError, TypeError, ZeroDivisionError)
     with turning(incomplete, wrong("ledger line 0", "not all of a schedule", "every parameter of its rounds")):
-        sigma, turns = gaussians(entries, drawn(entries))
+        # The least std of the noise that the lines show, over the clip; of correlated noise that of Z.
+        least = min(multiplier(e) * e["sensitivity"] / (e["clip"] * (1 + e.get("rounding", 0.0))) for e in entries)
+        sigma, turns = gaussians(entries, float(least))
     if first.get("chance") is not None:
         return poisson(float(first["chance"]), sigma, turns, delta, accountant=str(first["accountant"]))
     epsilon = participation(1, 1.0, sigma, delta)
     return Recomputed(epsilon, epsilon * (1 - ROUNDING), "exact Gaussian over the schedule, from the lines' columns")
-
-
-def drawn(entries: Entries) -> float:
-    """Return the least std of the noise that a schedule's lines show, over the clip; of correlated noise that of Z."""
-    return float(min(multiplier(e) * e["sensitivity"] / (e["clip"] * (1 + e.get("rounding", 0.0))) for e in entries))
 
 
 def _ddgauss(entries: Entries, sigma: float, delta: float) -> Recomputed:
