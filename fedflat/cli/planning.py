@@ -171,12 +171,12 @@ def calibrate(options: Options, *, epsilon: Annotated[float, Option(metavar="ε"
     Example: fedflat calibrate --epsilon 8 --clients 500 --cohort 50 --rounds 300
     """
     from fedflat.privacy.accounting.budget import calibrate_table
-    from fedflat.privacy.accounting.curves import proving
+    from fedflat.privacy.accounting.curves import PROVEN
 
     # A larger ε promises nothing.
     in_range("--epsilon", epsilon, 0, 1000, open_low=True)
     only, setting = options.only(), options.setting()
-    proving(only.get("accountant", "pld"))
+    one_of("--accountant", only.get("accountant", "pld"), PROVEN)
     _answer(options, setting, calibrate_table(target=epsilon, only=only, **setting), epsilon)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from fedflat.core.checks import InputError, in_range, one_of, require, whole, wrong
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import Sampler
-from fedflat.privacy.accounting.curves import compose_epsilon, proving, refuse_unproven, schedule_epsilon
+from fedflat.privacy.accounting.curves import PROVEN, compose_epsilon, refuse_unproven, schedule_epsilon
 
 TRUSTS = ("central", "distributed", "local")
 NOISE = (1e-12, 1e8)
@@ -75,7 +75,7 @@ class AccountingParams:
         whole("rounds", self.rounds)
         accountable(self.noise_multiplier)
         in_range("privacy.delta", self.delta, 0, 1, open_low=True, open_high=True)
-        proving(self.accountant)
+        one_of("privacy.accountant", self.accountant, PROVEN)
         one_of("privacy.trust", self.trust, TRUSTS)
         if self.trust == "distributed" and self.sampler.name in ("min-separation", "cyclic-poisson"):
             reason = "sampling whose rounds keep apart has a proof under trust: central only"

@@ -120,19 +120,6 @@ def gdp_mu(q: float, multiplier: float, rounds: int) -> float:
     return q * math.sqrt(rounds * math.expm1(exponent)) if exponent < 700 else math.inf
 
 
-def proving(accountant: str) -> str:
-    """The accountant's name if it proves what it says.
-
-    Raises:
-        InputError: an approximation, with where to get it, or no such accountant.
-    """
-    if accountant in APPROXIMATIONS:
-        place = "fedflat.privacy.accounting.epsilon.approximate_epsilon"
-        hint = f"{accountant} is an approximation, no bound: {place} gives it."
-        raise wrong("privacy.accountant", accountant, ", ".join(PROVEN), hint=hint)
-    return str(one_of("privacy.accountant", accountant, PROVEN))
-
-
 def _kind(event: Any, accountant: str = "pld") -> tuple[str, float, float]:
     """Return (cohort law, q, multiplier) of an event that the accountant has a bound for, else raise InputError."""
     import dp_accounting as dp
@@ -237,7 +224,7 @@ def compose_epsilon(event: Any, rounds: int, delta: float, accountant: str = "pl
     Raises:
         InputError: the accountant has no bound for this event.
     """
-    kind, q, multiplier = _kind(event, proving(accountant))
+    kind, q, multiplier = _kind(event, one_of("privacy.accountant", accountant, PROVEN))
     in_range("delta", delta, 0, 1, open_low=True, open_high=True)
     if kind == "truncated" and 0 < multiplier < LITTLE:
         raise wrong("privacy.noise_multiplier", multiplier, f"0, or at least {LITTLE:g} with truncated cohorts")
