@@ -98,11 +98,11 @@ def layout_of(module: nn.Module, head: tuple[str, ...] | None = None) -> Layout:
     for pattern in patterns:
         if not any(_is_personal(n, (pattern,)) for n in names):
             raise wrong("algorithm.head", pattern, "patterns of " + ", ".join(names[:12]), hint=nearest(pattern, names))
-    shared = [(n, p.shape) for n, p in named if not _is_personal(n, patterns)]
-    personal = [(n, p.shape) for n, p in named if _is_personal(n, patterns)]
-    require(bool(shared), "algorithm.head", ", ".join(patterns), "patterns that leave at least one shared parameter")
-    ordered = shared + personal
-    return Layout(tuple(n for n, _ in ordered), tuple(s for _, s in ordered), len(shared))
+    shared = sum(not _is_personal(n, patterns) for n in names)
+    require(shared > 0, "algorithm.head", ", ".join(patterns), "patterns that leave at least one shared parameter")
+    # Sorting keeps the module's order within each part.
+    ordered = sorted(named, key=lambda item: _is_personal(item[0], patterns))
+    return Layout(tuple(n for n, _ in ordered), tuple(p.shape for _, p in ordered), shared)
 
 
 def flatten(module: nn.Module, layout: Layout) -> Tensor:

@@ -19,11 +19,10 @@ from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedflat.core.checks import in_range
-from fedflat.core.discrete import SecureBits, Source, exact_square, rounded_gaussian
+from fedflat.core.discrete import Floats, Integers, SecureBits, Source, exact_square, rounded_gaussian
 from fedflat.core.process import in_background
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Broadcast, Encode, Mechanism
@@ -97,8 +96,6 @@ class GaussianNoise(_OnTheSum):
         return aggregate.bits + noise * math.sqrt(shares)
 
 
-Integers = NDArray[np.int64]
-
 MIN_BITS, MAX_BITS = 12, 30
 ATTEMPTS = 16
 
@@ -150,7 +147,7 @@ class GridGaussian:
         out = np.stack([self._quantize_one(row) for row in rows]) if len(rows) else np.zeros(rows.shape, np.int64)
         return out.reshape(flat.shape)
 
-    def _quantize_one(self, row: NDArray[np.float64]) -> Integers:
+    def _quantize_one(self, row: Floats) -> Integers:
         if not np.isfinite(row).all():
             return np.zeros(row.shape, dtype=np.int64)
         # No entry of a vector within the limit exceeds C/g < 2^51: larger ones are cut before they overflow.

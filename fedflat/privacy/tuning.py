@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, require, turning, wrong
 from fedflat.core.cohorts import make_sampler
+from fedflat.core.factors import Floats
 from fedflat.privacy.accounting.curves import rdp_accountant, renyi, renyi_epsilon
 from fedflat.privacy.trust import Guarantee, round_event
 
-Floats = NDArray[np.float64]
 MOST = 1e6
 """The largest mean number of trials."""
 SAMPLINGS = ("poisson", "fixed", "full")

@@ -48,7 +48,6 @@ class Verification:
     epsilon_recorded: float
     epsilon_recomputed: float
     method: str
-    rounds: int
     ok: bool
     notes: tuple[str, ...] = ()
 
@@ -287,18 +286,18 @@ def verify(
         notes += [*_line_notes(entries), *contradictions(entries)]
         figure = recompute(entries, delta=delta)
     except InputError as error:
-        return Verification(stated, math.inf, "none", len(entries), stated == math.inf, (*notes, str(error)))
+        return Verification(stated, math.inf, "none", stated == math.inf, (*notes, str(error)))
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError) as error:
         # Whoever edits can redo the checksums; dp-accounting asserts.
         reason = f"the ledger's lines are none that fedflat writes ({one_line(error, 120)})"
-        return Verification(stated, math.inf, "none", len(entries), False, (*notes, reason))
+        return Verification(stated, math.inf, "none", False, (*notes, reason))
     # A released round without a line is the one thing that a ledger must never show.
     missing = sorted(set(released) - {e["round"] for e in entries})
     if missing and stated < math.inf:
         notes.append(f"released without a ledger line: round {', '.join(map(str, missing[:5]))}")
     if stated < figure.at_least * (1 - ROUNDING):
         notes.append(f"stated ε = {stated:.6g}, but the ledger's events give {figure.epsilon:.6g} ({figure.method})")
-    return Verification(stated, figure.epsilon, figure.method, len(entries), not notes, tuple(notes))
+    return Verification(stated, figure.epsilon, figure.method, not notes, tuple(notes))
 
 
 def _line_notes(entries: Entries) -> list[str]:

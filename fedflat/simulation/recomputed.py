@@ -319,7 +319,7 @@ def second_account(run: Records) -> Verification:
         number = isinstance(value, float | int) and type(value) is not bool and abs(value) < 1e300
         require(value is None or number, str(run.folder / name), value, "an ε or a δ that is a number, or null")
     if run.ledger.fault and (stated is not None or (run.folder / LEDGER).exists()):
-        return Verification(math.inf if stated is None else stated, math.inf, "none", 0, False, (run.ledger.fault,))
+        return Verification(math.inf if stated is None else stated, math.inf, "none", False, (run.ledger.fault,))
     account = verify(run.entries, stated, delta=body.get("delta"), released=[row["round"] for row in rows])
     # The statement may count more than the metrics (rounds charged again), never less.
     if stated is None or not epsilons or epsilons[-1] is None or stated >= epsilons[-1] * (1 - ROUNDING):

@@ -17,13 +17,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedflat.core.checks import InputError, in_range, insist, one_of, whole, wrong
-from fedflat.privacy.accounting.composition import LossDistribution, sampled_gaussian, truncated_gaussian
+from fedflat.privacy.accounting.composition import Floats, LossDistribution, sampled_gaussian, truncated_gaussian
 from fedflat.privacy.accounting.independent import epsilon_bounds, loss_moments
-
-Floats = NDArray[np.float64]
 
 PROVEN = ("pld", "rdp", "fft")
 """pld: privacy loss distributions (tight). rdp: Rényi. fft: this project's own composition."""

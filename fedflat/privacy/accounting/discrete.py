@@ -23,13 +23,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedflat.core.checks import in_range, one_of, whole
-from fedflat.core.discrete import MIN_SHARE_STD, ShareNumbers
+from fedflat.core.discrete import MIN_SHARE_STD, Floats, ShareNumbers
 from fedflat.privacy.trust import Guarantee
 
-Floats = NDArray[np.float64]
 Curve = Callable[[Floats], Floats]
 Adversary = Literal["recipients", "server"]
 

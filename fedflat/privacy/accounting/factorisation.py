@@ -11,12 +11,9 @@ import math
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedflat.core.checks import one_of, require, whole, wrong
-from fedflat.core.factors import MOST_ROUNDS, Factor, cut, identity, on_grid, tree
-
-Floats = NDArray[np.float64]
+from fedflat.core.factors import MOST_ROUNDS, Factor, Floats, cut, identity, on_grid, tree
 
 KINDS = ("independent", "tree", "banded", "toeplitz")
 MOST_BANDS = 64
