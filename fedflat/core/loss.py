@@ -44,8 +44,6 @@ class Objective:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and score of each example."""
-        if self.cross_entropy:
-            return example_loss(outputs, targets)
         loss = (_LOSSES[self.task] if self.own is None else self.own)(outputs, targets)
         return loss, _score(self.task, outputs.detach(), targets, loss.detach())
 
@@ -53,15 +51,15 @@ class Objective:
 CROSS_ENTROPY = Objective()
 
 
-def example_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy ``(b,)`` and accuracy ``(b,)`` of each example.
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy ``(b,)`` of each example.
 
     logits ``(b, V)`` with targets ``(b,)``, or ``(b, T, V)`` with ``(b, T)`` (mean over the tokens that are not -100).
     """
     if logits.dim() == 2:
-        return F.cross_entropy(logits, targets, reduction="none"), _right(logits, targets)
+        return F.cross_entropy(logits, targets, reduction="none")
     tokens = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=IGNORE)
-    return tokens.sum(-1) / _counted(targets, logits).sum(-1).clamp_min(1), _right(logits, targets)
+    return tokens.sum(-1) / _counted(targets, logits).sum(-1).clamp_min(1)
 
 
 def _counted(targets: Tensor, like: Tensor) -> Tensor:
@@ -99,7 +97,9 @@ def label_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").mean(-1)
 
 
-_LOSSES: dict[str, CustomLoss] = {"regression": squared_error, "multilabel": label_loss}
+_LOSSES: dict[str, CustomLoss] = {
+    "classification": cross_entropy, "next-token": cross_entropy, "multilabel": label_loss, "regression": squared_error,
+}  # fmt: skip
 
 
 def _score(task: str, outputs: Tensor, targets: Tensor, like: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.loss import example_loss, weighted_mean
+from fedflat.core.loss import cross_entropy, weighted_mean
 from fedflat.core.params import Layout
 from fedflat.core.types import Part
 from fedflat.engine.problem import Batch, Gradient
@@ -86,7 +86,7 @@ def _agrees(module: nn.Module, layout: Layout, layers: tuple[Linear, ...]) -> bo
     targets = torch.zeros(2, dtype=torch.int64, device=inputs.device)
     try:
         # The module as it is, hooks and all: what it computes decides, not what it lists.
-        losses, _ = example_loss(module(inputs), targets)
+        losses = cross_entropy(module(inputs), targets)
         grads = torch.autograd.grad(losses.mean(), chosen)
     except (RuntimeError, ValueError):
         return False

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedflat.core.checks import InputError, whole
-from fedflat.core.loss import example_loss
+from fedflat.core.loss import CROSS_ENTROPY
 from fedflat.core.params import Layout
 from fedflat.core.process import using_threads
 
@@ -98,7 +98,7 @@ class Objective:
     def _at(self, module: nn.Module, inputs: Tensor, rows: slice, vector: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss and accuracy of each of some examples at weights ``(D,)``."""
         logits = torch.func.functional_call(module, dict(self.layout.views(vector)), (inputs[rows],))
-        return example_loss(logits, self.targets[rows])
+        return CROSS_ENTROPY(logits, self.targets[rows])
 
     def _measured(self, module: nn.Module, weights: Tensor, inputs: Tensor) -> np.ndarray:
         """Return loss and accuracy ``(n, 2)`` at weights ``(n, D)``: of a dense model by batched matrix products."""

@@ -118,6 +118,8 @@ def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, sigma: float)
     Lines of rounds that were drawn again count as rounds. sigma: their least std / sensitivity, > 0.
     Raises InputError: lines that differ in what selected them, or do not say enough.
     """
+    import dp_accounting
+
     first, incomplete = entries[0], (KeyError, TypeError, AttributeError)
     if any(entry.get("selection") != first.get("selection") for entry in entries):
         raise wrong("ledger", "lines of different selections", "one per run")
@@ -126,13 +128,6 @@ def recomputed(entries: Sequence[Mapping[str, Any]], delta: float, sigma: float)
         sampler = make_sampler(str(first["sampling"]), int(first["clients"]), float(first["cohort"]))
         event = sampler.event(sigma)
         orders, divergences = renyi(event, len(entries))
-    ours = selection.epsilon(orders, divergences, delta)
-    return _by_library(selection, event, len(entries), delta), ours
-
-
-def _by_library(selection: Selection, event: Any, rounds: int, delta: float) -> float:
-    import dp_accounting
-
-    accountant, trial = rdp_accountant(event), dp_accounting.SelfComposedDpEvent(event, rounds)
+    accountant, trial = rdp_accountant(event), dp_accounting.SelfComposedDpEvent(event, len(entries))
     accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(trial, selection.mean, 1.0))
-    return float(accountant.get_epsilon(delta))
+    return float(accountant.get_epsilon(delta)), selection.epsilon(orders, divergences, delta)

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedflat.core import checks, rng
 from fedflat.core.checks import InputError
-from fedflat.core.loss import IGNORE, example_loss, weighted_mean
+from fedflat.core.loss import CROSS_ENTROPY, IGNORE, weighted_mean
 from fedflat.core.params import flatten, last_linear, layout_of, put
 from fedflat.pieces.transforms import count_of
 
@@ -191,11 +191,11 @@ def test_share_edges() -> None:
 def test_sequence_loss_counts_only_marked_tokens() -> None:
     logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([[1, 2, IGNORE], [IGNORE, IGNORE, IGNORE]])
-    loss, accuracy = example_loss(logits, targets)
+    loss, accuracy = CROSS_ENTROPY(logits, targets)
     expected = nn.functional.cross_entropy(logits[0, :2], targets[0, :2])
     torch.testing.assert_close(loss, torch.stack([expected, torch.tensor(0.0)]))
     assert float(accuracy[1]) == 0
-    plain, right = example_loss(logits[:, 0], torch.tensor([1, 3]))
+    plain, right = CROSS_ENTROPY(logits[:, 0], torch.tensor([1, 3]))
     torch.testing.assert_close(plain, nn.functional.cross_entropy(logits[:, 0], torch.tensor([1, 3]), reduction="none"))
     assert right.tolist() == (logits[:, 0].argmax(-1) == torch.tensor([1, 3])).float().tolist()
 

@@ -15,7 +15,7 @@ import fedflat
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
-from fedflat.core.loss import IGNORE, Objective, example_loss
+from fedflat.core.loss import CROSS_ENTROPY, IGNORE, Objective
 from fedflat.core.rng import stream
 from fedflat.report.html import render
 from fedflat.report.metrics import read_run
@@ -83,10 +83,10 @@ def test_losses_are_the_textbooks() -> None:
     assert column.shape == (5,) and torch.allclose(column, (outputs[:, 0] - wanted[:, 0]) ** 2)
     assert torch.equal(Objective("regression")(outputs[:, 0], wanted[:, 0])[0], column)
     logits, tokens = torch.randn(2, 4, 6), torch.tensor([[1, 2, IGNORE, 3], [IGNORE] * 4])
-    for one, other in zip(Objective("next-token")(logits, tokens), example_loss(logits, tokens)):
+    for one, other in zip(Objective("next-token")(logits, tokens), CROSS_ENTROPY(logits, tokens)):
         assert torch.equal(one, other) and one[1] == 0
     own = Objective("next-token", lambda o, y: o.flatten(1).sum(1))
-    assert torch.equal(own(logits, tokens)[1], example_loss(logits, tokens)[1])
+    assert torch.equal(own(logits, tokens)[1], CROSS_ENTROPY(logits, tokens)[1])
     assert Objective("classification", lambda o, y: o.sum(1))(outputs, torch.zeros(5))[1].shape == (5,)
     assert Objective("multilabel", lambda o, y: o.sum(1))(outputs, torch.zeros(5))[1].isnan().all()
 

@@ -219,7 +219,7 @@ def test_what_cannot_be_accounted_is_refused_before_any_work(changes, sentence: 
 
 
 def test_budget_table_has_a_figure_or_a_reason_in_every_row() -> None:
-    rows = budget.budget_table(clients=100, cohort=10, rounds=20, noise_multiplier=1.5, delta=1e-3)
+    rows = budget.budget_table(only={}, clients=100, cohort=10, rounds=20, noise_multiplier=1.5, delta=1e-3)
     assert len(rows) == 17
     found = {(row["trust"], row["sampling"], row["accountant"]): row for row in rows}
     assert found["central", "poisson", "pld"]["epsilon"] == plan_of().epsilon()
@@ -229,14 +229,14 @@ def test_budget_table_has_a_figure_or_a_reason_in_every_row() -> None:
     for row in rows:
         assert (row["epsilon"] is None) <= bool(row["reason"])
         assert not row["proven"] or math.isfinite(row["epsilon"])
-    silent = budget.budget_table(clients=100, cohort=10, rounds=20, noise_multiplier=0)
+    silent = budget.budget_table(only={}, clients=100, cohort=10, rounds=20, noise_multiplier=0)
     assert silent[0]["epsilon"] == math.inf and not silent[0]["proven"]
     with pytest.raises(InputError, match="clients: found 0"):
-        budget.budget_table(clients=0, cohort=10, rounds=20, noise_multiplier=1.0)
+        budget.budget_table(only={}, clients=0, cohort=10, rounds=20, noise_multiplier=1.0)
 
 
 def test_calibrate_table_meets_the_target_or_says_why_not() -> None:
-    rows = budget.calibrate_table(target=3.0, clients=30, cohort=3, rounds=3, delta=1e-3)
+    rows = budget.calibrate_table(target=3.0, only={}, clients=30, cohort=3, rounds=3, delta=1e-3)
     for row in rows:
         assert bool(row["reason"]) == (row["noise_multiplier"] is None)
         assert row["reason"] or 2.99 < row["epsilon"] <= 3.0

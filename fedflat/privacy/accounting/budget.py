@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from fedflat.core.checks import InputError
@@ -39,7 +38,7 @@ def _arguments(setting: Row, trust: str, sampling: str, accountant: str) -> Row:
     return {name: value for name, value in arguments.items() if applies.get(name, True)}
 
 
-def budget_table(*, only: Mapping[str, str] = MappingProxyType({}), **setting: Any) -> list[Row]:
+def budget_table(*, only: Mapping[str, str], **setting: Any) -> list[Row]:
     """ε for the given noise under every trust model × cohort law × accountant, or ``only`` some of them.
 
     only: the rows wanted, by ``trust``, ``sampling`` and ``accountant``; nothing else is computed. setting: the other
@@ -77,7 +76,7 @@ def _budget_row(setting: Row, trust: str, sampling: str, accountant: str) -> Row
     return row | figures | {"proven": math.isfinite(worst.epsilon), "reason": how}
 
 
-def calibrate_table(*, target: float, only: Mapping[str, str] = MappingProxyType({}), **setting: Any) -> list[Row]:
+def calibrate_table(*, target: float, only: Mapping[str, str], **setting: Any) -> list[Row]:
     """The noise multiplier that reaches ε = ``target`` for every trust model × cohort law × proving accountant.
 
     ``setting``: the other arguments of :func:`fedflat.noise_multiplier`. ``only``: as in :func:`budget_table`.
