@@ -67,9 +67,7 @@ class Layout:
 def last_linear(module: nn.Module) -> str:
     """Name of the last linear layer: the default personal head."""
     linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    if not linear:
-        hint = "Name them in algorithm.head."
-        raise wrong("algorithm.head", "a model without a linear layer", "parameter-name patterns", hint=hint)
+    require(bool(linear), "algorithm.head", "a model without a linear layer", "patterns of parameters' names")
     return str(linear[-1])
 
 

@@ -94,7 +94,8 @@ class AccountingParams:
         whole("colluders", self.colluders, 0, self.sampler.clients - 1)
         if self.min_cohort is not None:
             # A Poisson cohort may be everybody, the others have a public maximum.
-            most = self.sampler.clients if self.sampler.name == "poisson" else int(_most(self.sampler))
+            law = self.sampler
+            most = law.clients if law.name == "poisson" else int(law.maximum or law.size)
             whole("cohort.min", self.min_cohort, 1, max(most - self.colluders, 0))
 
     @property
@@ -187,11 +188,6 @@ class Accounted:
 GAUSSIAN = Accounted()
 
 
-def _most(sampler: Sampler) -> float:
-    """The largest cohort a law allows, other than Poisson's."""
-    return float(sampler.size if sampler.maximum is None else sampler.maximum)
-
-
 def _abort(sampler: Sampler, rounds: int, min_cohort: int, colluders: int) -> float:
     """P(too few honest clients in any of the rounds' cohorts)."""
     chance = _too_few(sampler, min_cohort, colluders)
@@ -204,7 +200,7 @@ def _too_few(sampler: Sampler, min_cohort: int, colluders: int) -> float:
 
     if sampler.name == "fixed":
         return 0.0 if sampler.size - colluders >= min_cohort else 1.0
-    if sampler.name == "truncated" and min_cohort > _most(sampler) - colluders:
+    if sampler.maximum is not None and min_cohort > sampler.maximum - colluders:
         return 1.0
     # Where the truncation binds, at least maximum − colluders honest clients stay: only small draws are too few.
     return float(binom.cdf(min_cohort - 1, sampler.clients - colluders, sampler.q))
@@ -219,10 +215,8 @@ def default_min_cohort(sampler: Sampler, rounds: int, delta: float, colluders: i
     for min_cohort in range(math.ceil(sampler.size), 0, -1):
         if _abort(sampler, rounds, min_cohort, colluders) <= delta / 100:
             return min_cohort
-    raise wrong(
-        "cohort.size", sampler.size, "a cohort that is hardly ever empty with privacy.trust: distributed",
-        hint="The chance of an aborted round is charged to δ.",
-    )  # fmt: skip
+    allowed = "a cohort that is hardly ever empty with privacy.trust: distributed"
+    raise wrong("cohort.size", sampler.size, allowed, hint="The chance of an aborted round is charged to δ.")
 
 
 def guarantees(params: AccountingParams) -> tuple[Guarantee, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fedflat.core.checks import in_range, require, whole, wrong
+from fedflat.core.checks import in_range, require, whole
 from fedflat.core.cohorts import make_sampler
 from fedflat.privacy.accounting.curves import gaussian_epsilon, gdp_mu
 from fedflat.privacy.trust import AccountingParams, default_min_cohort, headline
@@ -215,9 +215,7 @@ def split_noise(sigma: float, count_sigma: float) -> float:
     in_range("privacy.clip.count_noise", count_sigma, 0, open_low=True)
     if sigma == 0:
         return 0.0
-    if sigma >= 2 * count_sigma:
-        raise wrong(
-            "privacy.clip.count_noise", count_sigma, f"more than noise_multiplier / 2 = {sigma / 2:g}",
-            hint="With less, the count alone reveals more than the round is accounted for.",
-        )  # fmt: skip
+    allowed = f"more than noise_multiplier / 2 = {sigma / 2:g}"
+    hint = "With less, the count alone reveals more than the round is accounted for."
+    require(sigma < 2 * count_sigma, "privacy.clip.count_noise", count_sigma, allowed, hint=hint)
     return float((sigma**-2 - (2 * count_sigma) ** -2) ** -0.5)
