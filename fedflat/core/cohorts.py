@@ -59,9 +59,7 @@ class Separated(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        most = int(self.clients / self.size)
-        if whole("cohort.separation", self.separation, 1) > most:
-            raise wrong("cohort.separation", self.separation, f"at most clients / cohort.size = {most}")
+        whole("cohort.separation", self.separation, 1, int(self.clients / self.size))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -90,11 +90,9 @@ def extra_rounds(entries: Iterable[Mapping[str, Any]]) -> int:
     return sum(most.values())
 
 
-def run_of(entries: Iterable[Mapping[str, Any]]) -> Entry | None:
+def run_of(entries: Sequence[Mapping[str, Any]]) -> Entry | None:
     """The newest facts of the run that a ledger's lines carry; None for a ledger of before 0.2."""
-    run = None
-    for entry in entries:
-        run = entry.get(RUN, run)
+    run = next((entry[RUN] for entry in reversed(entries) if RUN in entry), None)
     return run if run is None or isinstance(run, dict) else {}
 
 

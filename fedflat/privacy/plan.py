@@ -142,15 +142,13 @@ class Plan(AccountingParams):
         """Return the plan with the least noise for a target ε; with noise_cohort, of the simulated system.
 
         Raises:
-            InputError: no noise reaches it, or the adaptive clip's count alone would reveal more.
+            InputError: no noise reaches it.
         """
         require(self.rounds > 0, "rounds", 0, "at least 1 when privacy.epsilon is given")
         measured = self.simulated() or self
         start = guess(measured.params, epsilon)
         sigma = calibrate(lambda s: replace(measured, noise_multiplier=s).epsilon(), epsilon, start)
-        plan = replace(self, noise_multiplier=sigma)
-        plan.effective_multiplier  # noqa: B018  (refuses what the count's noise does not allow)
-        return plan
+        return replace(self, noise_multiplier=sigma)
 
     def epsilon(self, rounds: int | None = None) -> float:
         """Proven ε after ``rounds`` rounds: the largest over the adversaries; inf where none is finite."""

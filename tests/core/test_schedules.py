@@ -84,7 +84,7 @@ def test_check_ins_come_in_turn_and_not_too_early() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("min-separation", 10, 2, None, 6), "at most clients / cohort.size = 5"),
+        (("min-separation", 10, 2, None, 6), "cohort.separation: found 6; allowed: a whole number ≥ 1 and ≤ 5"),
         (("min-separation", 10, 2.5), "a whole number"),
         (("min-separation", 10, 0), "cohort.size"),
         (("cyclic-poisson", 10, 2, None, 0), "cohort.separation"),
