@@ -39,9 +39,9 @@ from fedflat.federation.secagg.rounds import ClientShares, SecureFlower
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Roster, Task, check_deployable
 from fedflat.federation.tips import new_run, operator_file, operator_key, restore_lines, tip_record
-from fedflat.federation.transport import ClientNoise, Flower, limit_replies, note_refusals
+from fedflat.federation.transport import Flower, limit_replies, note_refusals
 from fedflat.methods.ddgauss import SharedDiscreteNoise
-from fedflat.pieces.clipping import MethodScale, whole_vector
+from fedflat.methods.noise import of_a_server
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, RunFolder
@@ -188,10 +188,7 @@ def job_of(task: Task, settings: Settings) -> Job:
     if (wanted := Limits.of(job)) != task.limits:
         stated, needed = (json.dumps(asdict(limits)) for limits in (task.limits, wanted))
         raise wrong("task.json: bytes", stated, f"{needed}, as the recipe's messages need")
-    if isinstance(job.parts.clip, MethodScale):  # messages come scaled; once more would be another message
-        job.parts = replace(job.parts, clip=whole_vector(job.threshold))
-    if job.parts.plan.trust == "local" and job.parts.plan.private:
-        job.parts = replace(job.parts, mechanism=ClientNoise())
+    job.parts = of_a_server(job.parts, job.threshold)
     if isinstance(job.parts.mechanism, SharedDiscreteNoise):
         job.parts = replace(job.parts, mechanism=ClientShares(job.parts.mechanism))
     return job
