@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fedflat
+from fedflat.assembly.form import DataSpec
 from fedflat.assembly.inputs import data_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import algorithm_of
@@ -18,13 +19,12 @@ from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import making, require, turning, wrong
 from fedflat.core.types import Algorithm
-from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job
 from fedflat.federation import lock
 from fedflat.federation.bounds import Limits
 from fedflat.federation.processes import QUIET
 from fedflat.federation.store import write_examples
-from fedflat.federation.task import RECIPE, DataSpec, Roster, Task, check_deployable
+from fedflat.federation.task import RECIPE, Roster, Task, check_deployable
 from fedflat.methods.noise import trust_of
 from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS
 
@@ -138,12 +138,15 @@ def _write(recipe: Recipe, job: Job, project: Project, port: int, host: str) -> 
     data, plan, out, app = job.data, job.parts.plan, project.folder, project.folder / "app" / PACKAGE
     out.chmod(0o700)
     lock.write_authority_and_server(out / "certificates", list(dict.fromkeys([host, HERE, "localhost"])))
-    keys = [_write_client(client_folder(out, client), data, client) for client in range(data.clients)]
+    folders = [client_folder(out, client) for client in range(data.clients)]
+    keys = [lock.write_client_keys(folder) for folder in folders]
+    for client, folder in enumerate(folders):
+        write_examples(folder / DATA, *data.client(client))
     # With all that depends on data or calibration as numbers: every party has the same.
     (app / RECIPE).write_text(dumped(settled(recipe, job.parts, data.clients, job.problem.pristine)), encoding="utf-8")
     Task(recipe, DataSpec.of(data), Roster(tuple(keys)), Limits.of(job)).write(app)
-    for folder in ("server", "flower"):
-        (out / folder).mkdir(mode=0o700)
+    for name in ("server", "flower"):
+        (out / name).mkdir(mode=0o700)
     test = ""
     if data.test_inputs is not None and data.test_targets is not None:
         test = str((out / "server" / "test.safetensors").absolute())
@@ -176,12 +179,6 @@ def _write(recipe: Recipe, job: Job, project: Project, port: int, host: str) -> 
 def client_folder(out: Path, client: int) -> Path:
     """Return where a client's key, data and state are in the test set-up; on real machines each lives on its own."""
     return out / "clients" / f"{client:05d}"
-
-
-def _write_client(folder: Path, data: FederatedData, client: int) -> str:
-    public = lock.write_client_keys(folder)
-    write_examples(folder / DATA, *data.client(client))
-    return public
 
 
 def environment(out: Path) -> dict[str, str]:
