@@ -13,17 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 from fedflat.core.checks import insist, reading, require, wrong
-from fedflat.core.discrete import SecureBits
-from fedflat.core.rng import fresh_key, stream
+from fedflat.core.rng import fresh_key
 from fedflat.federation import wire
 from fedflat.federation.secagg import dealing
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg.protocol import Aborted, PublicKeys, Secrets, Shares
-from fedflat.methods.ddgauss import DistributedDiscreteGaussian
 from fedflat.privacy.plan import Plan
 
 # federation.client.Client, whose module imports this one: naming the class here would close a circle of files.
@@ -199,24 +196,18 @@ def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     if not shared <= _shared(state) or client.number not in shared or len(shared) < state["threshold"]:
         raise Aborted("too few clients, or others than dealt true shares")
     vector = _encoded(client, client.read_broadcast(content))
+    bits = client.job.parts.mechanism.mechanism.bits
     # Noted before the vector leaves: a kill in between costs this round's answer, and never a second vector.
     client.store.note_participation(state["round"])
-    masked = secagg.masked(_secrets(client, state), _keys(state), shared, vector, _mechanism(client).bits)
+    masked = secagg.masked(_secrets(client, state), _keys(state), shared, vector, bits)
     return _Reply({}, {"shares": {str(i): state["shares"][str(i)] for i in shared}}, masked)
-
-
-def _mechanism(client: Client) -> DistributedDiscreteGaussian:
-    mechanism: DistributedDiscreteGaussian = client.job.parts.mechanism.mechanism  # type: ignore[attr-defined]
-    return mechanism
 
 
 def _encoded(client: Client, broadcast: Any) -> np.ndarray:
     """Return the clipped update as whole numbers with the client's share of noise; its bits are never used again."""
     update, _ = client.update(broadcast)
-    mechanism, key = _mechanism(client), fresh_key()
-    signs = mechanism.signs(stream(client.job.seed, "rotation", broadcast.round))
-    bits = (SecureBits(key, purpose) for purpose in ("rounding", "noise share"))
-    return mechanism.encode(update.to(torch.float64), signs, *bits)
+    vector: np.ndarray = client.job.parts.mechanism.message(update, broadcast, fresh_key())
+    return vector
 
 
 def _consent(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
