@@ -31,7 +31,7 @@ class DataSpec:
         return cls(data.name, data.input_shape, kind, data.classes, data.clients, data.vocabulary, data.padding)
 
     def federation(
-        self, client: int | None = None, examples: tuple[Tensor, Tensor] | None = None,
+        self, client: int = 0, examples: tuple[Tensor, Tensor] | None = None,
         test: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> FederatedData:  # fmt: skip
         """Return what one party sees of the federation: a client's own examples, the public test set if it has one."""
@@ -39,8 +39,7 @@ class DataSpec:
         inputs, targets = examples or (nobody, torch.zeros(0, dtype=torch.int64))
         nothing = (np.empty(0, dtype=np.int64),) * self.clients
         parts = list(nothing)
-        if client is not None:
-            parts[client] = np.arange(len(inputs), dtype=np.int64)
+        parts[client] = np.arange(len(inputs), dtype=np.int64)
         return FederatedData(
             inputs, targets, tuple(parts), nothing, *test, self.classes, self.name, self.vocabulary, self.padding,
             stated=True,

@@ -13,19 +13,17 @@ import fedflat
 from fedflat.assembly.form import DataSpec
 from fedflat.assembly.inputs import data_of
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import algorithm_of
+from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.assembly.records import settled
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import making, require, turning, wrong
-from fedflat.core.types import Algorithm
+from fedflat.core.checks import InputError, making, require, turning, wrong
 from fedflat.engine.job import Job
 from fedflat.federation import lock
 from fedflat.federation.bounds import Limits
 from fedflat.federation.processes import QUIET
 from fedflat.federation.store import write_examples
 from fedflat.federation.task import RECIPE, Roster, Task, check_deployable
-from fedflat.methods.noise import trust_of
 from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS
 
 PACKAGE = "fedflat_app"
@@ -35,8 +33,6 @@ STATUS, REASON = "status.json", ": why"
 """A file in the project's ``server/`` in which the SuperLink notes for its operator how it does, and what stands after
 a run's name there for the reason of its end."""
 CONTROL_CERTIFICATE = "flower/control/ca.crt"
-
-KEPT = "No cohort.sampling is named: secret coins (poisson) are kept, since {why}."
 
 
 @dataclass(frozen=True)
@@ -108,30 +104,21 @@ def _taking_turns(recipe: Recipe, unnamed: bool) -> tuple[Recipe, str]:
     method = algorithm_of(recipe)
     if not unnamed or not method.private:
         return recipe, ""
+    size, privacy = recipe.cohort.size, recipe.privacy
     clients = recipe.data.clients or data_of(recipe, None, None).clients  # a table's are its own
-    if why := _unfit(recipe, method, trust_of(recipe, method), clients):
-        return recipe, KEPT.format(why=why)
-    kind = "banded" if recipe.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
-    apart = int(clients / recipe.cohort.size)
+    apart, kind = int(clients / size), "banded" if recipe.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
     dump = recipe.dump()
     dump["cohort"] |= {"sampling": "min-separation", "separation": apart}
     dump["privacy"]["noise"] = {"kind": kind}
-    return Recipe.of(dump), " ".join(_template("turns.txt").format(apart=apart, kind=kind).split())
-
-
-def _unfit(recipe: Recipe, method: Algorithm, trust: str, clients: int) -> str:
-    """Return why a schedule with correlated noise cannot stand in; empty where it can."""
-    privacy, cohort = recipe.privacy, recipe.cohort
-    proven = f"a schedule is proven for trust: central and plain Gaussian noise, not for {method.name}, {trust}"
-    coins = privacy.noise.kind != "independent" or privacy.noise_cohort is not None or cohort.min or cohort.max
-    reasons = {
-        "privacy.noise_multiplier is that of a round, and no privacy.epsilon is given": privacy.epsilon is None,
-        proven: trust != "central" or method.kind != "update",
-        "correlated noise needs one constant clip": privacy.clipping.kind == "adaptive",
-        "other keys of the recipe belong to secret coins": coins,
-        "the cohort is no whole number of at most half of the clients": cohort.size % 1 or 2 * cohort.size > clients,
-    }
-    return next((why for why, holds in reasons.items() if holds), "")
+    try:
+        require(privacy.epsilon is not None, "privacy.epsilon", "nothing", "a target (a given σ is that of a round)")
+        require(privacy.noise.kind == "independent", "privacy.noise", privacy.noise.kind, "none of the recipe's own")
+        require(apart > 1, "cohort.size", f"{size:g} of {clients} clients", "at most half of them")
+        turned = Recipe.of(dump)
+        plan_of(turned, method, clients)
+    except InputError as why:
+        return recipe, f"No cohort.sampling is named: secret coins (poisson) are kept. A schedule does not fit: {why}"
+    return turned, " ".join(_template("turns.txt").format(apart=apart, kind=kind).split())
 
 
 def _write(recipe: Recipe, job: Job, project: Project, port: int, host: str) -> None:

@@ -228,14 +228,13 @@ def test_whatever_a_client_sends_moves_the_sum_by_no_more_than_the_clip(tmp_path
 
 def test_broken_twin_without_the_servers_clip_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing, _ = run_with(tmp_path / "a", "silent")
-    noise = ClientNoise()
     job_of = server.job_of
 
     def unclipped(task: Any, given: Any) -> Any:
         from dataclasses import replace
 
         job = job_of(task, given)
-        job.parts = replace(job.parts, mechanism=noise)
+        job.parts = replace(job.parts, mechanism=ClientNoise())
         return job
 
     monkeypatch.setattr(server, "job_of", unclipped)

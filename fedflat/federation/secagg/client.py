@@ -27,12 +27,6 @@ from fedflat.privacy.plan import Plan
 Client = Any
 
 _SECRETS = ("seal", "mask", "seed", "sign")
-_BEFORE = {
-    dealing.SHARES: (dealing.KEYS,), dealing.CHECK: (dealing.SHARES,), dealing.ANSWER: (dealing.CHECK,),
-    dealing.VECTOR: (dealing.CHECK, dealing.ANSWER), dealing.CONSENT: (dealing.VECTOR,),
-    dealing.REVEAL: (dealing.CONSENT,),
-}  # fmt: skip
-"""What a client must have answered last, before each step but the first."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,7 @@ def answer_stage(client: Client, content: Any, round: int, nonce: bytes) -> Any:
             return wire.write_answer(wire.Answer(round, nonce))
         state = _opened(client, stage, round, session)
         try:
-            reply: _Reply = _STEPS[stage](client, content, state)
+            reply: _Reply = _STEPS[stage][0](client, content, state)
         except BaseException:  # the session is over for this client, and so are its secrets
             client.store.end_session()
             raise
@@ -104,7 +98,7 @@ def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str,
     state: dict[str, Any] = client.store.session()
     if state.get("session") != session.hex() or state.get("round") != round:
         raise wire.Refused("a step of a session that is not open")
-    insist(state.get("stage") in _BEFORE[stage], wire.Refused(f"step {stage} after step {state.get('stage')}"))
+    insist(state.get("stage") in _STEPS[stage][1], wire.Refused(f"step {stage} after step {state.get('stage')}"))
     # Killed after it noted that the vector leaves.
     insist(stage != dealing.VECTOR or round not in client.store.answered(), left)
     return state
@@ -231,8 +225,13 @@ def _reveal(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     return _Reply({"seeds": dealing.write_numbers(seeds), "masks": dealing.write_numbers(masks)}, None)
 
 
-_STEPS: dict[str, Any] = {
-    dealing.KEYS: _give_keys, dealing.SHARES: _give_shares, dealing.CHECK: _complain,
-    dealing.ANSWER: _answer_complaints, dealing.VECTOR: _give_vector, dealing.CONSENT: _consent,
-    dealing.REVEAL: _reveal,
-}  # fmt: skip
+_STEPS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    dealing.KEYS: (_give_keys, ()),
+    dealing.SHARES: (_give_shares, (dealing.KEYS,)),
+    dealing.CHECK: (_complain, (dealing.SHARES,)),
+    dealing.ANSWER: (_answer_complaints, (dealing.CHECK,)),
+    dealing.VECTOR: (_give_vector, (dealing.CHECK, dealing.ANSWER)),
+    dealing.CONSENT: (_consent, (dealing.VECTOR,)),
+    dealing.REVEAL: (_reveal, (dealing.CONSENT,)),
+}
+"""Each step's answer, and what a client must have answered last, before each but the first."""
