@@ -116,10 +116,6 @@ def _keys(state: Mapping[str, Any]) -> dict[int, PublicKeys]:
     return dealing.read_keys(bytes.fromhex(state["keys"]))
 
 
-def _shared(state: Mapping[str, Any]) -> set[int]:
-    return {int(i) for i in state["shares"]}
-
-
 def _shares(state: Mapping[str, Any]) -> dict[int, Shares]:
     return {int(i): Shares(*map(int, pair)) for i, pair in state["shares"].items()}
 
@@ -187,7 +183,7 @@ def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     """Give the masked vector, for those that the server still counts: all their secrets can be put together."""
     # A server that names fewer clients than dealt shares would learn the sum of the few: each client counts for itself.
     shared = set(wire.read_map(content[wire.FACTS].get("shared"), 0))
-    if not shared <= _shared(state) or client.number not in shared or len(shared) < state["threshold"]:
+    if not shared <= set(_shares(state)) or client.number not in shared or len(shared) < state["threshold"]:
         raise Aborted("too few clients, or others than dealt true shares")
     vector = _encoded(client, client.read_broadcast(content))
     bits = client.job.parts.mechanism.mechanism.bits
@@ -206,14 +202,14 @@ def _encoded(client: Client, broadcast: Any) -> np.ndarray:
 
 def _consent(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     survivors = set(wire.read_map(content[wire.FACTS].get("survivors"), 0))
-    secagg.check_survivors(client.number, survivors, _shared(state), state["threshold"])
+    secagg.check_survivors(client.number, survivors, set(_shares(state)), state["threshold"])
     signature = dealing.signed(_secrets(client, state), dealing.CONSENT, _seen(client, state, survivors))
     return _Reply({"signature": signature}, {"survivors": sorted(survivors)})
 
 
 def _seen(client: Client, state: Mapping[str, Any], survivors: set[int]) -> bytes:
     """Return the hash of what this client was told in the session."""
-    return dealing.transcript(_context(client, state), _keys(state), _shared(state), survivors)
+    return dealing.transcript(_context(client, state), _keys(state), set(_shares(state)), survivors)
 
 
 def _reveal(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
@@ -221,7 +217,7 @@ def _reveal(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     survivors = set(state["survivors"])
     signatures = wire.read_map(content[wire.FACTS].get("signatures"), dealing.SIGNATURE_BYTES)
     dealing.require_consent(signatures, _keys(state), survivors, _seen(client, state, survivors), state["threshold"])
-    seeds, masks = secagg.reveal(_shares(state), survivors, _shared(state))
+    seeds, masks = secagg.reveal(_shares(state), survivors, set(_shares(state)))
     return _Reply({"seeds": dealing.write_numbers(seeds), "masks": dealing.write_numbers(masks)}, None)
 
 
