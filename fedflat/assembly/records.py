@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fedflat.assembly.plans import is_public, server_of
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
+from fedflat.core import durable
 from fedflat.core.checks import wrong
-from fedflat.core.durable import digest_of_json, write_tensors
 from fedflat.core.identity import identity_of
 from fedflat.core.params import Layout
 from fedflat.core.types import MOMENTUM, Algorithm
@@ -23,7 +23,8 @@ from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Backend
 from fedflat.methods.published import Published
 from fedflat.models.representation import FILE, Representation
-from fedflat.records.opening import Identity, software, versions
+from fedflat.records.folder import RECIPE
+from fedflat.records.opening import Identity, Opening, software, versions
 
 UNCHANGING = ("engine", "evaluation", "name")
 """Sections of a recipe that cannot change what is released."""
@@ -47,7 +48,7 @@ def identity(recipe: Mapping[str, Any], data: str, module: nn.Module, layout: La
     for section, keys in LATER.items():
         facts[section] = {key: value for key, value in facts[section].items() if key not in keys or value != keys[key]}
     return Identity(
-        recipe=digest_of_json(facts),
+        recipe=durable.digest_of_json(facts),
         data=data,
         model=str(identity_of((str(layout), _by_name(module.named_parameters()), _by_name(module.named_buffers())))),
         method=identity_of(tuple(map(_as_in_02, code))) if code else "",
@@ -100,11 +101,15 @@ def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
     return dumped(dump)
 
 
-def write_frozen(job: Job, folder: Path) -> None:
-    """Keep a frozen body beside what is trained on it: another machine may make another one from the same seed."""
+def write_beginning(path: Path, text: str, job: Job) -> None:
+    """Write what a run is, a frozen body, and the text of its recipe, which makes of a folder a run's: it is last."""
+    opening: Opening = job.opening  # type: ignore[assignment]
+    opening.write(path)
     module = job.problem.pristine
-    if isinstance(module, Representation):  # in place of one that a start left which was killed
-        write_tensors(folder / FILE, module.body.saved())
+    # Another machine may make another body from the same seed. One that a start left which was killed is replaced.
+    if isinstance(module, Representation):
+        durable.write_tensors(path / FILE, module.body.saved())
+    durable.replace(path / RECIPE, text, mode=0o644)
 
 
 def is_seeded(recipe: Recipe) -> bool:

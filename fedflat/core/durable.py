@@ -65,6 +65,14 @@ def replace(path: Path, content: bytes | str, mode: int = 0o600) -> None:
     flush(path.parent)
 
 
+def replace_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str], mode: int = 0o600) -> None:
+    """Write tensors as a whole file, as ``replace`` does. facts: what the file says of itself."""
+    from safetensors.torch import save
+
+    apart = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    replace(path, save(apart, dict(facts)), mode)
+
+
 def _write(path: Path, content: bytes, how: int, mode: int) -> None:
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | how, mode), "wb") as file:

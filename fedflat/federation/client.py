@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.backends.in_process import Sequential
 from fedflat.core.checks import InputError, RunError, becoming, insist, one_of, require, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.process import using_threads
@@ -57,10 +56,14 @@ class Client:
 
     @cached_property
     def job(self) -> Job:
-        """Model, plan and data, built as the simulation builds them; only this client's rows are there."""
+        """Model, plan and data, built as the simulation builds them; only this client's rows are there, trained on by
+        one thread.
+        """
         from fedflat.assembly.jobs import prepare
 
-        return prepare(self.task.recipe, data=self.task.form.federation(self.number, self.examples()))
+        engine = self.task.recipe.engine.model_copy(update={"backend": "sequential", "processes": None})
+        recipe = self.task.recipe.model_copy(update={"engine": engine})
+        return prepare(recipe, data=self.task.form.federation(self.number, self.examples()))
 
     def examples(self) -> tuple[Tensor, Tensor]:
         """Return its inputs and targets; InputError where they are not of the form that the task says."""
@@ -122,11 +125,10 @@ class Client:
         personal = PersonalState(head, states={name: {self.number: state} for name, state in stored.items()})
         before = states_of(parts.algorithm, personal, self.number, broadcast.shared)
         reduced = RoundSum(parts.algorithm, parts.local, broadcast, total, personal)
-        backend = Sequential(parts.algorithm, job.problem, parts.local, job.data, job.seed)
         part: Any
         # One thread and exact arithmetic: a client's message has the same bits here as in the simulation.
         with using_threads(1), exact(job.problem.device):
-            (part,) = backend.train(np.array([self.number]), broadcast, personal, reduced.clipped)
+            (part,) = job.backend.train(np.array([self.number]), broadcast, personal, reduced.clipped)
             reduced.add(part)
         after = personal.of(self.number), states_of(parts.algorithm, personal, self.number, broadcast.shared)
         self.store.keep_personal(broadcast.round, (head, before), after)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedflat.assembly.stating import write_ending
 from fedflat.core import durable
 from fedflat.core.checks import RunError, counted, reading, wrong
 from fedflat.engine.job import Job, Outcome
@@ -26,7 +27,6 @@ from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, STATEMENT, RunFolder
 from fedflat.records.signing import SIGNATURE, Operator, keep_tips, place, tip_signers, tips_of
-from fedflat.simulation.run import write_ending
 
 OPEN = "the run was ended: what clients sent for its open round may have reached the server"
 

@@ -27,8 +27,6 @@ from fedflat.core.durable import plain
 from fedflat.core.imports import missing
 from fedflat.federation.lock import address_of, is_loopback
 
-FORMATS = ("text", "json")
-
 
 def log_fields(event: str, **facts: Any) -> dict[str, Any]:
     """Return the ``extra`` of a log call: the event's name and its facts, all of which may be published."""
@@ -53,12 +51,12 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(form: str) -> None:
-    """Write fedflat's own log lines, once, where Flower shows an app's output. form: one of ``FORMATS``.
+    """Write fedflat's own log lines, once, where Flower shows an app's output. form: text or json.
 
     Raises:
         InputError: another form.
     """
-    one_of("log", form, FORMATS)
+    one_of("log", form, ("text", "json"))
     logger = logging.getLogger("fedflat")
     if logger.handlers:
         return

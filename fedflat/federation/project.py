@@ -10,22 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import fedflat
+from fedflat.assembly.form import DataSpec
 from fedflat.assembly.inputs import data_of
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import algorithm_of
+from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.assembly.records import settled
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import making, require, turning, wrong
-from fedflat.core.types import Algorithm
-from fedflat.data.clients import FederatedData
+from fedflat.core.checks import InputError, making, require, turning, wrong
 from fedflat.engine.job import Job
 from fedflat.federation import lock
 from fedflat.federation.bounds import Limits
 from fedflat.federation.processes import QUIET
 from fedflat.federation.store import write_examples
-from fedflat.federation.task import RECIPE, DataSpec, Roster, Task, check_deployable
-from fedflat.methods.noise import trust_of
+from fedflat.federation.task import RECIPE, Roster, Task, check_deployable
 from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS
 
 PACKAGE = "fedflat_app"
@@ -35,8 +33,6 @@ STATUS, REASON = "status.json", ": why"
 """A file in the project's ``server/`` in which the SuperLink notes for its operator how it does, and what stands after
 a run's name there for the reason of its end."""
 CONTROL_CERTIFICATE = "flower/control/ca.crt"
-
-KEPT = "No cohort.sampling is named: secret coins (poisson) are kept, since {why}."
 
 
 @dataclass(frozen=True)
@@ -108,42 +104,36 @@ def _taking_turns(recipe: Recipe, unnamed: bool) -> tuple[Recipe, str]:
     method = algorithm_of(recipe)
     if not unnamed or not method.private:
         return recipe, ""
+    size, privacy = recipe.cohort.size, recipe.privacy
     clients = recipe.data.clients or data_of(recipe, None, None).clients  # a table's are its own
-    if why := _unfit(recipe, method, trust_of(recipe, method), clients):
-        return recipe, KEPT.format(why=why)
-    kind = "banded" if recipe.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
-    apart = int(clients / recipe.cohort.size)
+    apart, kind = int(clients / size), "banded" if recipe.rounds <= MOST_BANDED_ROUNDS else "toeplitz"
     dump = recipe.dump()
     dump["cohort"] |= {"sampling": "min-separation", "separation": apart}
     dump["privacy"]["noise"] = {"kind": kind}
-    return Recipe.of(dump), " ".join(_template("turns.txt").format(apart=apart, kind=kind).split())
-
-
-def _unfit(recipe: Recipe, method: Algorithm, trust: str, clients: int) -> str:
-    """Return why a schedule with correlated noise cannot stand in; empty where it can."""
-    privacy, cohort = recipe.privacy, recipe.cohort
-    proven = f"a schedule is proven for trust: central and plain Gaussian noise, not for {method.name}, {trust}"
-    coins = privacy.noise.kind != "independent" or privacy.noise_cohort is not None or cohort.min or cohort.max
-    reasons = {
-        "privacy.noise_multiplier is that of a round, and no privacy.epsilon is given": privacy.epsilon is None,
-        proven: trust != "central" or method.kind != "update",
-        "correlated noise needs one constant clip": privacy.clipping.kind == "adaptive",
-        "other keys of the recipe belong to secret coins": coins,
-        "the cohort is no whole number of at most half of the clients": cohort.size % 1 or 2 * cohort.size > clients,
-    }
-    return next((why for why, holds in reasons.items() if holds), "")
+    try:
+        require(privacy.epsilon is not None, "privacy.epsilon", "nothing", "a target (a given σ is that of a round)")
+        require(privacy.noise.kind == "independent", "privacy.noise", privacy.noise.kind, "none of the recipe's own")
+        require(apart > 1, "cohort.size", f"{size:g} of {clients} clients", "at most half of them")
+        turned = Recipe.of(dump)
+        plan_of(turned, method, clients)
+    except InputError as why:
+        return recipe, f"No cohort.sampling is named: secret coins (poisson) are kept. A schedule does not fit: {why}"
+    return turned, " ".join(_template("turns.txt").format(apart=apart, kind=kind).split())
 
 
 def _write(recipe: Recipe, job: Job, project: Project, port: int, host: str) -> None:
     data, plan, out, app = job.data, job.parts.plan, project.folder, project.folder / "app" / PACKAGE
     out.chmod(0o700)
     lock.write_authority_and_server(out / "certificates", list(dict.fromkeys([host, HERE, "localhost"])))
-    keys = [_write_client(client_folder(out, client), data, client) for client in range(data.clients)]
+    folders = [client_folder(out, client) for client in range(data.clients)]
+    keys = [lock.write_client_keys(folder) for folder in folders]
+    for client, folder in enumerate(folders):
+        write_examples(folder / DATA, *data.client(client))
     # With all that depends on data or calibration as numbers: every party has the same.
     (app / RECIPE).write_text(dumped(settled(recipe, job.parts, data.clients, job.problem.pristine)), encoding="utf-8")
     Task(recipe, DataSpec.of(data), Roster(tuple(keys)), Limits.of(job)).write(app)
-    for folder in ("server", "flower"):
-        (out / folder).mkdir(mode=0o700)
+    for name in ("server", "flower"):
+        (out / name).mkdir(mode=0o700)
     test = ""
     if data.test_inputs is not None and data.test_targets is not None:
         test = str((out / "server" / "test.safetensors").absolute())
@@ -176,12 +166,6 @@ def _write(recipe: Recipe, job: Job, project: Project, port: int, host: str) -> 
 def client_folder(out: Path, client: int) -> Path:
     """Return where a client's key, data and state are in the test set-up; on real machines each lives on its own."""
     return out / "clients" / f"{client:05d}"
-
-
-def _write_client(folder: Path, data: FederatedData, client: int) -> str:
-    public = lock.write_client_keys(folder)
-    write_examples(folder / DATA, *data.client(client))
-    return public
 
 
 def environment(out: Path) -> dict[str, str]:

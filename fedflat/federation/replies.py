@@ -220,9 +220,9 @@ class CheckIns:
         self._last = np.full(self.sampler.clients, NEVER, dtype=np.int64)
 
         def parse(line: Any) -> tuple[int, list[int]]:
-            if any(not 0 <= client < self.sampler.clients for client in map(int, line["clients"])):
-                raise ValueError
-            return int(line["round"]), [*map(int, line["clients"])]
+            clients = [*map(int, line["clients"])]
+            insist(all(0 <= client < self.sampler.clients for client in clients), ValueError())
+            return int(line["round"]), clients
 
         asked = read_journal(self.path, parse, "nobody's last turn is known")
         if lost := self.charged.difference(round for round, _ in asked):

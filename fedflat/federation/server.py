@@ -18,8 +18,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fedflat.assembly.jobs import prepare
 from fedflat.assembly.planning import drowned
-from fedflat.assembly.stating import Terms
+from fedflat.assembly.records import settled, write_beginning
+from fedflat.assembly.stating import Terms, write_ending
 from fedflat.config import reading
 from fedflat.core import durable
 from fedflat.core.checks import RunError, becoming, require, whole, wrong
@@ -39,14 +41,13 @@ from fedflat.federation.secagg.rounds import ClientShares, SecureFlower
 from fedflat.federation.store import read_examples
 from fedflat.federation.task import Roster, Task, check_deployable
 from fedflat.federation.tips import new_run, operator_file, operator_key, restore_lines, tip_record
-from fedflat.federation.transport import ClientNoise, Flower, limit_replies, note_refusals
+from fedflat.federation.transport import Flower, limit_replies, note_refusals
 from fedflat.methods.ddgauss import SharedDiscreteNoise
-from fedflat.pieces.clipping import MethodScale, whole_vector
+from fedflat.methods.noise import of_a_server
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, RunFolder
 from fedflat.records.opening import Opening, refuse_older, versions
-from fedflat.simulation.run import write_beginning, write_ending
 
 log = logging.getLogger("fedflat.server")
 
@@ -176,8 +177,6 @@ def _train(job: Job) -> Outcome:
 
 def job_of(task: Task, settings: Settings) -> Job:
     """Return the run's parts, built as the simulation builds them, with the public test set and nobody's examples."""
-    from fedflat.assembly.jobs import prepare
-
     check_deployable(task.recipe)
     test: Any = (None, None)
     if settings.test is not None:
@@ -188,10 +187,7 @@ def job_of(task: Task, settings: Settings) -> Job:
     if (wanted := Limits.of(job)) != task.limits:
         stated, needed = (json.dumps(asdict(limits)) for limits in (task.limits, wanted))
         raise wrong("task.json: bytes", stated, f"{needed}, as the recipe's messages need")
-    if isinstance(job.parts.clip, MethodScale):  # messages come scaled; once more would be another message
-        job.parts = replace(job.parts, clip=whole_vector(job.threshold))
-    if job.parts.plan.trust == "local" and job.parts.plan.private:
-        job.parts = replace(job.parts, mechanism=ClientNoise())
+    job.parts = of_a_server(job.parts, job.threshold)
     if isinstance(job.parts.mechanism, SharedDiscreteNoise):
         job.parts = replace(job.parts, mechanism=ClientShares(job.parts.mechanism))
     return job
@@ -199,8 +195,6 @@ def job_of(task: Task, settings: Settings) -> Job:
 
 def _folder(task: Task, job: Job, out: Path) -> RunFolder:
     """Return the run's folder: new, or that of the same recipe, data form and model. The job gets what the run is."""
-    from fedflat.assembly.records import settled
-
     keys.check_outside(out)
     # The public test set may come and go; whose data it is says the roster, not the server.
     job.identity = replace(job.identity, recipe=task.identity, data="")

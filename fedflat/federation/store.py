@@ -25,10 +25,7 @@ def write_examples(path: str | Path, inputs: Tensor, targets: Tensor) -> None:
     """Write ``inputs (n, …)`` and ``targets (n,)`` as the file that a client (or the server, its public test set)
     reads.
     """
-    from safetensors.torch import save
-
-    tensors = {"inputs": inputs.detach().cpu().contiguous(), "targets": targets.detach().cpu().contiguous()}
-    durable.replace(Path(path), save(tensors))
+    durable.replace_tensors(Path(path), {"inputs": inputs, "targets": targets}, {})
 
 
 def read_examples(path: str | Path) -> tuple[Tensor, Tensor]:
@@ -78,13 +75,10 @@ class Store:
 
     def keep_personal(self, round: int, before: Personal, after: Personal) -> None:
         """Store durably what a round began with and what it left (``PersonalState`` keeps nothing that diverged)."""
-        from safetensors.torch import save
-
         both = (("before", before), ("after", after))
         held = {when + name: value for when, (head, states) in both for name, value in {"": head, **states}.items()}
         if any(value.numel() for value in held.values()):
-            tensors = {name: value.contiguous().clone() for name, value in held.items()}
-            durable.replace(self.folder / HEAD, save(tensors, {"round": str(round)}))
+            durable.replace_tensors(self.folder / HEAD, held, {"round": str(round)})
 
     def of_client(self, number: int) -> None:
         """Note whose folder this is. Raises InputError if it is another client's, whose answers it counts."""

@@ -240,8 +240,7 @@ def _write_status(path: Path, status: dict[str, str]) -> None:
 
 def _run_tasks(superlink: Connection, address: str, certificate: Path) -> None:
     """Run a ServerApp for each token that the SuperLink gives, in a process of its own; send back how it ended."""
-    import fedflat.federation.server
-    import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
+    import fedflat.federation.server  # noqa: F401  # loaded once, before the forks
 
     tasks: dict[int, str] = {}
     try:

@@ -227,7 +227,7 @@ def parts_of(reply: Any) -> tuple[Any, Any, dict[str, bytes]]:
 
 def _answer_messages(connection: Connection, app: Path, config: Any) -> None:
     """Answer messages, each in a forked process of its own; send how it ended, with or without an answer before."""
-    import fedflat.simulation.run  # noqa: F401  # loaded once, before the forks
+    import fedflat.assembly.jobs  # noqa: F401  # loaded once, before the forks
 
     def answer(number: str, contents: dict[str, bytes]) -> None:
         connection.send(parts_of(reply_to(unpacked(number, contents), config, app)))

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedflat.core import durable
 from fedflat.core.checks import RunError, counted, insist
 from fedflat.core.params import PersonalState
-from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
-from fedflat.engine.reduce import Accumulator, Clipped, Part, Trained
+from fedflat.core.types import Broadcast
+from fedflat.engine.reduce import Clipped, Part, Trained
 from fedflat.federation import wire
 from fedflat.federation.bounds import Limit, pulled, refusal, unpacked
 from fedflat.federation.events import log_fields
@@ -30,7 +29,6 @@ from fedflat.federation.replies import Culprits, PendingReply, ReplyTracker, log
 from fedflat.federation.task import Roster
 from fedflat.federation.tips import RECORD
 from fedflat.federation.wire import Malformed
-from fedflat.pieces.clipping import whole_vector
 
 log = logging.getLogger("fedflat.server")
 
@@ -191,19 +189,6 @@ class Flower:
         if self.tip is not None:
             content = RecordDict({**content, RECORD: self.tip(round)})
         return Message(content, pending.node, "train", ttl=TTL, group_id=str(round))
-
-
-@dataclass(frozen=True)
-class ClientNoise(Mechanism):
-    """trust: local. Every message carries its client's own noise, so the server clips and adds nothing."""
-
-    def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
-        """Return a plain sum: a noised message is longer than the clip, and already private."""
-        return Accumulator(whole_vector(float("inf")), float("inf"), tensors, tensors[-1].stop)
-
-    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
-        """Return zeros: the noise is in the sum."""
-        return torch.zeros_like(aggregate.total)
 
 
 def note_refusals(path: Path, round: int, counts: Counter[str]) -> None:

@@ -168,6 +168,11 @@ class SharedDiscreteNoise(Mechanism):
 
         return encode, None
 
+    def message(self, update: Tensor, broadcast: Broadcast, key: bytes) -> Integers:
+        """Return a client's update as whole numbers with its share of noise. key: fresh, and of this message alone."""
+        bits = (SecureBits(key, purpose) for purpose in ("rounding", "noise share"))
+        return self.mechanism.encode(update, self._signs(broadcast), *bits)
+
     def release(self, key: bytes, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Return the decoded noisy sum, float32 `(d,)`."""
         # An empty round is released too: zero and its noise.

@@ -20,10 +20,13 @@ from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.discrete import SecureBits, ShareNumbers, rounded_gaussian
 from fedflat.core.factors import PLACES, Factor, identity
 from fedflat.core.rng import stream
-from fedflat.core.types import Algorithm, Broadcast, Mechanism
+from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Mechanism
+from fedflat.engine.job import RoundParts
+from fedflat.engine.reduce import Accumulator
 from fedflat.methods.ddgauss import DistributedDiscreteGaussian, SharedDiscreteNoise
 from fedflat.methods.plans import DDGaussPlan, VotesPlan
 from fedflat.methods.published import Published
+from fedflat.pieces.clipping import MethodScale, whole_vector
 from fedflat.pieces.mechanisms import GaussianNoise, GridGaussian, GridNoise
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
@@ -93,6 +96,28 @@ class CorrelatedGridNoise(GridNoise):
             # Rounded half up in whole numbers, as the proof above has it.
             recent[t % bands] = (2 * left + entries[t, 0]) // (2 * entries[t, 0])
         return np.array(recent[round % bands])
+
+
+@dataclass(frozen=True)
+class ClientNoise(Mechanism):
+    """trust: local. Every message carries its client's own noise, so the server clips and adds nothing."""
+
+    def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
+        """Return a plain sum: a noised message is longer than the clip, and already private."""
+        return Accumulator(whole_vector(float("inf")), float("inf"), tensors, tensors[-1].stop)
+
+    def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
+        """Return zeros: the noise is in the sum."""
+        return torch.zeros_like(aggregate.total)
+
+
+def of_a_server(parts: RoundParts, threshold: float) -> RoundParts:
+    """Return the parts as a deployment's server uses them: its clients have scaled, clipped and perhaps noised."""
+    if isinstance(parts.clip, MethodScale):  # scaled once more it would be another message
+        parts = replace(parts, clip=whole_vector(threshold))
+    if parts.plan.trust == "local" and parts.plan.private:
+        parts = replace(parts, mechanism=ClientNoise())
+    return parts
 
 
 def trust_of(recipe: Recipe, method: Algorithm) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedflat.core.checks import InputError, reading
-from fedflat.core.durable import contents_of, digest_of, flush, read_about, replace
+from fedflat.core.durable import contents_of, digest_of, flush, read_about, replace_tensors
 from fedflat.core.params import PersonalState
 from fedflat.core.types import RoundState
 
@@ -76,10 +76,7 @@ def save(
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], facts: Facts, mode: int = 0o644) -> None:
-    from safetensors.torch import save
-
-    contiguous = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    replace(path, save(contiguous, metadata={"state": json.dumps(facts)}), mode)
+    replace_tensors(path, tensors, {"state": json.dumps(facts)}, mode)
     flush(path.parent.parent)  # which has this folder's name since its first file
 
 

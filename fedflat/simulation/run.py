@@ -11,11 +11,10 @@ from torch import nn
 
 from fedflat.assembly.inputs import Clients, as_given
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.records import is_seeded, resolved, write_frozen
-from fedflat.assembly.stating import Terms, state_privacy
+from fedflat.assembly.records import is_seeded, resolved, write_beginning
+from fedflat.assembly.stating import Terms, write_ending
 from fedflat.config.reading import names
 from fedflat.config.recipe import Recipe, RecipeLike, refuse_beside
-from fedflat.core import durable
 from fedflat.core.checks import require, wrong
 from fedflat.core.loss import CustomLoss
 from fedflat.core.process import using_threads
@@ -25,12 +24,11 @@ from fedflat.data.clients import FederatedData
 from fedflat.engine.device import PROCESSES
 from fedflat.engine.job import Job, Metric, OnRound, Outcome, Record, RoundResult
 from fedflat.engine.resume import software_of
-from fedflat.engine.train import final_module, train, weights_digest
-from fedflat.privacy.statement import write as write_statement
-from fedflat.records import checkpoint, keys
-from fedflat.records.folder import OPENING, RECIPE, STATEMENT, RunFolder, check_kinds, check_new, claimed
+from fedflat.engine.train import final_module, train
+from fedflat.records import keys
+from fedflat.records.folder import OPENING, RECIPE, RunFolder, check_kinds, check_new, claimed
 from fedflat.records.opening import Opening, refuse_older
-from fedflat.records.signing import Operator, sign_run
+from fedflat.records.signing import Operator
 from fedflat.report.progress import Progress
 from fedflat.simulation.result import Result
 
@@ -133,34 +131,6 @@ def _result(recipe: Recipe, job: Job, outcome: Outcome) -> Result:
         heads=dict(outcome.heads.kept), stages=dict(job.stages), notes=outcome.notes, make_module=lambda: module,
         made_for=job.made_for,
     )  # fmt: skip
-
-
-def write_ending(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
-    """Return a run's statement, once it is in the folder, if there is one.
-
-    It is signed with ledger and released weights if there is an operator's key, and the noise key of a run that is over
-    is forgotten.
-    """
-    folder = job.folder
-    facts = state_privacy(recipe, job, outcome, deployment=folder is not None and folder.deployment)
-    if folder is None:
-        return facts
-    weights = weights_digest(job, outcome.state)
-    write_statement(folder.path / STATEMENT, facts, folder.run, weights)
-    # What an export will say, which is the checkpoint's: a run that is gone on with may have another version's.
-    made_for = checkpoint.facts_of(checkpoint.path_of(folder.checkpoints, outcome.state.round)).get("made_for") or {}
-    sign_run(folder.path, folder.run, weights, made_for, job.operator)
-    if job.stored and outcome.complete:
-        keys.forget(folder.run)
-    return facts
-
-
-def write_beginning(path: Path, text: str, job: Job) -> None:
-    """Write what a run is, a frozen body, and the text of its recipe, which makes of a folder a run's: it is last."""
-    opening: Opening = job.opening  # type: ignore[assignment]
-    opening.write(path)
-    write_frozen(job, path)
-    durable.replace(path / RECIPE, text, mode=0o644)
 
 
 def _on_the_same_engine(recipe: Recipe, path: Path) -> Recipe:

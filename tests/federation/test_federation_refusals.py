@@ -20,10 +20,11 @@ from stand_in import deployed, final_shared, grid_of, honest, settings, small
 from fedflat.core.checks import RunError
 from fedflat.core.types import Broadcast
 from fedflat.federation import replies as replies_module
-from fedflat.federation import server, transport, wire
+from fedflat.federation import server, wire
 from fedflat.federation.replies import DATA_FAULTS, PROTOCOL_FAULTS, PendingReply, ReplyTracker, loggable
 from fedflat.federation.server import serve
 from fedflat.federation.wire import Answer, Malformed
+from fedflat.methods.noise import ClientNoise
 from fedflat.records import keys
 
 D = 5
@@ -227,14 +228,13 @@ def test_whatever_a_client_sends_moves_the_sum_by_no_more_than_the_clip(tmp_path
 
 def test_broken_twin_without_the_servers_clip_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing, _ = run_with(tmp_path / "a", "silent")
-    noise = transport.ClientNoise()
     job_of = server.job_of
 
     def unclipped(task: Any, given: Any) -> Any:
         from dataclasses import replace
 
         job = job_of(task, given)
-        job.parts = replace(job.parts, mechanism=noise)
+        job.parts = replace(job.parts, mechanism=ClientNoise())
         return job
 
     monkeypatch.setattr(server, "job_of", unclipped)

@@ -200,10 +200,10 @@ def test_deploy_takes_turns_by_default_and_says_why(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"privacy": {"noise_multiplier": 1.0}}, "that of a round"),
-        ({"privacy": {"noise_multiplier": None, "epsilon": 5.0, "trust": "local"}}, "trust: central"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": 5.0, "trust": "local"}}, "allowed: central"),
         ({"privacy": {"noise_multiplier": None, "epsilon": 5.0, "clip": {"kind": "adaptive"}}}, "one constant clip"),
         ({"privacy": {"noise_multiplier": None, "epsilon": 5.0}, "cohort": {"size": 3}}, "at most half"),
-        ({"privacy": {"noise_multiplier": None, "epsilon": 5.0}, "cohort": {"size": 2, "min": 2}}, "secret coins"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": 5.0}, "cohort": {"size": 2, "min": 2}}, "cohort.min"),
         ({"algorithm": {"name": "fedavg"}}, ""),
     ],
 )

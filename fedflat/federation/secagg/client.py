@@ -13,29 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 from fedflat.core.checks import insist, reading, require, wrong
-from fedflat.core.discrete import SecureBits
-from fedflat.core.rng import fresh_key, stream
+from fedflat.core.rng import fresh_key
 from fedflat.federation import wire
 from fedflat.federation.secagg import dealing
 from fedflat.federation.secagg import protocol as secagg
 from fedflat.federation.secagg.protocol import Aborted, PublicKeys, Secrets, Shares
-from fedflat.methods.ddgauss import DistributedDiscreteGaussian
 from fedflat.privacy.plan import Plan
 
 # federation.client.Client, whose module imports this one: naming the class here would close a circle of files.
 Client = Any
 
 _SECRETS = ("seal", "mask", "seed", "sign")
-_BEFORE = {
-    dealing.SHARES: (dealing.KEYS,), dealing.CHECK: (dealing.SHARES,), dealing.ANSWER: (dealing.CHECK,),
-    dealing.VECTOR: (dealing.CHECK, dealing.ANSWER), dealing.CONSENT: (dealing.VECTOR,),
-    dealing.REVEAL: (dealing.CONSENT,),
-}  # fmt: skip
-"""What a client must have answered last, before each step but the first."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,7 @@ def answer_stage(client: Client, content: Any, round: int, nonce: bytes) -> Any:
             return wire.write_answer(wire.Answer(round, nonce))
         state = _opened(client, stage, round, session)
         try:
-            reply: _Reply = _STEPS[stage](client, content, state)
+            reply: _Reply = _STEPS[stage][0](client, content, state)
         except BaseException:  # the session is over for this client, and so are its secrets
             client.store.end_session()
             raise
@@ -107,7 +98,7 @@ def _opened(client: Client, stage: str, round: int, session: bytes) -> dict[str,
     state: dict[str, Any] = client.store.session()
     if state.get("session") != session.hex() or state.get("round") != round:
         raise wire.Refused("a step of a session that is not open")
-    insist(state.get("stage") in _BEFORE[stage], wire.Refused(f"step {stage} after step {state.get('stage')}"))
+    insist(state.get("stage") in _STEPS[stage][1], wire.Refused(f"step {stage} after step {state.get('stage')}"))
     # Killed after it noted that the vector leaves.
     insist(stage != dealing.VECTOR or round not in client.store.answered(), left)
     return state
@@ -123,10 +114,6 @@ def _secrets(client: Client, state: Mapping[str, Any]) -> Secrets:
 
 def _keys(state: Mapping[str, Any]) -> dict[int, PublicKeys]:
     return dealing.read_keys(bytes.fromhex(state["keys"]))
-
-
-def _shared(state: Mapping[str, Any]) -> set[int]:
-    return {int(i) for i in state["shares"]}
 
 
 def _shares(state: Mapping[str, Any]) -> dict[int, Shares]:
@@ -196,39 +183,33 @@ def _give_vector(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     """Give the masked vector, for those that the server still counts: all their secrets can be put together."""
     # A server that names fewer clients than dealt shares would learn the sum of the few: each client counts for itself.
     shared = set(wire.read_map(content[wire.FACTS].get("shared"), 0))
-    if not shared <= _shared(state) or client.number not in shared or len(shared) < state["threshold"]:
+    if not shared <= set(_shares(state)) or client.number not in shared or len(shared) < state["threshold"]:
         raise Aborted("too few clients, or others than dealt true shares")
     vector = _encoded(client, client.read_broadcast(content))
+    bits = client.job.parts.mechanism.mechanism.bits
     # Noted before the vector leaves: a kill in between costs this round's answer, and never a second vector.
     client.store.note_participation(state["round"])
-    masked = secagg.masked(_secrets(client, state), _keys(state), shared, vector, _mechanism(client).bits)
+    masked = secagg.masked(_secrets(client, state), _keys(state), shared, vector, bits)
     return _Reply({}, {"shares": {str(i): state["shares"][str(i)] for i in shared}}, masked)
-
-
-def _mechanism(client: Client) -> DistributedDiscreteGaussian:
-    mechanism: DistributedDiscreteGaussian = client.job.parts.mechanism.mechanism  # type: ignore[attr-defined]
-    return mechanism
 
 
 def _encoded(client: Client, broadcast: Any) -> np.ndarray:
     """Return the clipped update as whole numbers with the client's share of noise; its bits are never used again."""
     update, _ = client.update(broadcast)
-    mechanism, key = _mechanism(client), fresh_key()
-    signs = mechanism.signs(stream(client.job.seed, "rotation", broadcast.round))
-    bits = (SecureBits(key, purpose) for purpose in ("rounding", "noise share"))
-    return mechanism.encode(update.to(torch.float64), signs, *bits)
+    vector: np.ndarray = client.job.parts.mechanism.message(update, broadcast, fresh_key())
+    return vector
 
 
 def _consent(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     survivors = set(wire.read_map(content[wire.FACTS].get("survivors"), 0))
-    secagg.check_survivors(client.number, survivors, _shared(state), state["threshold"])
+    secagg.check_survivors(client.number, survivors, set(_shares(state)), state["threshold"])
     signature = dealing.signed(_secrets(client, state), dealing.CONSENT, _seen(client, state, survivors))
     return _Reply({"signature": signature}, {"survivors": sorted(survivors)})
 
 
 def _seen(client: Client, state: Mapping[str, Any], survivors: set[int]) -> bytes:
     """Return the hash of what this client was told in the session."""
-    return dealing.transcript(_context(client, state), _keys(state), _shared(state), survivors)
+    return dealing.transcript(_context(client, state), _keys(state), set(_shares(state)), survivors)
 
 
 def _reveal(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
@@ -236,12 +217,17 @@ def _reveal(client: Client, content: Any, state: dict[str, Any]) -> _Reply:
     survivors = set(state["survivors"])
     signatures = wire.read_map(content[wire.FACTS].get("signatures"), dealing.SIGNATURE_BYTES)
     dealing.require_consent(signatures, _keys(state), survivors, _seen(client, state, survivors), state["threshold"])
-    seeds, masks = secagg.reveal(_shares(state), survivors, _shared(state))
+    seeds, masks = secagg.reveal(_shares(state), survivors, set(_shares(state)))
     return _Reply({"seeds": dealing.write_numbers(seeds), "masks": dealing.write_numbers(masks)}, None)
 
 
-_STEPS: dict[str, Any] = {
-    dealing.KEYS: _give_keys, dealing.SHARES: _give_shares, dealing.CHECK: _complain,
-    dealing.ANSWER: _answer_complaints, dealing.VECTOR: _give_vector, dealing.CONSENT: _consent,
-    dealing.REVEAL: _reveal,
-}  # fmt: skip
+_STEPS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    dealing.KEYS: (_give_keys, ()),
+    dealing.SHARES: (_give_shares, (dealing.KEYS,)),
+    dealing.CHECK: (_complain, (dealing.SHARES,)),
+    dealing.ANSWER: (_answer_complaints, (dealing.CHECK,)),
+    dealing.VECTOR: (_give_vector, (dealing.CHECK, dealing.ANSWER)),
+    dealing.CONSENT: (_consent, (dealing.VECTOR,)),
+    dealing.REVEAL: (_reveal, (dealing.CONSENT,)),
+}
+"""Each step's answer, and what a client must have answered last, before each but the first."""
