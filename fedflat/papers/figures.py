@@ -8,11 +8,12 @@ from typing import Any, Self, cast
 
 import yaml
 
+from fedflat.assembly.inputs import lacking
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.durable import plain
 from fedflat.papers.outcome import UNSEEN
-from fedflat.papers.rows import lacking, planned, trained
+from fedflat.papers.rows import planned, trained
 from fedflat.papers.scales import SCALES, differences, scaled
 from fedflat.papers.tables import Cell, Table, asked_for, load, named, slug
 from fedflat.report.figures import Figure, at_places, figures_of_groups, figures_of_run

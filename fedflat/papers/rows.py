@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import lru_cache, reduce
 from pathlib import Path
 
+from fedflat.assembly.inputs import lacking, layout_for
 from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.config.reading import override
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import wrong
 from fedflat.core.cohorts import Poisson
-from fedflat.core.params import layout_of
 from fedflat.methods.published import CITED, PAPERS, formula, with_tensors
 from fedflat.papers.outcome import Outcome, Row
 from fedflat.papers.scales import SCALES, differences, scaled
@@ -107,15 +107,13 @@ def _proven(recipe: Recipe, shape: tuple[int, ...], classes: int) -> tuple[float
 # Hundreds of cells share a few dozen plans, and an account takes seconds.
 @lru_cache(maxsize=512)
 def _account(text: str, shape: tuple[int, ...], classes: int) -> tuple[float, float, float | None]:
-    from fedflat.models import build
-
     recipe = Recipe.model_validate_json(text)
     method, clients = algorithm_of(recipe), recipe.data.clients or 1
     released, layout = recipe.privacy.protocol == "published", None
     # The account asks for d, or for the number of tensors that are clipped one by one; but a median of the clients'
     # norms proves nothing, whatever the model.
     if method.kind == "ddgauss" or (released and recipe.privacy.clipping.kind != "median"):
-        layout = layout_of(build(recipe.model.name, shape, classes, 0, **recipe.model.options), method.head)
+        layout = layout_for(recipe, method, shape, classes)
     plan = plan_of(recipe, method, clients, None if layout is None else layout.dimension)
     if layout is not None:
         plan = with_tensors(plan, layout.shared)
@@ -156,21 +154,6 @@ def trained(
         places = {seed: folder / setting.slug / f"seed-{seed}" for seed in setting.seeds}
         runs.append({s: metrics.read_run(place) for s, place in places.items() if (place / "privacy.json").is_file()})
     return runs, [f"{name}: {why}" for name, why in comparison.failed.items()]
-
-
-def lacking(recipes: Sequence[Recipe]) -> dict[str, str]:
-    """Return the data sets that cannot be had, each with the reader's one line."""
-    from fedflat.data.locate import locate
-
-    absent: dict[str, str] = {}
-    for name in dict.fromkeys(recipe.data.dataset for recipe in recipes):
-        try:
-            # digits comes with scikit-learn.
-            if name != "digits":
-                locate(name)
-        except (InputError, RunError) as error:
-            absent[name] = str(error)
-    return absent
 
 
 def _measured(row: Row, runs: Mapping[tuple[str, str], Mapping[int, Run]], first: str) -> Row:
