@@ -14,9 +14,8 @@ from fedflat.core.checks import wrong
 from fedflat.core.cohorts import Poisson
 from fedflat.methods.published import CITED, PAPERS, formula, with_tensors
 from fedflat.papers.outcome import Outcome, Row
-from fedflat.papers.scales import SCALES, differences, scaled
+from fedflat.papers.scales import SCALES, bare, differences, scaled
 from fedflat.papers.tables import COUNTED, RELATIVE, Cell, Table, find
-from fedflat.privacy.accounting.epsilon import default_delta
 from fedflat.report import metrics
 from fedflat.report.metrics import Run, fate
 from fedflat.report.progress import RunEvent
@@ -83,24 +82,23 @@ def claimed_epsilon(cell: Cell) -> float | None:
     """Return ε as the paper has it: the budget its table names, or its formula for its σ; inf without noise."""
     if cell.recipe is None:
         return None
-    privacy, cohort = cell.recipe.privacy, cell.recipe.cohort
-    if privacy.epsilon is not None:
+    privacy, sampler = cell.recipe.privacy, Poisson(cell.recipe.data.clients or 1, cell.recipe.cohort.size)
+    # A paper that names no δ names ε.
+    if privacy.epsilon is not None or privacy.delta is None:
         return privacy.epsilon
-    clients = cell.recipe.data.clients or 1
-    delta = privacy.delta or default_delta(clients)
-    return formula(Poisson(clients, cohort.size), privacy.noise_multiplier or 0.0, delta, cell.recipe.rounds)
+    return formula(sampler, privacy.noise_multiplier or 0.0, privacy.delta, cell.recipe.rounds)
 
 
 def _proven(recipe: Recipe, shape: tuple[int, ...], classes: int) -> tuple[float, float, float | None]:
     """Return what the recipe's plan proves: ε (inf where nothing finite is) at δ, and ε of the larger system it
     simulates. The many cells that share a plan share its account."""
-    blank = recipe.model_copy(update={"name": "", "seed": 0, "evaluation": Recipe.model_fields["evaluation"].default})
     method = algorithm_of(recipe)
     # The account of a sound update depends on neither method nor data, so all share one.
     if method.kind == "update" and recipe.privacy.protocol == "sound":
-        plain = {"name": "dp-fedavg"} if method.private else {"name": "fedavg"}
-        data = {"clients": recipe.data.clients}
-        blank = Recipe.of({**blank.dump(), "algorithm": plain, "model": "mlp", "data": data, "local": {}})
+        blank = bare(recipe, {"name": "dp-fedavg" if method.private else "fedavg"})
+    else:
+        default = Recipe.model_fields["evaluation"].default
+        blank = recipe.model_copy(update={"name": "", "seed": 0, "evaluation": default})
     return _account(blank.model_dump_json(), shape, classes)
 
 
