@@ -137,9 +137,6 @@ class Objective:
                 with sdpa_kernel(SDPBackend.MATH):
                     loss = self._at(module, self.inputs, rows, vector)[0].sum()
                     gradient = torch.autograd.grad(loss, vector, create_graph=True)[0]
-                    # The loss is linear in the weights: its Hessian is zero.
-                    if not gradient.requires_grad:
-                        return torch.zeros_like(weights)
                     return torch.autograd.grad(gradient, vector, direction.to(weights.dtype))[0]
 
             # In a fixed order, so that the number of threads does not change the sum.

@@ -4,11 +4,10 @@ Each shows its series by round (and, where an ε is proven, by ε spent). The ax
 before training, and what round r of the records released stands at r + 1.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import yaml
 
@@ -23,6 +22,7 @@ MAX_OVERLAID = 3000
 """Points of all lines of an overlay together."""
 DOTS_FROM = 3
 """Series of bars up to which each is a bar from zero: more are dots, on an axis of their range."""
+DECLARED: dict[str, dict[str, Any]] = yaml.safe_load(asset("figures.yaml"))
 Values = tuple[float, ...]
 
 
@@ -99,20 +99,15 @@ def thin(count: int, most: int = MAX_POINTS) -> list[int]:
     return places
 
 
-@functools.cache
-def _declared() -> dict[str, dict[str, Any]]:
-    return cast(dict[str, dict[str, Any]], yaml.safe_load(asset("figures.yaml")))
-
-
 def _entries(page: str, run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the entries of ``figures.yaml`` by their keys, page ``run`` or ``groups``; and metrics that the recipe of a
     run asks for, said to be what the loss is."""
-    for key, entry in _declared()[page].items():
+    for key, entry in DECLARED[page].items():
         yield key, entry
         if (page, key) == ("run", "loss"):
             for name in metrics.own_metrics(run.metrics):
                 title = name.replace("_", " ").capitalize()
-                yield name, {**entry, "title": title, "of": {"": name}, **_declared()["own"].get(name, {})}
+                yield name, {**entry, "title": title, "of": {"": name}, **DECLARED["own"].get(name, {})}
 
 
 Points = Callable[[Run], Sequence[tuple[int, float]]]

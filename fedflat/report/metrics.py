@@ -354,12 +354,6 @@ def generalisation_gap(run: Run, measure: str = "final") -> float | None:
     return None if tested is None or trained is None else trained - tested[1]
 
 
-def best_accuracy(run: Run) -> float | None:
-    """Return the test accuracy of the best round."""
-    best = shown_round(run, "best")
-    return None if best is None else best[1]
-
-
 def finished_rounds(run: Run) -> int:
     """Return how many rounds were finished: by the statement where a line of the metrics was lost."""
     return max(int(number(run.privacy.get("rounds")) or 0), len(run.metrics))
@@ -469,10 +463,9 @@ def costs(runs: Sequence[Run]) -> tuple[Cost, ...]:
     members: dict[str, list[Run]] = {}
     for run in runs:
         members.setdefault(str(section(run.recipe, "data").get("dataset")), []).append(run)
-    spent = []
-    for name, mine in members.items():
-        spent.append(Cost(name, total(published(mine)), len({_clients(run) for run in mine}) == 1))
-    return tuple(spent)
+    return tuple(
+        Cost(name, total(published(mine)), len(set(map(_clients, mine))) == 1) for name, mine in members.items()
+    )
 
 
 def distinct(names: Sequence[str]) -> list[str]:
@@ -487,10 +480,9 @@ def published(runs: Sequence[Run]) -> list[Published]:
 
 
 def _published(run: Run, name: str) -> Published:
-    try:
+    entries = []
+    with contextlib.suppress(InputError):
         entries = read(run.path / "ledger.jsonl")
-    except InputError:
-        entries = []
     # Without its ledger nobody sees what a run charged, nor whether its noise was used twice.
     unread = not entries and number(run.privacy.get("rounds_charged"))
     epsilon = None if unread or uncounted(run.privacy, entries) else proven_epsilon(run)
