@@ -29,10 +29,7 @@ from fedflat.report.groups import Group, group_runs, paired_difference, spread
 from fedflat.report.metrics import Run, proven_epsilon, read_runs, seeded
 
 Numbers = dict[str, Any]
-CHANGED = (
-    "A checkpoint's fingerprint is not its recipe's: data, model or fedflat changed since that run. Its recorded test "
-    "accuracy is compared with the one found here."
-)
+CHANGED = "A checkpoint's fingerprint is not its recipe's: data, model or fedflat changed since that run."
 
 
 @dataclass(frozen=True)
@@ -139,10 +136,9 @@ def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, PersonalState]
     refuse_other_tasks("landscape", recipe)
     job = prepare(recipe)
     layout = job.parts.layout
-    if (state.shared.numel(), heads.first.numel()) != (layout.dimension, layout.size - layout.dimension):
-        raise wrong(
-            f"run folder {run.path}", "weights of another model", "a run whose recipe alone gives its model and data"
-        )
+    same = (state.shared.numel(), heads.first.numel()) == (layout.dimension, layout.size - layout.dimension)
+    allowed = "a run whose recipe alone gives its model and data"
+    require(same, f"run folder {run.path}", "weights of another model", allowed)
     if not (run.path / OPENING).is_file() or Opening.read(run.path).differing(job.identity):
         notes.append(CHANGED)
     return job, state, heads

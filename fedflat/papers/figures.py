@@ -19,7 +19,7 @@ from fedflat.papers.tables import Cell, Table, asked_for, load, named, slug
 from fedflat.report.figures import Figure, at_places, figures_of_groups, figures_of_run
 from fedflat.report.groups import Group, Spread, flatten, spread
 from fedflat.report.metrics import FATES, Run, fate, shown_round
-from fedflat.report.progress import RunEvent
+from fedflat.simulation.experiment import Update
 
 ENTRIES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text("utf-8"))
 """What ``figures.yaml`` says of each figure, by its name, as ``000 figure-4``."""
@@ -183,8 +183,7 @@ class Drawn:
 
 def draw(
     figure: PaperFigure, folder: Path, scale: str = "small", overrides: Sequence[str] = (), seeds: int | None = None,
-    processes: int | None = None, update: Callable[[RunEvent], None] | None = None,
-    say: Callable[[str], None] | None = None,
+    processes: int | None = None, update: Update | None = None, say: Callable[[str], None] | None = None,
 ) -> Drawn:  # fmt: skip
     """Train what a figure is drawn from and draw it; each table's runs are in a folder of their own under ``folder``.
 

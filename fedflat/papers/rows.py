@@ -1,7 +1,7 @@
 """Turn a table's cells into rows: planned only, or trained through the same experiment as ``fedflat compare``."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
 from pathlib import Path
@@ -18,8 +18,7 @@ from fedflat.papers.scales import SCALES, bare, differences, scaled
 from fedflat.papers.tables import COUNTED, RELATIVE, Cell, Table, find
 from fedflat.report import metrics
 from fedflat.report.metrics import Run, fate
-from fedflat.report.progress import RunEvent
-from fedflat.simulation.experiment import compare
+from fedflat.simulation.experiment import Update, compare
 from fedflat.simulation.settings import expand
 
 
@@ -54,8 +53,15 @@ def planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Sequ
 
 def accounted(cell: Cell, recipe: Recipe) -> Row:
     """Return a cell that runs as ``recipe`` says, with what is claimed of the paper's setting and proven of this
-    one."""
-    return Row(cell, recipe, claimed_epsilon(cell), *_proven(recipe, cell.input, cell.classes))
+    one: ε (inf where nothing finite is) at δ, and ε of the larger system that it simulates."""
+    method = algorithm_of(recipe)
+    # The account of a sound update depends on neither method nor data, so all share one.
+    if method.kind == "update" and recipe.privacy.protocol == "sound":
+        blank = bare(recipe, {"name": "dp-fedavg" if method.private else "fedavg"})
+    else:
+        default = Recipe.model_fields["evaluation"].default
+        blank = recipe.model_copy(update={"name": "", "seed": 0, "evaluation": default})
+    return Row(cell, recipe, claimed_epsilon(cell), *_account(blank.model_dump_json(), cell.input, cell.classes))
 
 
 def _procedure(table: Table, recipe: Recipe, released: Sequence[str], protocol: str) -> Recipe:
@@ -89,19 +95,6 @@ def claimed_epsilon(cell: Cell) -> float | None:
     return formula(sampler, privacy.noise_multiplier or 0.0, privacy.delta, cell.recipe.rounds)
 
 
-def _proven(recipe: Recipe, shape: tuple[int, ...], classes: int) -> tuple[float, float, float | None]:
-    """Return what the recipe's plan proves: ε (inf where nothing finite is) at δ, and ε of the larger system it
-    simulates. The many cells that share a plan share its account."""
-    method = algorithm_of(recipe)
-    # The account of a sound update depends on neither method nor data, so all share one.
-    if method.kind == "update" and recipe.privacy.protocol == "sound":
-        blank = bare(recipe, {"name": "dp-fedavg" if method.private else "fedavg"})
-    else:
-        default = Recipe.model_fields["evaluation"].default
-        blank = recipe.model_copy(update={"name": "", "seed": 0, "evaluation": default})
-    return _account(blank.model_dump_json(), shape, classes)
-
-
 # Hundreds of cells share a few dozen plans, and an account takes seconds.
 @lru_cache(maxsize=512)
 def _account(text: str, shape: tuple[int, ...], classes: int) -> tuple[float, float, float | None]:
@@ -119,9 +112,8 @@ def _account(text: str, shape: tuple[int, ...], classes: int) -> tuple[float, fl
 
 
 def fill(
-    plan: Outcome, folder: Path, seeds: int | None = None, processes: int | None = None,
-    update: Callable[[RunEvent], None] | None = None,
-) -> Outcome:  # fmt: skip
+    plan: Outcome, folder: Path, seeds: int | None = None, processes: int | None = None, update: Update | None = None
+) -> Outcome:
     """Train every cell of a plan whose data can be had, as ``fedflat compare`` does; return the plan with its numbers.
 
     What is done in ``folder`` is kept. Cells that are numbers of the same runs share them. seeds: default the scale's,
@@ -139,9 +131,8 @@ def fill(
 
 
 def trained(
-    recipes: Sequence[Recipe], count: int, folder: Path, processes: int | None,
-    update: Callable[[RunEvent], None] | None,
-) -> tuple[list[dict[int, Run]], list[str]]:  # fmt: skip
+    recipes: Sequence[Recipe], count: int, folder: Path, processes: int | None, update: Update | None
+) -> tuple[list[dict[int, Run]], list[str]]:
     """Train what is not done yet in ``folder``; return each recipe's runs that ended, by seed, and why others did
     not."""
     if not recipes:

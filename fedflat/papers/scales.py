@@ -101,13 +101,11 @@ def _noise(recipe: Recipe, size: float, clients: int) -> dict[str, Any]:
     method, privacy = algorithm_of(recipe), recipe.privacy
     if not method.private:
         return {}
-    sigma = sigma_of(recipe)
-    settings = {"noise_multiplier": sigma, "epsilon": None, "delta": privacy.delta or default_delta(clients)}
-    if sigma == 0:
-        return settings
+    sigma, delta = sigma_of(recipe), privacy.delta or default_delta(clients)
     if method.kind == "ddgauss" or privacy.protocol == "published":
-        return {**settings, "noise_multiplier": sigma * size / recipe.cohort.size}
-    return {**settings, "noise_cohort": recipe.cohort.size}
+        return {"noise_multiplier": sigma * size / recipe.cohort.size, "epsilon": None, "delta": delta}
+    cohort = recipe.cohort.size if sigma else None
+    return {"noise_multiplier": sigma, "epsilon": None, "delta": delta, "noise_cohort": cohort}
 
 
 def sigma_of(recipe: Recipe) -> float:
@@ -129,9 +127,9 @@ def _calibrated(text: str) -> float:
 
 def bare(recipe: Recipe, algorithm: Mapping[str, Any]) -> Recipe:
     """Return what an account asks of a recipe, for another method: recipes that share an account become equal."""
-    kept = {key: value for key, value in recipe.dump().items() if key in ("rounds", "cohort", "privacy", "server")}
+    asked = {key: value for key, value in recipe.dump().items() if key in ("rounds", "cohort", "privacy", "server")}
     data = {"clients": recipe.data.clients}
-    return Recipe.of({**kept, "name": "run", "data": data, "model": "mlp", "algorithm": dict(algorithm)})
+    return Recipe.of({**asked, "name": "run", "data": data, "model": "mlp", "algorithm": dict(algorithm)})
 
 
 def _least(value: int | None, limit: int | None) -> int | None:

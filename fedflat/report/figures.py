@@ -18,8 +18,6 @@ from fedflat.report.wording import asset
 
 MAX_POINTS = 600
 """Beyond that a line shows every second, third … round."""
-MAX_OVERLAID = 3000
-"""Points of all lines of an overlay together."""
 DOTS_FROM = 3
 """Series of bars up to which each is a bar from zero: more are dots, on an axis of their range."""
 DECLARED: dict[str, dict[str, Any]] = yaml.safe_load(asset("figures.yaml"))
@@ -130,16 +128,14 @@ def spent_from_start(run: Run) -> list[tuple[int, float]]:
     return [(-1, 0.0), *points] if points else []
 
 
-def _series(
-    group: Group, points: Points, *, spent: bool = False, share: bool = False, most: int = MAX_POINTS
-) -> Series:
+def _series(group: Group, points: Points, *, spent: bool = False, share: bool = False) -> Series:
     """Return the mean over a group's runs with a band of one standard deviation; one run has no band.
 
     spent: by ε too, where it is known at every point. share: the values are shares, and so are the band's edges.
     """
     values = by_round(map(points, group.runs))
     stats = {turn: one for turn, sample in values.items() if (one := spread(sample)) is not None}
-    turns = [[*stats][place] for place in thin(len(stats), most)]
+    turns = [[*stats][place] for place in thin(len(stats))]
     sds = [stats[turn].sd or 0.0 for turn in turns]
     x: dict[str, Values] = {"round": tuple(float(turn + 1) for turn in turns)}
     # Seeds of one setting spend the same; where they do not, the largest is the one that holds for all.
@@ -197,9 +193,8 @@ def _figures(page: str, groups: Sequence[Group]) -> list[Figure]:
 
 def _lines(groups: Sequence[Group], name: str, share: bool) -> list[Series]:
     """Return each group's line, by ε too where what it shows was released with it."""
-    most = min(MAX_POINTS, max(100, MAX_OVERLAID // len(groups)))
     spent = name.startswith(("test_", "private_"))
-    return [_series(group, points_of(name), spent=spent, share=share, most=most) for group in groups]
+    return [_series(group, points_of(name), spent=spent, share=share) for group in groups]
 
 
 def _plain(groups: object, figure: Figure, lines: Sequence[Series]) -> Figure | None:

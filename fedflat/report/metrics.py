@@ -133,20 +133,6 @@ def _by_round(records: list[Record]) -> list[Record]:
     return list(latest.values())
 
 
-def _private(path: Path) -> list[Record]:
-    """Return what is private to the simulation, or nothing for an account that may not read it."""
-    with contextlib.suppress(PermissionError):
-        return _by_round(read_records(path / "private" / "private.jsonl"))
-    return []
-
-
-def _name(path: Path, recipe: dict[str, Any]) -> str:
-    """Return the folder's name; a run of a comparison, in ``SETTING/seed-N``, goes by its recipe's name and its
-    seed."""
-    folder, named = path.resolve().name, str(recipe.get("name", "run"))
-    return f"{named} {folder}" if folder.startswith("seed-") else folder or named
-
-
 def read_run(folder: Path | str) -> Run:
     """Read a run folder.
 
@@ -158,10 +144,14 @@ def read_run(folder: Path | str) -> Run:
         raise _no_run(path)
     recipe = _read(path / "recipe.yaml", yaml.safe_load, "the recipe written by the run")
     privacy = _read(path / "privacy.json", json.loads, "the privacy statement written by the run")
-    return Run(
-        path=path, name=_name(path, recipe), recipe=recipe, metrics=_by_round(read_records(path / "metrics.jsonl")),
-        private=_private(path), privacy=privacy, audits=_audits(path / "audit.json"),
-    )  # fmt: skip
+    place, named = path.resolve().name, str(recipe.get("name", "run"))
+    # A run of a comparison, in SETTING/seed-N, goes by its recipe's name and its seed.
+    name = f"{named} {place}" if place.startswith("seed-") else place or named
+    released, private = _by_round(read_records(path / "metrics.jsonl")), list[Record]()
+    # An account that may not read what is private to the simulation goes without.
+    with contextlib.suppress(PermissionError):
+        private = _by_round(read_records(path / "private" / "private.jsonl"))
+    return Run(path, name, recipe, released, private, privacy, _audits(path / "audit.json"))
 
 
 def read_runs(folders: Iterable[Path | str]) -> list[Run]:
@@ -337,13 +327,13 @@ def shown_round(run: Run, measure: str = "final", personal: bool = False) -> tup
     return points[-1] if points else None
 
 
-def train_accuracy(run: Run, round: int | None = None) -> float | None:
-    """Return the mean accuracy of the cohort's minibatches while they were trained on; private to the simulation.
+def train_accuracy(run: Run, round: int) -> float | None:
+    """Return the mean accuracy of a round's minibatches while they were trained on; private to the simulation.
 
-    round: of that round (of the last before it in which somebody took part); None: of the last one.
+    round: or the last before it in which somebody took part.
     """
-    accuracies = [value for turn, value in column(run.private, "train_accuracy") if round is None or turn <= round]
-    return accuracies[-1] if accuracies else None
+    accuracies = column(run.private, "train_accuracy")
+    return next((value for turn, value in reversed(accuracies) if turn <= round), None)
 
 
 def generalisation_gap(run: Run, measure: str = "final") -> float | None:

@@ -36,10 +36,10 @@ def test_the_gap_is_taken_in_the_round_that_is_shown(tmp_path: Path) -> None:
     assert metrics.shown_round(run, "best") == (1, 0.4) and metrics.shown_round(run) == (2, 0.3)
     assert metrics.generalisation_gap(run, "best") == pytest.approx(0.2)
     assert metrics.generalisation_gap(run) == pytest.approx(0.4)
-    assert metrics.train_accuracy(run) == pytest.approx(0.7) and metrics.train_accuracy(run, 0) == 0.5
+    assert metrics.train_accuracy(run, 9) == pytest.approx(0.7) and metrics.train_accuracy(run, 0) == 0.5
     empty = run_of(tmp_path / "b", [None], hidden=[])
     assert metrics.shown_round(empty, "best") is None and metrics.generalisation_gap(empty) is None
-    assert metrics.train_accuracy(empty) is None
+    assert metrics.train_accuracy(empty, 0) is None
 
 
 @pytest.mark.parametrize(
