@@ -78,17 +78,16 @@ def listed(record: Mapping[str, Any], key: str) -> list[Any]:
 
 def preparation(run: Path) -> Record:
     """Return how rows become inputs (public constants), as an export or the last checkpoint says; empty without."""
-    try:
+    # It may be being written or be damaged; whoever loads the run gets the error.
+    with contextlib.suppress(OSError, ValueError):
         if (run / "preparation.json").is_file():
             constants = json.loads((run / "preparation.json").read_bytes())
         else:
             newest = max((run / "checkpoints").glob("round-*.safetensors"), default=None)
             state = json.loads(read_about(newest).get("state", "{}")) if newest else {}
             constants = section(state, "made_for").get("preparation")
-    except (OSError, ValueError):
-        # It is being written or is damaged; whoever loads the run gets the error.
-        return {}
-    return constants if isinstance(constants, dict) else {}
+        return constants if isinstance(constants, dict) else {}
+    return {}
 
 
 def number(value: Any) -> float | None:
