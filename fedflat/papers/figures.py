@@ -8,13 +8,12 @@ from typing import Any, Self, cast
 
 import yaml
 
-from fedflat.assembly.inputs import lacking
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.durable import plain
 from fedflat.papers.outcome import UNSEEN
 from fedflat.papers.rows import planned, trained
-from fedflat.papers.scales import SCALES, differences, scaled
+from fedflat.papers.scales import differences, scaled
 from fedflat.papers.tables import Cell, Table, asked_for, load, named, slug
 from fedflat.report.figures import Figure, at_places, figures_of_groups, figures_of_run
 from fedflat.report.groups import Group, Spread, flatten, spread
@@ -196,12 +195,9 @@ def draw(
     remarks: dict[str, None] = {}
     every: list[Run] = []
     for place, panel in enumerate(figure.panels):
-        recipes = [line.recipe(panel.table, scale, overrides) for line in panel.lines]
-        if absent := lacking(recipes):
-            missing |= dict.fromkeys(absent.values())
-            continue
-        count = seeds or SCALES[scale].seeds or panel.table.seeds
-        ended, failed = trained(recipes, count, folder / panel.table.folder_name, processes, update)
+        table = panel.table
+        recipes = [line.recipe(table, scale, overrides) for line in panel.lines]
+        ended, failed = trained(table, scale, recipes, folder / table.folder_name, seeds, processes, update)
         missing |= dict.fromkeys(failed)
         ran = [(line, list(runs.values())) for line, runs in zip(panel.lines, ended) if runs]
         every += [run for _, runs in ran for run in runs]

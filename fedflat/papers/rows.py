@@ -119,30 +119,30 @@ def fill(
     What is done in ``folder`` is kept. Cells that are numbers of the same runs share them. seeds: default the scale's,
     at full scale the paper's.
     """
-    absent = lacking([row.recipe for row in plan.rows if row.recipe is not None])
-    count = seeds or SCALES[plan.scale].seeds or plan.table.seeds
-    chosen = [row for row in plan.rows if row.recipe is not None and row.recipe.data.dataset not in absent]
-    recipes = {row.cell.run: row.recipe for row in chosen if row.recipe is not None}
-    ended, missing = trained(list(recipes.values()), count, folder, processes, update)
+    recipes = {row.cell.run: row.recipe for row in plan.rows if row.recipe is not None}
+    ended, missing = trained(plan.table, plan.scale, list(recipes.values()), folder, seeds, processes, update)
     runs = dict(zip(recipes, ended))
     rows = tuple(_measured(row, runs, plan.table.first) for row in plan.rows)
     spent = sum(metrics.summary(run)["seconds"] for by_seed in runs.values() for run in by_seed.values())
-    return replace(plan, rows=rows, missing=(*absent.values(), *missing), folder=folder, seconds=spent)
+    return replace(plan, rows=rows, missing=tuple(missing), folder=folder, seconds=spent)
 
 
 def trained(
-    recipes: Sequence[Recipe], count: int, folder: Path, processes: int | None, update: Update | None
-) -> tuple[list[dict[int, Run]], list[str]]:
-    """Train what is not done yet in ``folder``; return each recipe's runs that ended, by seed, and why others did
-    not."""
+    table: Table, scale: str, recipes: Sequence[Recipe], folder: Path, seeds: int | None, processes: int | None,
+    update: Update | None,
+) -> tuple[list[dict[int, Run]], list[str]]:  # fmt: skip
+    """Train what is not done yet in ``folder``, where the data can be had; return each recipe's runs that ended, by
+    seed, and why others did not."""
     if not recipes:
         return [], []
-    comparison = compare(recipes, (), count, folder, processes, update)
+    absent, count = lacking(recipes), seeds or SCALES[scale].seeds or table.seeds
+    there = [recipe for recipe in recipes if recipe.data.dataset not in absent]
+    failed = compare(there, (), count, folder, processes, update).failed if there else {}
     runs: list[dict[int, Run]] = []
     for setting in expand(recipes, (), count):
         places = {seed: folder / setting.slug / f"seed-{seed}" for seed in setting.seeds}
         runs.append({s: metrics.read_run(place) for s, place in places.items() if (place / "privacy.json").is_file()})
-    return runs, [f"{name}: {why}" for name, why in comparison.failed.items()]
+    return runs, [*absent.values(), *(f"{name}: {why}" for name, why in failed.items())]
 
 
 def _measured(row: Row, runs: Mapping[tuple[str, str], Mapping[int, Run]], first: str) -> Row:
@@ -150,8 +150,7 @@ def _measured(row: Row, runs: Mapping[tuple[str, str], Mapping[int, Run]], first
     proven."""
     mine = runs.get(row.cell.run)
     if not mine:
-        missing = row.missing or ("the data set cannot be had" if mine is None else "no run ended")
-        return replace(row, proven=None, delta=None, simulated=None, missing=missing)
+        return replace(row, proven=None, delta=None, simulated=None, missing=row.missing or "no run ended")
     projected = [metrics.number(run.privacy.get("simulated_epsilon")) for run in mine.values()]
     row = replace(
         row,
