@@ -86,12 +86,11 @@ def reproduce(
 
     if list_all:
         listed = {name: tables.load(name.replace(" ", "-")).about for name in tables.names()}
-        drawn = {name: entry["about"] for name, entry in figures.ENTRIES.items()}
-        every = dict(sorted((listed | drawn).items()))
-        if paper is not None:
-            number = reproduced_paper(paper, (name.partition(" ")[0] for name in every))
-            every = {name: description for name, description in every.items() if name.partition(" ")[0] == number}
-        cited = {name: f"{CITED[name.partition(' ')[0]]}. {description}" for name, description in every.items()}
+        listed |= {name: entry["about"] for name, entry in figures.ENTRIES.items()}
+        # A name begins with the paper's number, of three digits.
+        number = None if paper is None else reproduced_paper(paper, (name[:3] for name in listed))
+        every = {name: listed[name] for name in sorted(listed) if number in (None, name[:3])}
+        cited = {name: f"{CITED[name[:3]]}. {about}" for name, about in every.items()}
         texts = [line for item in cited.items() for line in cli.labelled(*item, 16)]
         print(cli.json_text(every) if request.as_json else "\n".join(texts))
         return
