@@ -90,7 +90,7 @@ def reproduce(
         # A name begins with the paper's number, of three digits.
         number = None if paper is None else reproduced_paper(paper, (name[:3] for name in listed))
         every = {name: listed[name] for name in sorted(listed) if number in (None, name[:3])}
-        cited = {name: f"{CITED[name[:3]]}. {about}" for name, about in every.items()}
+        cited = {name: f"{CITED[name[:3]]}. {description}" for name, description in every.items()}
         texts = [line for item in cited.items() for line in cli.labelled(*item, 16)]
         print(cli.json_text(every) if request.as_json else "\n".join(texts))
         return
