@@ -19,13 +19,13 @@ import torch
 
 from benchmarks.leaderboard_cell import HELD_BACK, TUNING
 from fedflat.algorithms import ALGORITHMS
+from fedflat.assembly.inputs import lacking
 from fedflat.assembly.plans import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData
 from fedflat.papers.outcome import Outcome, Row
-from fedflat.papers.rows import lacking
 from fedflat.papers.scales import SCALES
 from fedflat.report import metrics
 from fedflat.report.progress import RunEvent

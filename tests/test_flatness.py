@@ -89,19 +89,18 @@ def test_json_is_one_document_and_only_that(runs: Path, call: Call, tmp_path: Pa
 def test_a_local_model_is_the_clients_after_training(runs: Path, where: str) -> None:
     """Local training lowers the loss on the client's own data and starts from the run's newest weights."""
     run = read_run(runs / where)
-    settings = flatness.Settings(clients=(3,), on="train")
-    everyone, local = [model for model, _ in flatness.models_of(run, settings, [])]
     state, heads, _ = checkpoint.newest(run.path / "checkpoints") or pytest.fail("no checkpoint")
-    assert torch.equal(everyone.weights, torch.cat([state.shared, heads.first]))
     job = prepare(fedflat.Recipe.of(run.recipe))
-    rows = torch.from_numpy(job.data.parts[3])
-    assert torch.equal(local.targets, job.data.targets[rows]) and len(everyone.inputs) == sum(job.data.sizes)
+    everyone, local = (flatness.weights_of(job, state, heads, client) for client in (None, 3))
+    assert torch.equal(everyone, torch.cat([state.shared, heads.first]))
+    settings, rows = flatness.Settings(on="train"), torch.from_numpy(job.data.parts[3])
+    all_rows, (inputs, targets) = (flatness._data(job, client, settings) for client in (None, 3))
+    assert torch.equal(targets, job.data.targets[rows]) and len(all_rows[0]) == sum(job.data.sizes)
     before, after = (
-        scores(job.problem, each, local.inputs, local.targets)[0].mean().item()
-        for each in (heads.whole(state.shared, 3), local.weights)
+        scores(job.problem, each, inputs, targets)[0].mean().item() for each in (heads.whole(state.shared, 3), local)
     )
     assert after < before
-    found = Objective(job.problem.module, job.parts.layout, local.inputs, local.targets).value(local.weights)
+    found = Objective(job.problem.module, job.parts.layout, inputs, targets).value(local)
     assert found[0] == pytest.approx(after, rel=1e-5)
 
 

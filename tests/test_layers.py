@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "simulation": _LIVE - {"pieces", "algorithms"} | {"assembly", "report"},
     "estimator": {"core", "data", "simulation"},
     "landscape": {"core", "records", "engine", "backends", "config", "assembly", "report"},
-    "papers": _LIVE - {"pieces", "records", "engine"} | {"methods", "assembly", "report", "simulation", "landscape"},
+    "papers": {"core", "privacy", "config", "methods", "assembly", "report", "simulation", "landscape"},
     "audit": {"core", "privacy", "data", "records", "engine", "config", "assembly", "simulation"},
     "federation": _LIVE - {"models", "algorithms", "pieces", "data"} | {"methods", "assembly", "report"},
 }  # fmt: skip

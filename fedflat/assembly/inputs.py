@@ -20,8 +20,9 @@ from fedflat.assembly.tasks import check_outputs, try_loss
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import BESIDE_CLIENTS, Recipe
 from fedflat.config.sections import DataSection, NamedSection, Partition
-from fedflat.core.checks import require, wrong
+from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.core.loss import CROSS_ENTROPY, CustomLoss, Objective
+from fedflat.core.params import Layout, layout_of
 from fedflat.core.rng import stream
 from fedflat.core.types import Algorithm, Factory
 from fedflat.data.clients import GIVEN as PAIRS
@@ -75,6 +76,28 @@ def data_of(recipe: Recipe, clients: Clients | None, test: Any) -> FederatedData
     from fedflat.data.sources import load
 
     return load(recipe.data, recipe.seed)
+
+
+def lacking(recipes: Sequence[Recipe]) -> dict[str, str]:
+    """Return the data sets of recipes that cannot be had, each with the reader's one line."""
+    from fedflat.data.locate import locate
+
+    absent: dict[str, str] = {}
+    for name in dict.fromkeys(recipe.data.dataset for recipe in recipes):
+        try:
+            # digits comes with scikit-learn.
+            if name != "digits":
+                locate(name)
+        except (InputError, RunError) as error:
+            absent[name] = str(error)
+    return absent
+
+
+def layout_for(recipe: Recipe, method: Algorithm, shape: tuple[int, ...], classes: int) -> Layout:
+    """Return the layout of a recipe's model for inputs of a shape, which needs no data."""
+    from fedflat.models import build
+
+    return layout_of(build(recipe.model.name, shape, classes, 0, **recipe.model.options), method.head)
 
 
 def module_of(

@@ -86,12 +86,11 @@ def reproduce(
 
     if list_all:
         listed = {name: tables.load(name.replace(" ", "-")).about for name in tables.names()}
-        drawn = {name: entry["about"] for name, entry in figures.ENTRIES.items()}
-        every = dict(sorted((listed | drawn).items()))
-        if paper is not None:
-            number = reproduced_paper(paper, (name.partition(" ")[0] for name in every))
-            every = {name: description for name, description in every.items() if name.partition(" ")[0] == number}
-        cited = {name: f"{CITED[name.partition(' ')[0]]}. {description}" for name, description in every.items()}
+        listed |= {name: entry["about"] for name, entry in figures.ENTRIES.items()}
+        # A name begins with the paper's number, of three digits.
+        number = None if paper is None else reproduced_paper(paper, (name[:3] for name in listed))
+        every = {name: listed[name] for name in sorted(listed) if number in (None, name[:3])}
+        cited = {name: f"{CITED[name[:3]]}. {description}" for name, description in every.items()}
         texts = [line for item in cited.items() for line in cli.labelled(*item, 16)]
         print(cli.json_text(every) if request.as_json else "\n".join(texts))
         return
@@ -182,18 +181,16 @@ def planned_lines(figure: figures.PaperFigure, scale: str, overrides: Sequence[s
     total: set[str] = set()
     for panel in figure.panels:
         recipes = [line.recipe(panel.table, scale, overrides) for line in panel.lines]
-        planned = [(line, rows.accounted(line.cell, recipe)) for line, recipe in zip(panel.lines, recipes)]
+        planned = [rows.accounted(line.cell, recipe) for line, recipe in zip(panel.lines, recipes)]
         seeds = scales.SCALES[scale].seeds or panel.table.seeds
-        grid = [["run", "rounds", "claimed ε", _epsilon_head(row for _, row in planned), "δ"]]
-        for line, row in planned:
+        grid = [["run", "rounds", "claimed ε", _epsilon_head(planned), "δ"]]
+        for line, recipe, row in zip(panel.lines, recipes, planned):
             at = ", ".join(line.changes) or ("" if line.x is None else f"{panel.x} {line.x:g}")
             name = f"{line.label} ({at})" if at else line.label
             claimed = "–" if line.changes else _epsilon(row.claimed)
-            rounds = "–" if row.recipe is None else str(row.recipe.rounds)
-            grid.append([name, rounds, claimed, _epsilon(row.proven), _delta(row)])
-            total |= {row.recipe.name} if row.recipe is not None else set()
+            grid.append([name, str(recipe.rounds), claimed, _epsilon(row.proven), _delta(row)])
+        total |= {recipe.name for recipe in recipes}
         texts += ["", *cli.wrapped(f"{panel.title} ({panel.draw}; {counted(seeds, 'seed')})"), *_grid(grid)]
-        texts += [f"  {why}" for why in dict.fromkeys(row.missing for _, row in planned if row.missing)]
     remarks = [f"Scale {scale}: {len(total)} settings would run; nothing was trained.", *figure.notes]
     return [*texts, "", *(text for remark in remarks for text in cli.wrapped(remark))]
 

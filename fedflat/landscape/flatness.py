@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedflat.backends.in_process import Sequential
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, in_range, one_of, require, whole, wrong
+from fedflat.core.checks import in_range, one_of, require, whole, wrong
 from fedflat.core.params import PersonalState
 from fedflat.core.rng import stream
 from fedflat.core.types import RoundState
@@ -29,10 +29,7 @@ from fedflat.report.groups import Group, group_runs, paired_difference, spread
 from fedflat.report.metrics import Run, proven_epsilon, read_runs, seeded
 
 Numbers = dict[str, Any]
-CHANGED = (
-    "A checkpoint's fingerprint is not its recipe's: data, model or fedflat changed since that run. Its recorded test "
-    "accuracy is compared with the one found here."
-)
+CHANGED = "A checkpoint's fingerprint is not its recipe's: data, model or fedflat changed since that run."
 
 
 @dataclass(frozen=True)
@@ -72,20 +69,6 @@ class Settings:
             in_range("--noise", size, 0, open_low=True)
 
 
-@dataclass(frozen=True)
-class Model:
-    """Weights ``(D,)`` of a run's global model (client None) or of one client's local model after some rounds, and data
-    of its own.
-    """
-
-    name: str
-    client: int | None
-    rounds: int
-    weights: Tensor
-    inputs: Tensor
-    targets: Tensor
-
-
 def measure(
     folders: Iterable[Path | str], settings: Settings = Settings(), on_stage: Callable[[str, int], None] | None = None,
     on_points: Callable[[int], None] | None = None,
@@ -99,29 +82,21 @@ def measure(
     measured: list[Numbers] = []
     for group in groups:
         for place, run in enumerate(group.runs):
-            for model, job in models_of(run, settings, notes):
-                drawn = place == 0 and settings.directions == 2
+            job, state, heads = _loaded(run, notes)
+            drawn = place == 0 and settings.directions == 2
+            for client in (None, *settings.clients):
+                name = "global" if client is None else f"client {client}"
                 if on_stage is not None:
-                    on_stage(f"{group.label}, seed {run.seed}, {model.name}", settings.points**2 if drawn else 0)
-                measurement = of_model(model, job, settings, drawn, on_points)
-                _compare_with_record(measurement, run, model, settings, notes)
+                    on_stage(f"{group.label}, seed {run.seed}, {name}", settings.points**2 if drawn else 0)
+                weights = weights_of(job, state, heads, client)
+                measurement = {"model": name, **of_model(job, weights, client, settings, drawn, on_points)}
+                if client is None:
+                    _compare_with_record(measurement, run, state.round, settings, notes)
                 measured.append({"group": group.label, "run": str(run.path), "seed": run.seed, **measurement})
     return {
         "settings": asdict(settings), "groups": _grouped(groups, measured, settings), "models": measured,
         "notes": list(dict.fromkeys(notes)),
     }  # fmt: skip
-
-
-def models_of(run: Run, settings: Settings, notes: list[str]) -> Iterable[tuple[Model, Job]]:
-    """Yield the global model of a finished (or stopped) run, then the local models of the chosen clients."""
-    job, state, heads = _loaded(run, notes)
-    layout = job.parts.layout
-    if layout.shared < len(layout.names):
-        notes.append(f"{run.algorithm}: the global model has w^0's personal head; a client's local model has its own.")
-    yield Model("global", None, state.round, torch.cat([state.released, heads.first]), *_data(job, None, settings)), job
-    for client in settings.clients:
-        weights = local_model(job, state, heads, client)
-        yield Model(f"client {client}", client, state.round, weights, *_data(job, client, settings)), job
 
 
 def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, PersonalState]:
@@ -139,21 +114,24 @@ def _loaded(run: Run, notes: list[str]) -> tuple[Job, RoundState, PersonalState]
     refuse_other_tasks("landscape", recipe)
     job = prepare(recipe)
     layout = job.parts.layout
-    if (state.shared.numel(), heads.first.numel()) != (layout.dimension, layout.size - layout.dimension):
-        raise wrong(
-            f"run folder {run.path}", "weights of another model", "a run whose recipe alone gives its model and data"
-        )
+    same = (state.shared.numel(), heads.first.numel()) == (layout.dimension, layout.size - layout.dimension)
+    allowed = "a run whose recipe alone gives its model and data"
+    require(same, f"run folder {run.path}", "weights of another model", allowed)
     if not (run.path / OPENING).is_file() or Opening.read(run.path).differing(job.identity):
         notes.append(CHANGED)
+    if layout.shared < len(layout.names):
+        notes.append(f"{run.algorithm}: the global model has w^0's personal head; a client's local model has its own.")
     return job, state, heads
 
 
-def local_model(job: Job, state: RoundState, heads: PersonalState, client: int) -> Tensor:
-    """Return the weights ``(D,)`` a client has after its local phases from the current global weights, before any clip.
+def weights_of(job: Job, state: RoundState, heads: PersonalState, client: int | None) -> Tensor:
+    """Return the global weights ``(D,)``, or those that a client has after its local phases from them, before any clip.
 
-    Simulation only: a deployment never shows them to anyone but the client.
+    Simulation only: a deployment never shows a client's to anyone else.
     """
     parts, data = job.parts, job.data
+    if client is None:
+        return torch.cat([state.released, heads.first])
     if parts.algorithm.kind == "votes":
         raise wrong("--clients", client, f"no clients for {parts.algorithm.name}, whose clients send votes, not models")
     whole("--clients", client, 0, data.clients - 1)
@@ -193,16 +171,18 @@ def _subset(inputs: Tensor, targets: Tensor, count: int | None, seed: int) -> tu
 
 
 def of_model(
-    model: Model, job: Job, settings: Settings, with_surface: bool, on_points: Callable[[int], None] | None
-) -> Numbers:
-    """Return everything that is measured of one model, ready for JSON."""
-    began, weights, module, layout = time.perf_counter(), model.weights, job.problem.module, job.parts.layout
-    objective = Objective(module, layout, model.inputs, model.targets, threads=settings.threads)
-    fewer = _subset(model.inputs, model.targets, settings.curvature_examples, settings.seed)
+    job: Job, weights: Tensor, client: int | None, settings: Settings, with_surface: bool,
+    on_points: Callable[[int], None] | None,
+) -> Numbers:  # fmt: skip
+    """Return everything that is measured of weights ``(D,)``, ready for JSON: of the global model (client None), or of
+    a client's local one."""
+    began, module, layout = time.perf_counter(), job.problem.module, job.parts.layout
+    examples = _data(job, client, settings)
+    objective = Objective(module, layout, *examples, threads=settings.threads)
+    fewer = _subset(*examples, settings.curvature_examples, settings.seed)
     part = Objective(module, layout, *fewer, threads=settings.threads)
     loss, accuracy = objective.value(weights)
-    if not math.isfinite(loss):
-        raise InputError(f"landscape: found a model whose loss is {loss}; allowed: a run that has not diverged.")
+    require(math.isfinite(loss), "landscape", f"a model whose loss is {loss}", "a run that has not diverged")
     pair = surfaces.directions(weights, layout, settings.seed, settings.directions)
     steps = surfaces.steps_of(settings.points, settings.span)
     line = surfaces.surface(objective, weights, pair[:1], steps)
@@ -221,18 +201,18 @@ def of_model(
     }  # fmt: skip
     drawn = {"surface": surfaces.surface(objective, weights, pair, steps, on_points)} if with_surface else {}
     return {
-        "model": model.name, "client": model.client, "private": model.client is not None or settings.on == "train",
-        "examples": len(model.inputs), "curvature_examples": len(fewer[0]), "line": line, "noise": noisy,
+        "client": client, "private": client is not None or settings.on == "train",
+        "examples": len(examples[0]), "curvature_examples": len(fewer[0]), "line": line, "noise": noisy,
         "numbers": numbers, "spectrum": spectrum, "trace": trace, "sharpness": sharp, **drawn,
         "seconds": time.perf_counter() - began,
     }  # fmt: skip
 
 
-def _compare_with_record(measurement: Numbers, run: Run, model: Model, settings: Settings, notes: list[str]) -> None:
+def _compare_with_record(measurement: Numbers, run: Run, rounds: int, settings: Settings, notes: list[str]) -> None:
     """Add a note where the accuracy measured here is not the one that the run recorded of the same round."""
-    last, fresh = [row for row in run.metrics if row["round"] == model.rounds - 1], measurement["numbers"]["accuracy"]
+    last, fresh = [row for row in run.metrics if row["round"] == rounds - 1], measurement["numbers"]["accuracy"]
     recorded = last[0].get("test_accuracy") if last else None
-    comparable = model.client is None and settings.on == "test" and settings.examples is None
+    comparable = settings.on == "test" and settings.examples is None
     if comparable and recorded is not None and abs(recorded - fresh) > 1e-3:
         notes.append(f"{run.path}: recorded a test accuracy of {100 * recorded:.2f} %, found {100 * fresh:.2f} % here.")
 

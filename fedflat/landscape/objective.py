@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fedflat.core.checks import InputError, whole
+from fedflat.core.checks import require, whole
 from fedflat.core.loss import CROSS_ENTROPY
 from fedflat.core.params import Layout
 from fedflat.core.process import using_threads
@@ -52,8 +52,7 @@ class Objective:
     def __init__(
         self, module: nn.Module, layout: Layout, inputs: Tensor, targets: Tensor, *, threads: int | None = None
     ) -> None:
-        if len(inputs) == 0:
-            raise InputError("landscape: found no example to evaluate on; allowed: at least one.")
+        require(len(inputs) > 0, "landscape", "no example to evaluate on", "at least one")
         self.layout, self.inputs, self.targets = layout, inputs, targets
         self.threads = torch.get_num_threads() if threads is None else whole("threads", threads, 1)
         self.dense, self._batches = _dense(module), _slices(len(inputs), GRADIENT_BATCH)
@@ -137,9 +136,6 @@ class Objective:
                 with sdpa_kernel(SDPBackend.MATH):
                     loss = self._at(module, self.inputs, rows, vector)[0].sum()
                     gradient = torch.autograd.grad(loss, vector, create_graph=True)[0]
-                    # The loss is linear in the weights: its Hessian is zero.
-                    if not gradient.requires_grad:
-                        return torch.zeros_like(weights)
                     return torch.autograd.grad(gradient, vector, direction.to(weights.dtype))[0]
 
             # In a fixed order, so that the number of threads does not change the sum.

@@ -4,7 +4,6 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -71,7 +70,8 @@ def recipe_for(source: str) -> tuple[str, str] | None:
     says what it gives and what the others would; None where ``source`` names no data set of the leaderboard.
     """
     tasks = [t for t in TASKS if t.data == source.replace("_", "-") and t.alpha in (0.6, None) and not t.public]
-    top = best(row for row in load()["rows"] if row["method"]["name"] == _method(task_of(row).recipe))
+    methods = {task: as_named(read(task.recipe)["algorithm"])["name"] for task in tasks}
+    top = best(row for row in load()["rows"] if row["method"]["name"] == methods.get(task_of(row)))
     measured = [(task, top[task, MEASURED_AT]) for task in tasks if (task, MEASURED_AT) in top]
     measured.sort(key=lambda pair: -_mean(pair[1]))
     missing = {task: install(task.needs[1]) for task, _ in measured if task.needs and not find_spec(task.needs[0])}
@@ -83,11 +83,6 @@ def recipe_for(source: str) -> tuple[str, str] | None:
         for task, row in measured
     ]
     return usable[0].recipe, f"{source}: takes {usable[0].recipe}; measured at ε = {MEASURED_AT}: {', '.join(texts)}"
-
-
-@cache
-def _method(recipe: str) -> str:
-    return str(as_named(read(recipe)["algorithm"])["name"])
 
 
 def load() -> dict[str, Any]:

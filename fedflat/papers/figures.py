@@ -12,13 +12,13 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.durable import plain
 from fedflat.papers.outcome import UNSEEN
-from fedflat.papers.rows import lacking, planned, trained
-from fedflat.papers.scales import SCALES, differences, scaled
+from fedflat.papers.rows import planned, trained
+from fedflat.papers.scales import differences, scaled
 from fedflat.papers.tables import Cell, Table, asked_for, load, named, slug
 from fedflat.report.figures import Figure, at_places, figures_of_groups, figures_of_run
 from fedflat.report.groups import Group, Spread, flatten, spread
 from fedflat.report.metrics import FATES, Run, fate, shown_round
-from fedflat.report.progress import RunEvent
+from fedflat.simulation.experiment import Update
 
 ENTRIES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text("utf-8"))
 """What ``figures.yaml`` says of each figure, by its name, as ``000 figure-4``."""
@@ -182,8 +182,7 @@ class Drawn:
 
 def draw(
     figure: PaperFigure, folder: Path, scale: str = "small", overrides: Sequence[str] = (), seeds: int | None = None,
-    processes: int | None = None, update: Callable[[RunEvent], None] | None = None,
-    say: Callable[[str], None] | None = None,
+    processes: int | None = None, update: Update | None = None, say: Callable[[str], None] | None = None,
 ) -> Drawn:  # fmt: skip
     """Train what a figure is drawn from and draw it; each table's runs are in a folder of their own under ``folder``.
 
@@ -196,12 +195,9 @@ def draw(
     remarks: dict[str, None] = {}
     every: list[Run] = []
     for place, panel in enumerate(figure.panels):
-        recipes = [line.recipe(panel.table, scale, overrides) for line in panel.lines]
-        if absent := lacking(recipes):
-            missing |= dict.fromkeys(absent.values())
-            continue
-        count = seeds or SCALES[scale].seeds or panel.table.seeds
-        ended, failed = trained(recipes, count, folder / panel.table.folder_name, processes, update)
+        table = panel.table
+        recipes = [line.recipe(table, scale, overrides) for line in panel.lines]
+        ended, failed = trained(table, scale, recipes, folder / table.folder_name, seeds, processes, update)
         missing |= dict.fromkeys(failed)
         ran = [(line, list(runs.values())) for line, runs in zip(panel.lines, ended) if runs]
         every += [run for _, runs in ran for run in runs]

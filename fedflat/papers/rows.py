@@ -1,26 +1,24 @@
 """Turn a table's cells into rows: planned only, or trained through the same experiment as ``fedflat compare``."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
 from pathlib import Path
 
+from fedflat.assembly.inputs import lacking, layout_for
 from fedflat.assembly.plans import algorithm_of, plan_of
 from fedflat.config.reading import override
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, RunError, wrong
+from fedflat.core.checks import wrong
 from fedflat.core.cohorts import Poisson
-from fedflat.core.params import layout_of
 from fedflat.methods.published import CITED, PAPERS, formula, with_tensors
 from fedflat.papers.outcome import Outcome, Row
-from fedflat.papers.scales import SCALES, differences, scaled
+from fedflat.papers.scales import SCALES, bare, differences, scaled
 from fedflat.papers.tables import COUNTED, RELATIVE, Cell, Table, find
-from fedflat.privacy.accounting.epsilon import default_delta
 from fedflat.report import metrics
 from fedflat.report.metrics import Run, fate
-from fedflat.report.progress import RunEvent
-from fedflat.simulation.experiment import compare
+from fedflat.simulation.experiment import Update, compare
 from fedflat.simulation.settings import expand
 
 
@@ -55,8 +53,15 @@ def planned(table: Table, cell: Cell, scale: str, protocol: str, overrides: Sequ
 
 def accounted(cell: Cell, recipe: Recipe) -> Row:
     """Return a cell that runs as ``recipe`` says, with what is claimed of the paper's setting and proven of this
-    one."""
-    return Row(cell, recipe, claimed_epsilon(cell), *_proven(recipe, cell.input, cell.classes))
+    one: ε (inf where nothing finite is) at δ, and ε of the larger system that it simulates."""
+    method = algorithm_of(recipe)
+    # The account of a sound update depends on neither method nor data, so all share one.
+    if method.kind == "update" and recipe.privacy.protocol == "sound":
+        blank = bare(recipe, {"name": "dp-fedavg" if method.private else "fedavg"})
+    else:
+        default = Recipe.model_fields["evaluation"].default
+        blank = recipe.model_copy(update={"name": "", "seed": 0, "evaluation": default})
+    return Row(cell, recipe, claimed_epsilon(cell), *_account(blank.model_dump_json(), cell.input, cell.classes))
 
 
 def _procedure(table: Table, recipe: Recipe, released: Sequence[str], protocol: str) -> Recipe:
@@ -83,39 +88,23 @@ def claimed_epsilon(cell: Cell) -> float | None:
     """Return ε as the paper has it: the budget its table names, or its formula for its σ; inf without noise."""
     if cell.recipe is None:
         return None
-    privacy, cohort = cell.recipe.privacy, cell.recipe.cohort
-    if privacy.epsilon is not None:
+    privacy, sampler = cell.recipe.privacy, Poisson(cell.recipe.data.clients or 1, cell.recipe.cohort.size)
+    # A paper that names no δ names ε.
+    if privacy.epsilon is not None or privacy.delta is None:
         return privacy.epsilon
-    clients = cell.recipe.data.clients or 1
-    delta = privacy.delta or default_delta(clients)
-    return formula(Poisson(clients, cohort.size), privacy.noise_multiplier or 0.0, delta, cell.recipe.rounds)
-
-
-def _proven(recipe: Recipe, shape: tuple[int, ...], classes: int) -> tuple[float, float, float | None]:
-    """Return what the recipe's plan proves: ε (inf where nothing finite is) at δ, and ε of the larger system it
-    simulates. The many cells that share a plan share its account."""
-    blank = recipe.model_copy(update={"name": "", "seed": 0, "evaluation": Recipe.model_fields["evaluation"].default})
-    method = algorithm_of(recipe)
-    # The account of a sound update depends on neither method nor data, so all share one.
-    if method.kind == "update" and recipe.privacy.protocol == "sound":
-        plain = {"name": "dp-fedavg"} if method.private else {"name": "fedavg"}
-        data = {"clients": recipe.data.clients}
-        blank = Recipe.of({**blank.dump(), "algorithm": plain, "model": "mlp", "data": data, "local": {}})
-    return _account(blank.model_dump_json(), shape, classes)
+    return formula(sampler, privacy.noise_multiplier or 0.0, privacy.delta, cell.recipe.rounds)
 
 
 # Hundreds of cells share a few dozen plans, and an account takes seconds.
 @lru_cache(maxsize=512)
 def _account(text: str, shape: tuple[int, ...], classes: int) -> tuple[float, float, float | None]:
-    from fedflat.models import build
-
     recipe = Recipe.model_validate_json(text)
     method, clients = algorithm_of(recipe), recipe.data.clients or 1
     released, layout = recipe.privacy.protocol == "published", None
     # The account asks for d, or for the number of tensors that are clipped one by one; but a median of the clients'
     # norms proves nothing, whatever the model.
     if method.kind == "ddgauss" or (released and recipe.privacy.clipping.kind != "median"):
-        layout = layout_of(build(recipe.model.name, shape, classes, 0, **recipe.model.options), method.head)
+        layout = layout_for(recipe, method, shape, classes)
     plan = plan_of(recipe, method, clients, None if layout is None else layout.dimension)
     if layout is not None:
         plan = with_tensors(plan, layout.shared)
@@ -123,54 +112,37 @@ def _account(text: str, shape: tuple[int, ...], classes: int) -> tuple[float, fl
 
 
 def fill(
-    plan: Outcome, folder: Path, seeds: int | None = None, processes: int | None = None,
-    update: Callable[[RunEvent], None] | None = None,
-) -> Outcome:  # fmt: skip
+    plan: Outcome, folder: Path, seeds: int | None = None, processes: int | None = None, update: Update | None = None
+) -> Outcome:
     """Train every cell of a plan whose data can be had, as ``fedflat compare`` does; return the plan with its numbers.
 
     What is done in ``folder`` is kept. Cells that are numbers of the same runs share them. seeds: default the scale's,
     at full scale the paper's.
     """
-    absent = lacking([row.recipe for row in plan.rows if row.recipe is not None])
-    count = seeds or SCALES[plan.scale].seeds or plan.table.seeds
-    chosen = [row for row in plan.rows if row.recipe is not None and row.recipe.data.dataset not in absent]
-    recipes = {row.cell.run: row.recipe for row in chosen if row.recipe is not None}
-    ended, missing = trained(list(recipes.values()), count, folder, processes, update)
+    recipes = {row.cell.run: row.recipe for row in plan.rows if row.recipe is not None}
+    ended, missing = trained(plan.table, plan.scale, list(recipes.values()), folder, seeds, processes, update)
     runs = dict(zip(recipes, ended))
     rows = tuple(_measured(row, runs, plan.table.first) for row in plan.rows)
     spent = sum(metrics.summary(run)["seconds"] for by_seed in runs.values() for run in by_seed.values())
-    return replace(plan, rows=rows, missing=(*absent.values(), *missing), folder=folder, seconds=spent)
+    return replace(plan, rows=rows, missing=tuple(missing), folder=folder, seconds=spent)
 
 
 def trained(
-    recipes: Sequence[Recipe], count: int, folder: Path, processes: int | None,
-    update: Callable[[RunEvent], None] | None,
+    table: Table, scale: str, recipes: Sequence[Recipe], folder: Path, seeds: int | None, processes: int | None,
+    update: Update | None,
 ) -> tuple[list[dict[int, Run]], list[str]]:  # fmt: skip
-    """Train what is not done yet in ``folder``; return each recipe's runs that ended, by seed, and why others did
-    not."""
+    """Train what is not done yet in ``folder``, where the data can be had; return each recipe's runs that ended, by
+    seed, and why others did not."""
     if not recipes:
         return [], []
-    comparison = compare(recipes, (), count, folder, processes, update)
+    absent, count = lacking(recipes), seeds or SCALES[scale].seeds or table.seeds
+    there = [recipe for recipe in recipes if recipe.data.dataset not in absent]
+    failed = compare(there, (), count, folder, processes, update).failed if there else {}
     runs: list[dict[int, Run]] = []
     for setting in expand(recipes, (), count):
         places = {seed: folder / setting.slug / f"seed-{seed}" for seed in setting.seeds}
         runs.append({s: metrics.read_run(place) for s, place in places.items() if (place / "privacy.json").is_file()})
-    return runs, [f"{name}: {why}" for name, why in comparison.failed.items()]
-
-
-def lacking(recipes: Sequence[Recipe]) -> dict[str, str]:
-    """Return the data sets that cannot be had, each with the reader's one line."""
-    from fedflat.data.locate import locate
-
-    absent: dict[str, str] = {}
-    for name in dict.fromkeys(recipe.data.dataset for recipe in recipes):
-        try:
-            # digits comes with scikit-learn.
-            if name != "digits":
-                locate(name)
-        except (InputError, RunError) as error:
-            absent[name] = str(error)
-    return absent
+    return runs, [*absent.values(), *(f"{name}: {why}" for name, why in failed.items())]
 
 
 def _measured(row: Row, runs: Mapping[tuple[str, str], Mapping[int, Run]], first: str) -> Row:
@@ -178,8 +150,7 @@ def _measured(row: Row, runs: Mapping[tuple[str, str], Mapping[int, Run]], first
     proven."""
     mine = runs.get(row.cell.run)
     if not mine:
-        missing = row.missing or ("the data set cannot be had" if mine is None else "no run ended")
-        return replace(row, proven=None, delta=None, simulated=None, missing=missing)
+        return replace(row, proven=None, delta=None, simulated=None, missing=row.missing or "no run ended")
     projected = [metrics.number(run.privacy.get("simulated_epsilon")) for run in mine.values()]
     row = replace(
         row,

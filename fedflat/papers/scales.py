@@ -101,13 +101,11 @@ def _noise(recipe: Recipe, size: float, clients: int) -> dict[str, Any]:
     method, privacy = algorithm_of(recipe), recipe.privacy
     if not method.private:
         return {}
-    sigma = sigma_of(recipe)
-    settings = {"noise_multiplier": sigma, "epsilon": None, "delta": privacy.delta or default_delta(clients)}
-    if sigma == 0:
-        return settings
+    sigma, delta = sigma_of(recipe), privacy.delta or default_delta(clients)
     if method.kind == "ddgauss" or privacy.protocol == "published":
-        return {**settings, "noise_multiplier": sigma * size / recipe.cohort.size}
-    return {**settings, "noise_cohort": recipe.cohort.size}
+        return {"noise_multiplier": sigma * size / recipe.cohort.size, "epsilon": None, "delta": delta}
+    cohort = recipe.cohort.size if sigma else None
+    return {"noise_multiplier": sigma, "epsilon": None, "delta": delta, "noise_cohort": cohort}
 
 
 def sigma_of(recipe: Recipe) -> float:
@@ -117,19 +115,21 @@ def sigma_of(recipe: Recipe) -> float:
     """
     if recipe.privacy.noise_multiplier is not None:
         return recipe.privacy.noise_multiplier
-    full = recipe.dump()
-    options = {"queries", "labels_per_draw"} if algorithm_of(recipe).kind == "votes" else set()
-    voting = {key: value for key, value in full["algorithm"].items() if key in options}
-    method = {"name": "ae-dpfl", **voting} if options else {"name": "dp-fedavg"}
-    plain = {"name": "run", "rounds": full["rounds"], "data": {"clients": full["data"]["clients"]}, "model": "mlp"}
-    plain |= {"algorithm": method, "cohort": full["cohort"], "privacy": full["privacy"]}
-    return _calibrated(Recipe.of(plain).model_dump_json(), recipe.data.clients or 1)
+    votes = algorithm_of(recipe).kind == "votes"
+    return _calibrated(bare(recipe, recipe.dump()["algorithm"] if votes else {"name": "dp-fedavg"}).model_dump_json())
 
 
 @lru_cache(maxsize=128)
-def _calibrated(text: str, clients: int) -> float:
+def _calibrated(text: str) -> float:
     recipe = Recipe.model_validate_json(text)
-    return plan_of(recipe, algorithm_of(recipe), clients).noise_multiplier
+    return plan_of(recipe, algorithm_of(recipe), recipe.data.clients or 1).noise_multiplier
+
+
+def bare(recipe: Recipe, algorithm: Mapping[str, Any]) -> Recipe:
+    """Return what an account asks of a recipe, for another method: recipes that share an account become equal."""
+    asked = {key: value for key, value in recipe.dump().items() if key in ("rounds", "cohort", "privacy", "server")}
+    data = {"clients": recipe.data.clients}
+    return Recipe.of({**asked, "name": "run", "data": data, "model": "mlp", "algorithm": dict(algorithm)})
 
 
 def _least(value: int | None, limit: int | None) -> int | None:

@@ -1,6 +1,5 @@
 """Read what the papers published, and the recipe that each number is held against."""
 
-import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +7,6 @@ from functools import cache, lru_cache, reduce
 from pathlib import Path
 from typing import Any, Self
 
-from fedflat.algorithms import ALGORITHMS
 from fedflat.config.reading import override
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import nearest, one_of, require
@@ -233,8 +231,9 @@ def _runs(stem: str, column: Mapping[str, Any], method: str, entry: Mapping[str,
         return None
     name = "_".join([stem, *(slug(text) for text in (column["name"], method) if text)])
     algorithm = entry["algorithm"]
-    taken = inspect.signature(ALGORITHMS[algorithm["name"]]).parameters
-    extra = {key: value for key, value in column.get("algorithm", {}).items() if key in taken}
+    # Naming the method keeps those of the column's keys that it takes.
+    shared = {"algorithm": {"name": "", **column.get("algorithm", {})}}
+    extra = override(shared, f"algorithm.name={algorithm['name']}")["algorithm"]
     mapping = reduce(override, column.get("set", ()), _packaged(column["recipe"]).dump())
     return Recipe.of({**mapping, "name": name, "algorithm": {**algorithm, **extra}}, where=name)
 

@@ -86,9 +86,9 @@ def _with_ledgers(runs: Sequence[Run]) -> list[Published]:
     """Return the runs with their ledgers' lines; refuse one whose statement counts fewer rounds than its ledger."""
     every = published(runs)
     for run, its in zip(runs, every):
-        if uncounted(run.privacy, its.entries):
-            found = f"{run.path}, whose ledger has rounds that privacy.json does not count"
-            raise wrong("card", found, "a run at its end", hint="fedflat run --resume goes on with it.")
+        found = f"{run.path}, whose ledger has rounds that privacy.json does not count"
+        hint = "fedflat run --resume goes on with it."
+        require(not uncounted(run.privacy, its.entries), "card", found, "a run at its end", hint=hint)
     return every
 
 

@@ -4,11 +4,10 @@ Each shows its series by round (and, where an ε is proven, by ε spent). The ax
 before training, and what round r of the records released stands at r + 1.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import yaml
 
@@ -19,10 +18,9 @@ from fedflat.report.wording import asset
 
 MAX_POINTS = 600
 """Beyond that a line shows every second, third … round."""
-MAX_OVERLAID = 3000
-"""Points of all lines of an overlay together."""
 DOTS_FROM = 3
 """Series of bars up to which each is a bar from zero: more are dots, on an axis of their range."""
+DECLARED: dict[str, dict[str, Any]] = yaml.safe_load(asset("figures.yaml"))
 Values = tuple[float, ...]
 
 
@@ -99,20 +97,15 @@ def thin(count: int, most: int = MAX_POINTS) -> list[int]:
     return places
 
 
-@functools.cache
-def _declared() -> dict[str, dict[str, Any]]:
-    return cast(dict[str, dict[str, Any]], yaml.safe_load(asset("figures.yaml")))
-
-
 def _entries(page: str, run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the entries of ``figures.yaml`` by their keys, page ``run`` or ``groups``; and metrics that the recipe of a
     run asks for, said to be what the loss is."""
-    for key, entry in _declared()[page].items():
+    for key, entry in DECLARED[page].items():
         yield key, entry
         if (page, key) == ("run", "loss"):
             for name in metrics.own_metrics(run.metrics):
                 title = name.replace("_", " ").capitalize()
-                yield name, {**entry, "title": title, "of": {"": name}, **_declared()["own"].get(name, {})}
+                yield name, {**entry, "title": title, "of": {"": name}, **DECLARED["own"].get(name, {})}
 
 
 Points = Callable[[Run], Sequence[tuple[int, float]]]
@@ -135,16 +128,14 @@ def spent_from_start(run: Run) -> list[tuple[int, float]]:
     return [(-1, 0.0), *points] if points else []
 
 
-def _series(
-    group: Group, points: Points, *, spent: bool = False, share: bool = False, most: int = MAX_POINTS
-) -> Series:
+def _series(group: Group, points: Points, *, spent: bool = False, share: bool = False) -> Series:
     """Return the mean over a group's runs with a band of one standard deviation; one run has no band.
 
     spent: by ε too, where it is known at every point. share: the values are shares, and so are the band's edges.
     """
     values = by_round(map(points, group.runs))
     stats = {turn: one for turn, sample in values.items() if (one := spread(sample)) is not None}
-    turns = [[*stats][place] for place in thin(len(stats), most)]
+    turns = [[*stats][place] for place in thin(len(stats))]
     sds = [stats[turn].sd or 0.0 for turn in turns]
     x: dict[str, Values] = {"round": tuple(float(turn + 1) for turn in turns)}
     # Seeds of one setting spend the same; where they do not, the largest is the one that holds for all.
@@ -202,9 +193,8 @@ def _figures(page: str, groups: Sequence[Group]) -> list[Figure]:
 
 def _lines(groups: Sequence[Group], name: str, share: bool) -> list[Series]:
     """Return each group's line, by ε too where what it shows was released with it."""
-    most = min(MAX_POINTS, max(100, MAX_OVERLAID // len(groups)))
     spent = name.startswith(("test_", "private_"))
-    return [_series(group, points_of(name), spent=spent, share=share, most=most) for group in groups]
+    return [_series(group, points_of(name), spent=spent, share=share) for group in groups]
 
 
 def _plain(groups: object, figure: Figure, lines: Sequence[Series]) -> Figure | None:

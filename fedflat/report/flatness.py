@@ -49,11 +49,6 @@ def _lead(record: Record) -> str:
 # -------------------------------------------------------------------------------------------------------- numbers
 
 
-def spread_text(value: Record | None, percent: bool = False) -> str:
-    """Return ``mean ± sd``, the mean alone for one seed, a dash for nothing."""
-    return "–" if value is None else " ± ".join(part for part in pair_text(value, percent) if part is not None)
-
-
 def pair_text(value: Record, percent: bool = False) -> tuple[str, str | None]:
     """Return the mean and sd (None for one seed) with the same decimals: three significant digits of the mean."""
     factor = 100 if percent else 1
@@ -75,7 +70,8 @@ def _numbers(record: Record) -> dict[str, Any]:
     for group in record["groups"]:
         epsilon = epsilon_text((group["epsilon"] or {}).get("mean"), "∞")
         cells = [group["label"], group["model"], str(len(group["seeds"])), epsilon]
-        rows.append(cells + [spread_text(group["numbers"][key], "%" in heading) for key, heading in headings.items()])
+        pairs = (pair_text(group["numbers"][key], "%" in heading) for key, heading in headings.items())
+        rows.append(cells + [" ± ".join(filter(None, pair)) for pair in pairs])
     table = pages.Table("Flatness", heads, rows, left=2)
     return {"table": table, "notes": [*difference_notes(record), *record["notes"]], "headline": ""}
 

@@ -78,17 +78,16 @@ def listed(record: Mapping[str, Any], key: str) -> list[Any]:
 
 def preparation(run: Path) -> Record:
     """Return how rows become inputs (public constants), as an export or the last checkpoint says; empty without."""
-    try:
+    # It may be being written or be damaged; whoever loads the run gets the error.
+    with contextlib.suppress(OSError, ValueError):
         if (run / "preparation.json").is_file():
             constants = json.loads((run / "preparation.json").read_bytes())
         else:
             newest = max((run / "checkpoints").glob("round-*.safetensors"), default=None)
             state = json.loads(read_about(newest).get("state", "{}")) if newest else {}
             constants = section(state, "made_for").get("preparation")
-    except (OSError, ValueError):
-        # It is being written or is damaged; whoever loads the run gets the error.
-        return {}
-    return constants if isinstance(constants, dict) else {}
+        return constants if isinstance(constants, dict) else {}
+    return {}
 
 
 def number(value: Any) -> float | None:
@@ -133,20 +132,6 @@ def _by_round(records: list[Record]) -> list[Record]:
     return list(latest.values())
 
 
-def _private(path: Path) -> list[Record]:
-    """Return what is private to the simulation, or nothing for an account that may not read it."""
-    with contextlib.suppress(PermissionError):
-        return _by_round(read_records(path / "private" / "private.jsonl"))
-    return []
-
-
-def _name(path: Path, recipe: dict[str, Any]) -> str:
-    """Return the folder's name; a run of a comparison, in ``SETTING/seed-N``, goes by its recipe's name and its
-    seed."""
-    folder, named = path.resolve().name, str(recipe.get("name", "run"))
-    return f"{named} {folder}" if folder.startswith("seed-") else folder or named
-
-
 def read_run(folder: Path | str) -> Run:
     """Read a run folder.
 
@@ -158,10 +143,14 @@ def read_run(folder: Path | str) -> Run:
         raise _no_run(path)
     recipe = _read(path / "recipe.yaml", yaml.safe_load, "the recipe written by the run")
     privacy = _read(path / "privacy.json", json.loads, "the privacy statement written by the run")
-    return Run(
-        path=path, name=_name(path, recipe), recipe=recipe, metrics=_by_round(read_records(path / "metrics.jsonl")),
-        private=_private(path), privacy=privacy, audits=_audits(path / "audit.json"),
-    )  # fmt: skip
+    place, named = path.resolve().name, str(recipe.get("name", "run"))
+    # A run of a comparison, in SETTING/seed-N, goes by its recipe's name and its seed.
+    name = f"{named} {place}" if place.startswith("seed-") else place or named
+    released, private = _by_round(read_records(path / "metrics.jsonl")), list[Record]()
+    # An account that may not read what is private to the simulation goes without.
+    with contextlib.suppress(PermissionError):
+        private = _by_round(read_records(path / "private" / "private.jsonl"))
+    return Run(path, name, recipe, released, private, privacy, _audits(path / "audit.json"))
 
 
 def read_runs(folders: Iterable[Path | str]) -> list[Run]:
@@ -337,13 +326,13 @@ def shown_round(run: Run, measure: str = "final", personal: bool = False) -> tup
     return points[-1] if points else None
 
 
-def train_accuracy(run: Run, round: int | None = None) -> float | None:
-    """Return the mean accuracy of the cohort's minibatches while they were trained on; private to the simulation.
+def train_accuracy(run: Run, round: int) -> float | None:
+    """Return the mean accuracy of a round's minibatches while they were trained on; private to the simulation.
 
-    round: of that round (of the last before it in which somebody took part); None: of the last one.
+    round: or the last before it in which somebody took part.
     """
-    accuracies = [value for turn, value in column(run.private, "train_accuracy") if round is None or turn <= round]
-    return accuracies[-1] if accuracies else None
+    accuracies = column(run.private, "train_accuracy")
+    return next((value for turn, value in reversed(accuracies) if turn <= round), None)
 
 
 def generalisation_gap(run: Run, measure: str = "final") -> float | None:
@@ -352,12 +341,6 @@ def generalisation_gap(run: Run, measure: str = "final") -> float | None:
     tested = shown_round(run, measure)
     trained = None if tested is None else train_accuracy(run, tested[0])
     return None if tested is None or trained is None else trained - tested[1]
-
-
-def best_accuracy(run: Run) -> float | None:
-    """Return the test accuracy of the best round."""
-    best = shown_round(run, "best")
-    return None if best is None else best[1]
 
 
 def finished_rounds(run: Run) -> int:
@@ -469,10 +452,9 @@ def costs(runs: Sequence[Run]) -> tuple[Cost, ...]:
     members: dict[str, list[Run]] = {}
     for run in runs:
         members.setdefault(str(section(run.recipe, "data").get("dataset")), []).append(run)
-    spent = []
-    for name, mine in members.items():
-        spent.append(Cost(name, total(published(mine)), len({_clients(run) for run in mine}) == 1))
-    return tuple(spent)
+    return tuple(
+        Cost(name, total(published(mine)), len(set(map(_clients, mine))) == 1) for name, mine in members.items()
+    )
 
 
 def distinct(names: Sequence[str]) -> list[str]:
@@ -487,10 +469,9 @@ def published(runs: Sequence[Run]) -> list[Published]:
 
 
 def _published(run: Run, name: str) -> Published:
-    try:
+    entries = []
+    with contextlib.suppress(InputError):
         entries = read(run.path / "ledger.jsonl")
-    except InputError:
-        entries = []
     # Without its ledger nobody sees what a run charged, nor whether its noise was used twice.
     unread = not entries and number(run.privacy.get("rounds_charged"))
     epsilon = None if unread or uncounted(run.privacy, entries) else proven_epsilon(run)

@@ -146,9 +146,6 @@ def learnt(released: Sequence[Record]) -> bool:
     return bool(losses) and losses[-1] <= (1 - LEARNT) * losses[0]
 
 
-NOT_COVERED = PRIVATE[1:-1]
-
-
 def print_summary(result: Any, folder: Path, page: Path) -> None:
     """Print a run's final table, the path of its report and, if it stopped early, why and how to go on."""
     rows, width = summary_rows(result), min(console_now().width, 100)
@@ -179,7 +176,7 @@ def summary_rows(result: Any) -> list[tuple[str, str]]:
         "fate": FATES.get(metrics.fate(run), ""),
         "malformed": [count for count in values(run.private, "malformed") if count],
         "trust": privacy.get("trust", "–"),
-        "not_covered": NOT_COVERED,
+        "not_covered": PRIVATE[1:-1],
     }
     rows = list(wording.texts("summary.yaml", fields).items())
     # Below the accuracy.

@@ -190,9 +190,10 @@ def landscape() -> dict[str, Any]:
     def group(label: str, style: int, width: float) -> dict[str, Any]:
         loss = [[0.1 + (a * a + b * b) / width for b in steps] for a in steps]
         curve = {"loss": loss[2], "accuracy": [0.5] * 5, "loss_sd": None, "accuracy_sd": None}
+        half = {"mean": 0.5, "sd": None}
         return {
             "label": label, "model": "global", "style": style, "seeds": [0], "epsilon": None, "private": False,
-            "numbers": {}.fromkeys(("loss", "accuracy", "eigenvalue", "trace", "ascent", "noise_accuracy")),
+            "numbers": dict.fromkeys(("loss", "accuracy", "eigenvalue", "trace", "ascent", "noise_accuracy"), half),
             "differences": {}, "line": {"steps": steps, **curve}, "noise": {"levels": steps, **curve},
             "surface": {"steps": steps, "loss": loss},
         }  # fmt: skip

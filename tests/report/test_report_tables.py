@@ -56,7 +56,7 @@ def test_a_run_that_came_to_nothing_is_marked_and_has_no_best(tmp_path: Path) ->
             "".join(json.dumps({k: v for k, v in r.items() if k != "personal_accuracy"}) + "\n" for r in secret)
         )
     runs = metrics.read_runs(folders)
-    assert [metrics.best_accuracy(run) == metrics.final_accuracy(run) for run in runs] == [True, True]
+    assert [metrics.summary(run)["best_accuracy"] == metrics.final_accuracy(run) for run in runs] == [True, True]
     table = tables.comparison_table(groups.group_runs(runs))
     assert table.rows[0].fates == ("diverged", "chance")
     assert "!?" in tables.to_terminal(table) and all(len(line) <= 80 for line in tables.to_terminal(table).splitlines())
