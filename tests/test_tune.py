@@ -15,8 +15,9 @@ import yaml
 
 from fedflat.assembly import inputs as proxy
 from fedflat.assembly.inputs import data_of
-from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.assembly.plans import plan_of
 from fedflat.assembly.records import LATER, identity
+from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import DataSection
 from fedflat.core.checks import InputError, RunError

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedflat.assembly.plans import NOT_HELD, PREFIX, THEIRS, algorithm_of, is_proxy, public_examples
+from fedflat.assembly.plans import PREFIX, THEIRS, is_proxy, public_examples
 from fedflat.assembly.tasks import check_outputs, try_loss
-from fedflat.config.reading import GIVEN
+from fedflat.config.method import algorithm_of
+from fedflat.config.reading import GIVEN, NOT_HELD
 from fedflat.config.recipe import BESIDE_CLIENTS, Recipe
 from fedflat.config.sections import DataSection, NamedSection, Partition
 from fedflat.core.checks import require, wrong

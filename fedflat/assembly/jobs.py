@@ -14,12 +14,13 @@ from torch import nn
 from fedflat.assembly import plans, records
 from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
 from fedflat.assembly.piece_check import try_pieces
-from fedflat.assembly.plans import algorithm_of, average_of, clip_of, local_of, optimizer_of, plan_of, weighted
+from fedflat.assembly.plans import average_of, clip_of, local_of, optimizer_of, plan_of, weighted
 from fedflat.assembly.records import identity, settled
 from fedflat.assembly.tasks import SQUARED, metrics_of, objective_of, suited, try_metrics, with_public_classes
 from fedflat.backends.choose import backend_for
 from fedflat.backends.features import with_features
 from fedflat.backends.in_process import Sequential
+from fedflat.config.method import algorithm_of
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import require, wrong

@@ -19,9 +19,10 @@ import torch
 
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import algorithm_of, public_examples, steps_of
+from fedflat.assembly.plans import public_examples, steps_of
 from fedflat.assembly.tasks import objective_of, suited
 from fedflat.backends.choose import sum_of
+from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.cohorts import Fixed, MinSeparation, Poisson

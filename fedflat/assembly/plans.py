@@ -1,21 +1,16 @@
-"""Build the method, the plan and the public numbers that a recipe asks for."""
+"""Build the plan and the public numbers that a recipe asks for."""
 
 import functools
-import inspect
 import math
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from fedflat.algorithms import ALGORITHMS
-from fedflat.config.reading import GIVEN
+from fedflat.config.method import is_published, momentum_of, server_of
 from fedflat.config.recipe import Recipe
-from fedflat.config.sections import PrivacySection, ServerSection
-from fedflat.core.checks import nearest, one_of, require, wrong
-from fedflat.core.imports import calling, imported
+from fedflat.config.sections import PrivacySection
+from fedflat.core.checks import require, wrong
 from fedflat.core.params import Layout
-from fedflat.core.types import MOMENTUM, Algorithm, Average, Clip, Factory, Local, MeanView, Optimizer
+from fedflat.core.types import Algorithm, Average, Clip, Local, MeanView, Optimizer
 from fedflat.data.clients import FederatedData
 from fedflat.data.preparation import DATASETS
 from fedflat.methods import noise as noising
@@ -25,56 +20,9 @@ from fedflat.pieces.server import Adaptive, MovingAverage, Sgd, TailAverage
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.tuning import Selection
 
-NOT_HELD = (
-    "the same model=… and clients=… given again in Python, for example fedflat.run(recipe, model, clients, out=…, "
-    "resume=True)"
-)
-
 SIMULATED = "privacy.epsilon and privacy.budget are those of the simulated larger system, not of the run that happens."
 WEAK = 10
 """The largest ε that Ponomareva et al. (2023, section 5.2) call a reasonable guarantee."""
-
-
-def algorithm_of(recipe: Recipe, algorithm: Algorithm | Factory | None = None) -> Algorithm:
-    """Return the algorithm a recipe names, with its options checked against the factory's signature."""
-    if isinstance(algorithm, Algorithm):
-        return algorithm
-    name, options = recipe.algorithm.name, recipe.algorithm.options
-    # `source` is what fedflat wrote into a run's recipe, no option of the method.
-    source = options.pop("source", None) if options.get("source") == GIVEN else None
-    if algorithm is not None:
-        if not callable(algorithm):
-            hint = "A method's name stands in the recipe." if isinstance(algorithm, str) else ""
-            raise wrong("algorithm", algorithm, "an Algorithm, or a function that returns one", hint=hint)
-        factory = algorithm
-    elif source == GIVEN:
-        raise wrong("algorithm.name", f"{name}, {GIVEN}: the run's folder does not hold the method", NOT_HELD)
-    elif ":" in name or name.endswith(".py"):
-        factory = imported("algorithm.name", name)
-    else:
-        factory = ALGORITHMS[one_of("algorithm.name", name, ALGORITHMS)]
-    _check_options(name, options, factory)
-    with calling(f"algorithm {name}"):
-        method = factory(**options)
-    returned = f"{name}, which returned {type(method).__name__}"
-    require(isinstance(method, Algorithm), "algorithm.name", returned, "a function that returns Algorithm")
-    return method
-
-
-def _check_options(name: str, options: Mapping[str, Any], factory: Factory) -> None:
-    """Raise InputError for an option that a method does not take, or takes as another kind of value."""
-    keys = inspect.signature(factory).parameters
-    for key in options:
-        allowed = f"for {name}: {', '.join(keys) or 'no key'}"
-        require(key in keys, f"algorithm.{key}", key, allowed, hint=nearest(key, keys))
-    for parameter in keys.values():
-        value = options.get(parameter.name, parameter.default)
-        # YAML's 1 and 0 would pass as truth values, and mean numbers elsewhere.
-        if isinstance(parameter.default, bool) and not isinstance(value, bool):
-            raise wrong(f"algorithm.{parameter.name}", value, "true or false")
-        # fedflat's own methods check their numbers, with the range.
-        if ":" in name and isinstance(parameter.default, (int, float)) and isinstance(value, str):
-            raise wrong(f"algorithm.{parameter.name}", value, "a number")
 
 
 def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | None = None) -> Plan:
@@ -82,7 +30,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
     ddgauss.
     """
     noising.check(recipe, method)
-    if shares.applies(recipe, method):
+    if is_published(recipe, method):
         return shares.plan_of(recipe, method, clients)
     privacy, cohort = recipe.privacy, recipe.cohort
     ballot = votes.account_of(recipe, method) if method.kind == "votes" else None
@@ -146,12 +94,7 @@ def evaluation_of(recipe: Recipe, method: Algorithm) -> float | None:
 def local_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> Local:
     """Local training's public numbers, the same for every client."""
     local = recipe.local
-    momentum = method.momentum if local.momentum is None else local.momentum
-    if momentum is None:
-        momentum = MOMENTUM
-        if method.name not in ALGORITHMS and local.optimizer == "sgd":
-            problem = f"local.momentum: {momentum}, for neither the recipe nor {method.name} says one"
-            warnings.warn(f"{problem}; Algorithm(momentum=0.0) if its equations divide by K·η", stacklevel=2)
+    momentum = momentum_of(recipe, method)
     reason, free = f"Reason: {method.fixed_momentum}.", not method.fixed_momentum
     fixed = f"{method.momentum or 0.0:g} for {method.name}"
     require(free or momentum == method.momentum, "local.momentum", momentum, fixed, hint=reason)
@@ -159,7 +102,7 @@ def local_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> Local:
         require(free, "local.optimizer", local.optimizer, f"sgd for {method.name}", hint=reason)
         nothing = f"no value with local.optimizer {local.optimizer}"
         require(local.momentum is None, "local.momentum", local.momentum, nothing)
-    epochs = local.epochs if shares.applies(recipe, method) else None
+    epochs = local.epochs if is_published(recipe, method) else None
     settled = {"steps": steps_of(recipe, method, data), "momentum": momentum, "epochs": epochs}
     return Local(**{**local.model_dump(), **settled, "rounds": recipe.rounds})
 
@@ -181,7 +124,7 @@ def steps_of(recipe: Recipe, method: Algorithm, data: FederatedData) -> int:
         return local.steps
     public = public_examples(recipe, data)
     # Without a guarantee, or in a published procedure, the mean size may be looked at.
-    if public is None and (not method.private or shares.applies(recipe, method)):
+    if public is None and (not method.private or is_published(recipe, method)):
         public = data.examples_per_client
     if public is None and local.epochs is None:
         return STEPS
@@ -235,26 +178,6 @@ def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, fl
     return clipping.whole_vector(setting.value), setting.value
 
 
-def server_of(recipe: Recipe, method: Algorithm) -> ServerSection:
-    """Return the recipe's server section with its defaults filled in; ``optimizer`` stays None where the method has its
-    own.
-
-    Raises:
-        InputError: settings of another optimiser beside the method's own, or a round whose noise it could not know.
-    """
-    server = recipe.server
-    if method.optimizer is None:
-        return server.filled()
-    require(method.kind == "update", "algorithm.optimizer", f"one of its own with kind {method.kind}", "kind update")
-    hint = "Its server optimizer reckons with the noise of the sound round."
-    require(not shares.applies(recipe, method), "privacy.protocol", "published", f"sound for {method.name}", hint=hint)
-    for key in ("optimizer", "momentum", "beta1", "beta2", "tau"):
-        value, default = getattr(server, key), ServerSection.model_fields[key].default
-        hint = "The method brings its own server optimizer, made for its noise."
-        require(value == default, f"server.{key}", value, f"nothing for {method.name}", hint=hint)
-    return server.model_copy(update={"lr": method.server_lr if server.lr is None else server.lr})
-
-
 def optimizer_of(recipe: Recipe, method: Algorithm) -> Callable[[MeanView], Optimizer]:
     """Return the server optimiser of each round: the method's own, or the recipe's, which asks nothing of the noise."""
     server = server_of(recipe, method).model_dump()
@@ -274,7 +197,7 @@ def average_of(recipe: Recipe, method: Algorithm) -> Average | None:
     if server.average == "none":
         return None
     average = f"{server.average} with privacy.protocol: published"
-    require(not shares.applies(recipe, method), "server.average", average, "none")
+    require(not is_published(recipe, method), "server.average", average, "none")
     return TailAverage(recipe.rounds) if server.average == "tail" else MovingAverage(server.decay)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedflat.assembly.plans import is_public, server_of
+from fedflat.assembly.plans import is_public
+from fedflat.config.method import server_of
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong

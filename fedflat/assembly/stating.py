@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from fedflat.assembly.plans import algorithm_of, is_public, plan_of
+from fedflat.assembly.plans import is_public, plan_of
 from fedflat.assembly.records import is_seeded, settled
+from fedflat.config.method import algorithm_of
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError

@@ -12,8 +12,8 @@ from typing import Any
 import fedflat
 from fedflat.assembly.inputs import data_of
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.records import settled
+from fedflat.config.method import algorithm_of
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import making, require, turning, wrong

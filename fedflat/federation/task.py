@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from torch import Tensor
 
-from fedflat.assembly.plans import algorithm_of
+from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core import durable
 from fedflat.core.checks import reading, require, turning, wrong

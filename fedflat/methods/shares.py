@@ -140,12 +140,6 @@ class RealisedMean(GaussianNoise):
 # ---------------------------------------------------------------------------------------------------- from a recipe
 
 
-def applies(recipe: Recipe, method: Algorithm) -> bool:
-    """Return whether a published procedure is asked for; a method without privacy has no other protocol than its
-    own."""
-    return recipe.privacy.protocol == "published" and method.private
-
-
 def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
     """Return the plan of the paper's procedure; refuses what no paper's released procedure has."""
     privacy, cohort = recipe.privacy, recipe.cohort

@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import lru_cache, reduce
 from pathlib import Path
 
-from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.assembly.plans import plan_of
+from fedflat.config.method import algorithm_of
 from fedflat.config.reading import override
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError, wrong
