@@ -14,16 +14,16 @@ from torch import nn
 from fedflat.assembly import plans, records
 from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
 from fedflat.assembly.piece_check import try_pieces
-from fedflat.assembly.plans import average_of, clip_of, local_of, optimizer_of, plan_of, weighted
+from fedflat.assembly.plans import local_of, plan_of
 from fedflat.assembly.records import identity, settled
-from fedflat.assembly.tasks import SQUARED, metrics_of, objective_of, suited, try_metrics, with_public_classes
+from fedflat.assembly.tasks import metrics_of, objective_of, suited, try_metrics, with_public_classes
 from fedflat.backends.choose import backend_for
 from fedflat.backends.features import with_features
 from fedflat.backends.in_process import Sequential
 from fedflat.config.method import algorithm_of
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import require, wrong
+from fedflat.core.checks import wrong
 from fedflat.core.held import StateWatch
 from fedflat.core.identity import identity_of
 from fedflat.core.loss import CustomLoss, Objective
@@ -35,13 +35,12 @@ from fedflat.data.sources import public_training
 from fedflat.engine import device as place
 from fedflat.engine.device import device_for, exact, placed
 from fedflat.engine.evaluate import outputs_of
-from fedflat.engine.job import Job, Metric, RoundParts
+from fedflat.engine.job import Job, Metric
 from fedflat.engine.problem import ModuleProblem, refuse_change
 from fedflat.methods import noise as noising
-from fedflat.methods import shares, votes
-from fedflat.methods.published import Published
+from fedflat.methods import votes
+from fedflat.methods.rounds import check_logits, parts_of
 from fedflat.models import is_sized
-from fedflat.pieces.gradients import LabelPrior, check_bias
 
 
 def prepare(
@@ -123,9 +122,7 @@ def _ingredients(
     user_code += (objective.own,) if objective.own is not None else ()
     layout = layout_of(module, method.head)
     zeros = data.inputs.new_zeros(2, *data.inputs.shape[1:])  # a server may hold no rows
-    check_bias(method, module, layout, zeros, data.targets)
-    adjusted = recipe.loss == SQUARED and any(isinstance(phase.rule, LabelPrior) for phase in method.phases)
-    require(not adjusted, "loss", f"{SQUARED} with {method.name}", "cross-entropy, whose logits it adjusts")
+    check_logits(method, objective, module, layout, zeros, data.targets)
     random = random or objective.own is not None
     return _Ingredients(method, data, queries, public, module, layout, precision, random, objective, user_code)
 
@@ -152,7 +149,9 @@ def _job(recipe: Recipe, ingredients: _Ingredients, device: torch.device) -> Job
     data = _resident(ingredients.data, module, device, precision, ingredients.features)
     if any(part is ingredients.module for part in ingredients.user_code):
         data = place.in_bearable_layout(module, data)
-    parts, threshold = _parts(recipe, ingredients.method, data, layout)
+    plan = plan_of(recipe, ingredients.method, data.clients, layout.dimension)
+    local = local_of(recipe, ingredients.method, data)
+    parts, threshold = parts_of(recipe, ingredients.method, plan, local, layout)
     # Tried on made-up vectors, so that a fault shows before anybody's data are trained on.
     random = try_pieces(parts.algorithm, layout) or ingredients.random
     onednn = ingredients.objective.cross_entropy and place.serves(module, layout, precision, data.inputs)
@@ -205,19 +204,6 @@ def _made_for(data: FederatedData, *, named: bool) -> dict[str, Any]:
     if named:
         facts |= {"classes": data.classes, "vocabulary": data.vocabulary, "padding": data.padding}
     return facts if data.preparation is None else {**facts, "preparation": data.preparation.record()}
-
-
-def _parts(recipe: Recipe, method: Algorithm, data: FederatedData, layout: Layout) -> tuple[RoundParts, float]:
-    """Return what the server and the clients agree on, and the first threshold."""
-    plan = plan_of(recipe, method, data.clients, layout.dimension)
-    paper = plan.mechanism if isinstance(plan.mechanism, Published) else None
-    clip, threshold = clip_of(recipe, method, layout) if paper is None else shares.clip_of(recipe, paper, layout)
-    parts = RoundParts(
-        algorithm=method, plan=plan, clip=clip, mechanism=noising.mechanism_of(recipe, plan),
-        optimizer=optimizer_of(recipe, method), local=local_of(recipe, method, data), layout=layout,
-        weighted=weighted(recipe, method), average=average_of(recipe, method),
-    )  # fmt: skip
-    return parts if paper is None else shares.parts_of(parts, paper), threshold
 
 
 def _resident(

@@ -23,7 +23,7 @@ from fedflat.core.process import using_threads
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import AVERAGE, Algorithm, ClientState, ClientView, MaskView, MeanView, ServerView, broadcast_by
 from fedflat.engine.isolated import called
-from fedflat.pieces.clipping import MethodScale
+from fedflat.methods.rounds import MethodScale
 
 SHORT, ENTRIES = 256, 2_000
 """Entries of a tensor in a shortened trial, and of a vector from which the shortened trial comes first."""

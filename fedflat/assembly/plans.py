@@ -1,22 +1,17 @@
 """Build the plan and the public numbers that a recipe asks for."""
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
-from fedflat.config.method import is_published, momentum_of, server_of
+from fedflat.config.method import is_published, momentum_of
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import PrivacySection
 from fedflat.core.checks import require, wrong
-from fedflat.core.params import Layout
-from fedflat.core.types import Algorithm, Average, Clip, Local, MeanView, Optimizer
+from fedflat.core.types import Algorithm, Local
 from fedflat.data.clients import FederatedData
 from fedflat.data.preparation import DATASETS
 from fedflat.methods import noise as noising
 from fedflat.methods import shares, votes
-from fedflat.pieces import clipping
-from fedflat.pieces.server import Adaptive, MovingAverage, Sgd, TailAverage
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.tuning import Selection
 
@@ -156,53 +151,3 @@ def public_examples(recipe: Recipe, data: FederatedData) -> int | None:
     if recipe.data.examples_per_client is not None:
         return recipe.data.examples_per_client
     return data.examples_per_client if is_public(recipe.data.dataset) else data.most
-
-
-def clip_of(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, float]:
-    """Return the clip and its first threshold C; non-private twins clip nothing."""
-    if not method.private:
-        return clipping.whole_vector(math.inf), math.inf
-    setting = recipe.privacy.clipping
-    if method.scale is not None:
-        if setting.value is None:
-            raise wrong("privacy.clip", setting.kind, f"one number for {method.name}, which scales messages itself")
-        return clipping.MethodScale(method.scale), setting.value
-    if setting.initial is not None:
-        return clipping.Adaptive(setting.initial, setting.quantile), setting.initial
-    if setting.values is not None:
-        per_tensor = clipping.per_tensor(setting.values, layout.shared * method.vectors)
-        return per_tensor, per_tensor.threshold
-    if setting.value is None:
-        allowed = "a number > 0, {kind: adaptive, initial: …} or {kind: per-tensor, values: …}"
-        raise wrong("privacy.clip", setting.kind, allowed)
-    return clipping.whole_vector(setting.value), setting.value
-
-
-def optimizer_of(recipe: Recipe, method: Algorithm) -> Callable[[MeanView], Optimizer]:
-    """Return the server optimiser of each round: the method's own, or the recipe's, which asks nothing of the noise."""
-    server = server_of(recipe, method).model_dump()
-    if method.optimizer is not None:
-        return functools.partial(method.optimizer, server["lr"])
-    if server["optimizer"] == "sgd":
-        return lambda view: Sgd(server["lr"], server["momentum"])
-    return lambda view: Adaptive(server["optimizer"], *(server[key] for key in ("lr", "beta1", "beta2", "tau")))
-
-
-def average_of(recipe: Recipe, method: Algorithm) -> Average | None:
-    """Return what is released of the server's iterates; None: the last one."""
-    server, keep = recipe.server, recipe.evaluation.keep
-    beside = method.name if server.average == "none" else "server.average"
-    plain = server.average == "none" and method.head is None and method.kind != "votes"
-    require(keep == "last" or plain, "evaluation.keep", f"{keep} with {beside}", "last")
-    if server.average == "none":
-        return None
-    average = f"{server.average} with privacy.protocol: published"
-    require(not is_published(recipe, method), "server.average", average, "none")
-    return TailAverage(recipe.rounds) if server.average == "tail" else MovingAverage(server.decay)
-
-
-def weighted(recipe: Recipe, method: Algorithm) -> bool:
-    """Sample weights make the sensitivity depend on data sizes: only non-private twins may use them."""
-    samples, hint = recipe.server.weights == "samples", "Weights n_i make the sensitivity depend on data sizes."
-    require(not samples or not method.private, "server.weights", "samples", "uniform for a private method", hint=hint)
-    return samples

@@ -41,7 +41,8 @@ from fedflat.federation.task import Roster, Task, check_deployable
 from fedflat.federation.tips import new_run, operator_file, operator_key, restore_lines, tip_record
 from fedflat.federation.transport import ClientNoise, Flower, limit_replies, note_refusals
 from fedflat.methods.ddgauss import SharedDiscreteNoise
-from fedflat.pieces.clipping import MethodScale, whole_vector
+from fedflat.methods.rounds import MethodScale
+from fedflat.pieces.clipping import whole_vector
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, RunFolder

@@ -10,15 +10,13 @@ tensor([0.2000, 1.0000, 0.0000], dtype=torch.float64)
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedflat.core import rounding
 from fedflat.core.checks import in_range, wrong
-from fedflat.core.held import StateWatch, global_generators
 from fedflat.core.types import Clip
 
 
@@ -177,44 +175,6 @@ class Adaptive(NormClip):
         """C_{t+1} from the noisy centred count Σ(b_i − ½) + N(0, σ_b²) and the constant divisor m."""
         share = 0.5 + noisy_bits / divisor
         return threshold * math.exp(-self.rate * (share - self.quantile))
-
-
-@dataclass(frozen=True)
-class MethodScale(NormClip):
-    """A method's own factor of a message's norm (``Algorithm.scale``), and the clip at C behind it.
-
-    rule: (norms ``(n,)``, C) -> factors ``(n,)``. What it says beyond C/‖Δ‖ is cut, so the bound is C whatever it says;
-    what is negative or not a number is 0. It is asked for one message at a time, given a copy of its norm, and nothing
-    that it holds may change: one client's factor would follow from another's norm.
-    """
-
-    rule: Callable[[Tensor, float], Tensor]
-    _watched: StateWatch = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_watched", StateWatch(self.rule))
-
-    def scale(self, norms: Tensor, threshold: float) -> Tensor:
-        """Norms ``(n,)`` -> factors ``(n,)``."""
-        tiny = torch.finfo(norms.dtype).tiny
-        factors = torch.minimum(self._asked(norms, threshold), threshold / norms.clamp_min(tiny))
-        sound = torch.isfinite(norms) & torch.isfinite(factors) & (factors >= tiny)
-        return torch.where(sound, factors, torch.zeros_like(norms))
-
-    def _asked(self, norms: Tensor, threshold: float) -> Tensor:
-        """Return the rule's factor for each norm ``(n,)``; raises InputError for another shape, a draw or a memory."""
-        before, factors = global_generators(), torch.zeros_like(norms)
-        for place in range(len(norms)):
-            factor = self.rule(norms[place : place + 1].clone(), threshold)
-            if not isinstance(factor, Tensor) or factor.shape != (1,):
-                form = f"shape {tuple(factor.shape)}" if isinstance(factor, Tensor) else type(factor).__name__
-                raise wrong("algorithm.scale", f"{form} for norms (1,)", "one factor for each norm")
-            factors[place : place + 1] = factor.detach()
-        if global_generators() != before:
-            raise wrong("algorithm.scale", "a draw of random numbers", "a function of a message's norm and C")
-        if (changed := self._watched.changed(everything=True)) is not None:
-            raise wrong("algorithm.scale", f"{changed or 'itself'}, which a call changed", "one that keeps nothing")
-        return factors
 
 
 @dataclass(frozen=True)

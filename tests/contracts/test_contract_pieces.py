@@ -13,7 +13,7 @@ import fedflat
 from fedflat.core.checks import InputError
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, Broadcast, ClientState, Phase, ServerView
-from fedflat.pieces.clipping import MethodScale
+from fedflat.methods.rounds import MethodScale
 
 C = 0.05
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from fedflat.core.checks import InputError
 from fedflat.core.rng import stream
 from fedflat.core.rounding import CACHED
+from fedflat.methods.rounds import MethodScale
 from fedflat.pieces import clipping
-from fedflat.pieces.clipping import Adaptive, MethodScale, SmoothedNormalisation, norms_of, per_tensor, whole_vector
+from fedflat.pieces.clipping import Adaptive, SmoothedNormalisation, norms_of, per_tensor, whole_vector
 
 TENSORS = (slice(0, 3), slice(3, 5))
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
