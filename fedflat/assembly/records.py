@@ -17,14 +17,16 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong
 from fedflat.core.durable import digest_of_json, write_tensors
 from fedflat.core.identity import identity_of
+from fedflat.core.imports import versions
 from fedflat.core.params import Layout
+from fedflat.core.rng import Identity
 from fedflat.core.types import MOMENTUM, Algorithm
 from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Backend
+from fedflat.engine.resume import software
 from fedflat.methods.published import Published
 from fedflat.models.representation import FILE, Representation
-from fedflat.records.opening import Identity, software, versions
 
 UNCHANGING = ("engine", "evaluation", "name")
 """Sections of a recipe that cannot change what is released."""

@@ -17,6 +17,7 @@ from fedflat.config.method import algorithm_of
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError
+from fedflat.core.imports import versions
 from fedflat.core.types import Algorithm, ClientState, Phase
 from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.sources import HELD_OUT
@@ -29,8 +30,6 @@ from fedflat.privacy.accounting.curves import schedule_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import PRIORS, TEXTS, least_noise, rounds_charged, statement
-from fedflat.records.folder import METRICS, read_lines
-from fedflat.records.opening import versions
 
 Entries = Sequence[Mapping[str, Any]]
 
@@ -126,7 +125,7 @@ def held_out(method: Algorithm, dataset: str, loaded: str) -> bool:
 
 def state_privacy(recipe: Recipe, job: Job, outcome: Outcome, *, deployment: bool = False) -> dict[str, Any]:
     """Return the privacy statement of a run so far."""
-    history = outcome.history or ([] if job.folder is None else read_lines(job.folder.path / METRICS))
+    history = outcome.history or ([] if job.folder is None else job.folder.released())
     return stated(
         recipe, settled(recipe, job.parts, job.data.clients, job.problem.pristine), job.parts.plan,
         Terms.of(recipe, job, deployment=deployment), rounds=outcome.state.round, entries=outcome.entries,

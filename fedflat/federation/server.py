@@ -24,6 +24,7 @@ from fedflat.config import reading
 from fedflat.core import durable
 from fedflat.core.checks import RunError, becoming, require, whole, wrong
 from fedflat.core.cohorts import MinSeparation
+from fedflat.core.imports import versions
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
 from fedflat.core.types import RoundState
@@ -46,7 +47,7 @@ from fedflat.pieces.clipping import whole_vector
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, RunFolder
-from fedflat.records.opening import Opening, refuse_older, versions
+from fedflat.records.opening import Opening, refuse_older
 from fedflat.simulation.run import write_beginning, write_ending
 
 log = logging.getLogger("fedflat.server")
