@@ -33,7 +33,7 @@ from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.round import broadcast_of, mean_view
 from fedflat.methods import noise as noising
 from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS, noise_in_model
-from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan
+from fedflat.privacy.correlated import scheduled_plan
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import FALSE_POSITIVES, true_positives
 from fedflat.privacy.trust import default_min_cohort
@@ -267,9 +267,9 @@ def _noise_of(recipe: Recipe, job: Job) -> Any:
             return math.inf
         if plan.protocol == "published":
             return plan.std(bound) / plan.divisor / bound
-        if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.kind != "independent":
+        if (mixing := noising.mixing_of(plan)) is not None:
             # As much in the model, over all rounds, as independent noise of this std in each of them.
-            alike = noise_in_model(plan.mechanism.factor)[0] / math.sqrt((plan.rounds + 1) / 2)
+            alike = noise_in_model(mixing.factor)[0] / math.sqrt((plan.rounds + 1) / 2)
             return plan.std(bound) / plan.divisor / bound * alike
         parts = replace(job.parts, plan=plan, mechanism=noising.mechanism_of(recipe, plan))
         return mean_view(parts, bound, plan.divisor, 0).std / bound

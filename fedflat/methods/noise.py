@@ -185,23 +185,18 @@ def mechanism_of(recipe: Recipe, plan: Plan) -> Mechanism:
         numbers = plan.mechanism.account(plan)
         shared = {item.name: getattr(numbers, item.name) for item in fields(ShareNumbers)}
         return SharedDiscreteNoise(DistributedDiscreteGaussian(**shared), recipe.seed, numbers.n_max, secure)
-    if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.kind != "independent":
-        factor = plan.mechanism.factor
+    if (mixing := mixing_of(plan)) is not None:
         # Without noise there is no grid to take it from.
         correlated = CorrelatedGridNoise if secure and plan.event_multiplier > 0 else CorrelatedNoise
-        return correlated(plan.std, factor=factor)
+        return correlated(plan.std, factor=mixing.factor)
     noise = GridNoise if secure and plan.effective_multiplier > 0 else GaussianNoise
     return noise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor), plan.count_std or 0.0)
 
 
-def mixed_by(plan: Plan) -> str:
-    """Return the digest of the C that mixes the rounds' noise, "" where nothing does.
-
-    An optimiser makes C, so the same recipe may have another one elsewhere. One Z behind both would be no noise: the
-    difference of the releases gives it away.
-    """
+def mixing_of(plan: Plan) -> ScheduledPlan | None:
+    """Return the account of a plan whose C mixes the rounds' noise, None where nothing does."""
     mechanism = plan.mechanism
-    return mechanism.factor.digest if isinstance(mechanism, ScheduledPlan) and mechanism.kind != "independent" else ""
+    return mechanism if isinstance(mechanism, ScheduledPlan) and mechanism.kind != "independent" else None
 
 
 def facts(recipe: Recipe, plan: Plan) -> dict[str, Any]:
@@ -209,6 +204,6 @@ def facts(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     mechanism, text = plan.mechanism, TEXTS["noise"]
     if isinstance(mechanism, VotesPlan | DDGaussPlan | Published):
         return mechanism.facts
-    if isinstance(mechanism, ScheduledPlan) and mechanism.kind != "independent":
-        return {"mechanism": mechanism.sentence + (text["rows on a grid"] if recipe.privacy.secure_rng else "")}
+    if (mixing := mixing_of(plan)) is not None:
+        return {"mechanism": mixing.sentence + (text["rows on a grid"] if recipe.privacy.secure_rng else "")}
     return {"mechanism": text["grid"]} if recipe.privacy.secure_rng else {}
