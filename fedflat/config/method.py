@@ -62,6 +62,14 @@ def is_published(recipe: Recipe, method: Algorithm) -> bool:
     return recipe.privacy.protocol == "published" and method.private
 
 
+def constant_clip(recipe: Recipe, needing: str) -> float:
+    """Return the one number C that ``needing`` is made for. Raises InputError for a clip of another kind."""
+    clip = recipe.privacy.clipping
+    if clip.value is None:
+        raise wrong("privacy.clip", clip.kind, f"one number for {needing}")
+    return clip.value
+
+
 def momentum_of(recipe: Recipe, method: Algorithm) -> float:
     """Return the momentum of local SGD: the recipe's, or else the method's, or else the default, with a warning where
     the method is no packaged one."""

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedflat.config.method import constant_clip
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.discrete import SecureBits, ShareNumbers, rounded_gaussian
@@ -161,15 +162,12 @@ def account_of(recipe: Recipe, method: Algorithm, dimension: int | None) -> DDGa
     known."""
     if method.kind != "ddgauss":
         return None
-    clip = recipe.privacy.clipping
-    if clip.value is None:
-        raise wrong("privacy.clip", clip.kind, "one number for ddgauss", hint="Its grid is made for one clip.")
     size = 1 if dimension is None else method.vectors * dimension
     options = {name: method.options[name] for name in ("bits", "granularity", "beta") if name in method.options}
     whole("algorithm.bits", options.get("bits", 16), 2, 48)
     if options.get("granularity") is not None:
         in_range("algorithm.granularity", options["granularity"], 0, 1e9, open_low=True)
-    return DDGaussPlan(size, clip.value, **options)
+    return DDGaussPlan(size, constant_clip(recipe, method.name), **options)
 
 
 def with_fixed_numbers(plan: Plan) -> Plan:

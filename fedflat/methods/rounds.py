@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fedflat.config.method import is_published, server_of
+from fedflat.config.method import constant_clip, is_published, server_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import require, wrong
 from fedflat.core.held import StateWatch, global_generators
@@ -69,7 +69,7 @@ def parts_of(recipe: Recipe, method: Algorithm, plan: Plan, local: Local, layout
     weighted, hint = recipe.server.weights == "samples", "Weights n_i make the sensitivity depend on data sizes."
     require(not weighted or not method.private, "server.weights", "samples", "uniform for a private method", hint=hint)
     paper = plan.mechanism if isinstance(plan.mechanism, Published) else None
-    clip, threshold = _clip(recipe, method, layout) if paper is None else shares.clip_of(recipe, paper, layout)
+    clip, threshold = _clip(recipe, method, layout) if paper is None else shares.clip_of(paper, layout)
     parts = RoundParts(
         algorithm=method, plan=plan, clip=clip, mechanism=mechanism_of(recipe, plan),
         optimizer=_optimizer(recipe, method), local=local, layout=layout,
@@ -84,9 +84,7 @@ def _clip(recipe: Recipe, method: Algorithm, layout: Layout) -> tuple[Clip, floa
         return whole_vector(math.inf), math.inf
     setting = recipe.privacy.clipping
     if method.scale is not None:
-        if setting.value is None:
-            raise wrong("privacy.clip", setting.kind, f"one number for {method.name}, which scales messages itself")
-        return MethodScale(method.scale), setting.value
+        return MethodScale(method.scale), constant_clip(recipe, f"{method.name}, which scales messages itself")
     if setting.initial is not None:
         return Adaptive(setting.initial, setting.quantile), setting.initial
     if setting.values is not None:
