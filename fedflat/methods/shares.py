@@ -140,24 +140,21 @@ class RealisedMean(GaussianNoise):
 
 # ---------------------------------------------------------------------------------------------------- from a recipe
 
+FOREIGN = {
+    "privacy": {"trust", "secure_rng", "noise_cohort", "selection", "noise"},
+    "cohort": {"max", "min", "max_participations"},
+}
+"""Keys of a recipe that no paper's released procedure has."""
+
 
 def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
     """Return the plan of the paper's procedure; refuses what no paper's released procedure has."""
     privacy, cohort = recipe.privacy, recipe.cohort
     paper = paper_of(recipe.algorithm.name, privacy.published)
     require(method.kind == "update", "privacy.protocol", f"published for {method.name}", "sound")
-    for where, found in (
-        ("privacy.trust", privacy.trust if privacy.trust in ("distributed", "local") else None),
-        ("privacy.secure_rng", privacy.secure_rng or None),
-        ("privacy.noise_cohort", privacy.noise_cohort),
-        ("privacy.selection", None if privacy.selection is None else "a selection"),
-        ("cohort.max", cohort.max),
-        ("cohort.min", cohort.min),
-        ("cohort.max_participations", cohort.max_participations),
-        ("cohort.separation", cohort.separation),
-        ("privacy.noise.kind", None if privacy.noise.kind == "independent" else privacy.noise.kind),
-    ):
-        require(found is None, where, found, "its default with privacy.protocol: published")
+    for section, keys in FOREIGN.items():
+        for key, found in getattr(recipe, section).model_dump(include=keys, exclude_defaults=True).items():
+            require(found == "central", f"{section}.{key}", found, "its default with privacy.protocol: published")
     if cohort.sampling not in ("poisson", "fixed") or (paper == "004" and cohort.sampling != "poisson"):
         allowed = "poisson" if paper == "004" else "fixed (drawn from the round number)"
         raise wrong("cohort.sampling", cohort.sampling, f"{allowed} in the procedure of {CITED[paper]}")
