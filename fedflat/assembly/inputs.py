@@ -210,10 +210,9 @@ def federation(options: DataSection, seed: int) -> FederatedData:
         InputError: a key that it does not use, or a form that is none.
     """
     shape, classes, train, test = form_of(options.dataset)
-    used = ("dataset", "partition", "clients", "client_test_fraction", "max_per_client")
-    for name in DataSection.model_fields:
-        if name not in used and getattr(options, name) != DataSection.model_fields[name].default:
-            raise wrong(f"data.{name}", getattr(options, name), "nothing: a random process does not use it")
+    used = {"dataset", "partition", "clients", "client_test_fraction", "max_per_client"}
+    for name, value in options.model_dump(exclude=used, exclude_defaults=True).items():
+        raise wrong(f"data.{name}", value, "nothing: a random process does not use it")
     images, targets = examples(shape, classes, train + test)
     parts = partition(targets[:train].numpy(), options.partition, options.clients, seed)
     if options.max_per_client is not None:

@@ -95,8 +95,7 @@ def server_of(recipe: Recipe, method: Algorithm) -> ServerSection:
     require(method.kind == "update", "algorithm.optimizer", f"one of its own with kind {method.kind}", "kind update")
     hint = "Its server optimizer reckons with the noise of the sound round."
     require(not is_published(recipe, method), "privacy.protocol", "published", f"sound for {method.name}", hint=hint)
-    for key in ("optimizer", "momentum", "beta1", "beta2", "tau"):
-        value, default = getattr(server, key), ServerSection.model_fields[key].default
-        hint = "The method brings its own server optimizer, made for its noise."
-        require(value == default, f"server.{key}", value, f"nothing for {method.name}", hint=hint)
+    foreign = server.model_dump(include={"optimizer", "momentum", "beta1", "beta2", "tau"}, exclude_defaults=True)
+    for key, value in foreign.items():
+        raise wrong(f"server.{key}", value, f"nothing for {method.name}", hint="The method brings its own optimizer.")
     return server.model_copy(update={"lr": method.server_lr if server.lr is None else server.lr})
