@@ -25,6 +25,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
     ddgauss.
     """
     noising.check(recipe, method)
+    evaluation = evaluation_of(recipe, method)
     if is_published(recipe, method):
         return shares.plan_of(recipe, method, clients)
     privacy, cohort = recipe.privacy, recipe.cohort
@@ -41,7 +42,7 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         noise=privacy.noise.kind, bands=privacy.noise.bands,
         momentum=recipe.server.momentum if method.optimizer is None else 0.0,
         selection=Selection(privacy.selection.mean) if privacy.selection else None,
-        evaluation=evaluation_of(recipe, method),
+        evaluation=evaluation,
     )  # fmt: skip
     settings = privacy.model_dump(include=IDLE_WITHOUT_PRIVACY, exclude_defaults=True)
     idle = [key for key, value in settings.items() if value != "central"]
@@ -69,20 +70,14 @@ def evaluation_of(recipe: Recipe, method: Algorithm) -> float | None:
     """
     if not recipe.evaluation.private:
         return None
-    privacy, trust = recipe.privacy, noising.trust_of(recipe, method)
-    clip = privacy.clipping.kind
-    hint = "evaluation.private: true needs it."
+    privacy, hint = recipe.privacy, "evaluation.private: true needs it."
     plain = method.private and method.kind == "update"
-    for holds, where, value, allowed in (
-        (plain, "algorithm.name", method.name, "a private method whose clients send updates"),
-        (trust == "central", "privacy.trust", trust, "central"),
-        (privacy.protocol == "sound", "privacy.protocol", privacy.protocol, "sound"),
-        (privacy.noise.kind == "independent", "privacy.noise", privacy.noise.kind, "independent"),
-        (not privacy.secure_rng, "privacy.secure_rng", True, "false"),
-        (clip != "adaptive", "privacy.clip", clip, "one constant clip"),
-        (recipe.task == "classification", "task", recipe.task, "classification"),
-    ):
-        require(holds, where, value, allowed, hint=hint)
+    require(plain, "algorithm.name", method.name, "a private method whose clients send updates", hint=hint)
+    plain_keys = {"trust", "protocol", "noise", "secure_rng"}
+    for key, value in privacy.model_dump(include=plain_keys, exclude_defaults=True).items():
+        require(value == "central", f"privacy.{key}", value, "its default", hint=hint)
+    require(privacy.clipping.kind != "adaptive", "privacy.clip", "adaptive", "one constant clip", hint=hint)
+    require(recipe.task == "classification", "task", recipe.task, "classification", hint=hint)
     return recipe.evaluation.share
 
 
