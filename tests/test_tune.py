@@ -388,8 +388,7 @@ def test_a_random_process_has_the_form_of_the_data() -> None:
 
 
 def test_a_class_of_a_random_process_can_be_learnt() -> None:
-    shape, classes, train, test = proxy.form_of("random-process/3x12x10/4/600+200")
-    images, targets = proxy.examples(shape, classes, train + test)
+    images, targets = proxy.examples((3, 12, 10), 4, 600 + 200)
     x, y = images.flatten(1).double(), torch.nn.functional.one_hot(targets, 4).double()
     weights = torch.linalg.solve(x[:600].T @ x[:600] + 30 * torch.eye(360), x[:600].T @ y[:600])
     right = ((x[600:] @ weights).argmax(1) == targets[600:]).double().mean()

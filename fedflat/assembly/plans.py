@@ -44,22 +44,20 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int, dimension: int | No
         selection=Selection(privacy.selection.mean) if privacy.selection else None,
         evaluation=evaluation,
     )  # fmt: skip
+    plan, warned = noising.with_fixed_numbers(plan), list(plan.warnings)
     settings = privacy.model_dump(include=IDLE_WITHOUT_PRIVACY, exclude_defaults=True)
     idle = [key for key, value in settings.items() if value != "central"]
     if idle and not plan.private:
-        warning = f"privacy: {', '.join(idle)} without effect, for {method.name} has no privacy."
-        plan = replace(plan, warnings=(*plan.warnings, warning))
-    plan = noising.with_fixed_numbers(plan)
-    if ballot is not None:  # the draws are those of the non-private twin too
-        warned = (*plan.warnings, *([votes.UNUSED_CLIP] if recipe.privacy.clip != PrivacySection().clip else []))
-        plan = replace(plan, mechanism=ballot, warnings=warned)
-    if privacy.budget is not None:
-        plan = replace(plan, budget=privacy.budget if plan.budget is None else min(privacy.budget, plan.budget))
-    # By the budget, which a settled recipe has in epsilon's place.
-    if plan.budget is not None and (plan.noise_cohort is not None or plan.budget > WEAK):
-        warning = SIMULATED if plan.noise_cohort is not None else f"ε of more than {WEAK} is a weak guarantee or none."
-        plan = replace(plan, warnings=(*plan.warnings, warning))
-    return plan
+        warned.append(f"privacy: {', '.join(idle)} without effect, for {method.name} has no privacy.")
+    if ballot is not None and privacy.clip != PrivacySection().clip:
+        warned.append(votes.UNUSED_CLIP)
+    # A settled recipe has its budget in epsilon's place.
+    budget = min((most for most in (plan.budget, privacy.budget) if most is not None), default=None)
+    if budget is not None and (plan.noise_cohort is not None or budget > WEAK):
+        weak = f"ε of more than {WEAK} is a weak guarantee or none."
+        warned.append(SIMULATED if plan.noise_cohort is not None else weak)
+    # The draws of votes are those of the non-private twin too.
+    return replace(plan, mechanism=ballot or plan.mechanism, budget=budget, warnings=tuple(warned))
 
 
 def evaluation_of(recipe: Recipe, method: Algorithm) -> float | None:
