@@ -66,14 +66,12 @@ class MethodScale(NormClip):
 
 def parts_of(recipe: Recipe, method: Algorithm, plan: Plan, local: Local, layout: Layout) -> tuple[RoundParts, float]:
     """Return what the server and the clients agree on, and the first threshold."""
-    weighted, hint = recipe.server.weights == "samples", "Weights n_i make the sensitivity depend on data sizes."
-    require(not weighted or not method.private, "server.weights", "samples", "uniform for a private method", hint=hint)
     paper = plan.mechanism if isinstance(plan.mechanism, Published) else None
     clip, threshold = _clip(recipe, method, layout) if paper is None else shares.clip_of(paper, layout)
     parts = RoundParts(
         algorithm=method, plan=plan, clip=clip, mechanism=mechanism_of(recipe, plan),
         optimizer=_optimizer(recipe, method), local=local, layout=layout,
-        weighted=weighted, average=_average(recipe, method),
+        weighted=weighted(recipe, method), average=_average(recipe, method),
     )  # fmt: skip
     return parts if paper is None else shares.parts_of(parts, paper), threshold
 
@@ -117,6 +115,13 @@ def _average(recipe: Recipe, method: Algorithm) -> Average | None:
     average = f"{server.average} with privacy.protocol: published"
     require(not is_published(recipe, method), "server.average", average, "none")
     return steps.TailAverage(recipe.rounds) if server.average == "tail" else steps.MovingAverage(server.decay)
+
+
+def weighted(recipe: Recipe, method: Algorithm) -> bool:
+    """Sample weights make the sensitivity depend on data sizes: only non-private twins may use them."""
+    samples, hint = recipe.server.weights == "samples", "Weights n_i make the sensitivity depend on data sizes."
+    require(not samples or not method.private, "server.weights", "samples", "uniform for a private method", hint=hint)
+    return samples
 
 
 def check_logits(
