@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.leaderboard_cell import TUNING, Cell, Examples, examples, measure
 from benchmarks.leaderboard_page import markdown, picture
-from fedflat.assembly.plans import algorithm_of
+from fedflat.config.method import algorithm_of
 from fedflat.core.checks import InputError
 from fedflat.core.loss import CROSS_ENTROPY
 from fedflat.data.clients import FederatedData

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from fedflat.assembly.inputs import module_of
-from fedflat.assembly.plans import algorithm_of, server_of
 from fedflat.backends.features import with_features
+from fedflat.config.method import algorithm_of, server_of
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import Partition
 from fedflat.core.checks import wrong

@@ -20,7 +20,7 @@ import torch
 from benchmarks.leaderboard_cell import HELD_BACK, TUNING
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.inputs import lacking
-from fedflat.assembly.plans import algorithm_of
+from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError, wrong
 from fedflat.core.rng import stream

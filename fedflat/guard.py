@@ -204,9 +204,10 @@ def _row(client: int, vector: Any) -> Tensor:
     with turning((TypeError, ValueError), no_vector):
         row = vector.detach().clone() if isinstance(vector, Tensor) else torch.from_numpy(np.array(vector))
     if row.dim() != 1 or not len(row) or row.dtype not in FLOATS or row.layout != torch.strided or row.is_meta:
-        kind = "" if row.layout == torch.strided else ", sparse"
-        found = f"shape {tuple(row.shape)}, {str(row.dtype).removeprefix('torch.')}{', meta' if row.is_meta else kind}"
-        raise wrong(f"vectors[{client}]", found, "one flat vector (d,) of floating-point numbers of 16 to 64 bits")
+        found = f"shape {tuple(row.shape)}, {row.dtype}, on {row.device}"
+        raise wrong(
+            f"vectors[{client}]", found, "one flat, dense vector (d,) of floating-point numbers of 16 to 64 bits"
+        )
     return row
 
 

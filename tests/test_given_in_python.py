@@ -13,8 +13,8 @@ from fedflat import Algorithm, InputError, Recipe
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.inputs import as_given
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import algorithm_of
 from fedflat.audit import audit_run
+from fedflat.config.method import algorithm_of
 from fedflat.config.reading import GIVEN
 from fedflat.data.clients import from_pairs
 from fedflat.privacy.statement import is_whole

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "engine": _LOW | {"privacy", "data", "records", "config"}, "guard": _LOW | {"privacy", "pieces", "engine"},
     "backends": _LOW | {"data", "records", "engine"},
     "methods": _LOW | {"privacy", "pieces", "data", "engine", "backends", "config"},
-    "assembly": _LIVE | {"backends", "methods"}, "report": _LOW | {"privacy"},
+    "assembly": _LIVE - {"pieces", "records", "algorithms"} | {"backends", "methods"}, "report": _LOW | {"privacy"},
     "simulation": _LIVE - {"pieces", "algorithms"} | {"assembly", "report"},
     "estimator": {"core", "data", "simulation"},
     "landscape": {"core", "records", "engine", "backends", "config", "assembly", "report"},

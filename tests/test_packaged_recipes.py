@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.assembly.plans import plan_of
+from fedflat.config.method import algorithm_of
 from fedflat.config.reading import FOLDER, names
 from fedflat.config.recipe import Recipe
 from fedflat.models import build

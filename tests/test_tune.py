@@ -15,8 +15,9 @@ import yaml
 
 from fedflat.assembly import inputs as proxy
 from fedflat.assembly.inputs import data_of
-from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.assembly.plans import plan_of
 from fedflat.assembly.records import LATER, identity
+from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import DataSection
 from fedflat.core.checks import InputError, RunError
@@ -387,7 +388,7 @@ def test_a_random_process_has_the_form_of_the_data() -> None:
 
 
 def test_a_class_of_a_random_process_can_be_learnt() -> None:
-    images, targets = proxy.examples(proxy.form_of("random-process/3x12x10/4/600+200"))
+    images, targets = proxy.examples((3, 12, 10), 4, 600 + 200)
     x, y = images.flatten(1).double(), torch.nn.functional.one_hot(targets, 4).double()
     weights = torch.linalg.solve(x[:600].T @ x[:600] + 30 * torch.eye(360), x[:600].T @ y[:600])
     right = ((x[600:] @ weights).argmax(1) == targets[600:]).double().mean()

@@ -9,15 +9,16 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedflat.assembly.plans import NOT_HELD, PREFIX, THEIRS, algorithm_of, is_proxy, public_examples
+from fedflat.assembly.plans import PREFIX, THEIRS, is_proxy, public_examples
 from fedflat.assembly.tasks import check_outputs, try_loss
-from fedflat.config.reading import GIVEN
+from fedflat.config.method import algorithm_of
+from fedflat.config.reading import GIVEN, NOT_HELD
 from fedflat.config.recipe import BESIDE_CLIENTS, Recipe
 from fedflat.config.sections import DataSection, NamedSection, Partition
 from fedflat.core.checks import InputError, RunError, require, wrong
@@ -180,17 +181,8 @@ SEED = 20_220_101
 """Of the process itself: the same for every recipe."""
 
 
-class Form(NamedTuple):
-    """Shape (c, h, w), classes, and examples of training and of test."""
-
-    shape: tuple[int, int, int]
-    classes: int
-    train: int
-    test: int
-
-
-def form_of(dataset: str) -> Form:
-    """Return what the name of a data set says.
+def form_of(dataset: str) -> tuple[tuple[int, int, int], int, int, int]:
+    """Return what the name of a data set says: shape (c, h, w), classes, and examples of training and of test.
 
     Raises:
         InputError: it is none of a random process.
@@ -200,7 +192,7 @@ def form_of(dataset: str) -> Form:
     if min(numbers) < 1:
         raise wrong("data.dataset", dataset, f"a form such as {PREFIX}1x28x28/10/60000+10000, 1 or 3 channels")
     channels, height, width, classes, train, test = numbers
-    return Form((channels, height, width), classes, train, test)
+    return (channels, height, width), classes, train, test
 
 
 def on_proxy(recipe: Recipe, data: FederatedData) -> Recipe:
@@ -240,40 +232,38 @@ def federation(options: DataSection, seed: int) -> FederatedData:
     Raises:
         InputError: a key that it does not use, or a form that is none.
     """
-    form = form_of(options.dataset)
-    used = ("dataset", "partition", "clients", "client_test_fraction", "max_per_client")
-    for name in DataSection.model_fields:
-        if name not in used and getattr(options, name) != DataSection.model_fields[name].default:
-            raise wrong(f"data.{name}", getattr(options, name), "nothing: a random process does not use it")
-    images, targets = examples(form)
-    parts = partition(targets[: form.train].numpy(), options.partition, options.clients, seed)
+    shape, classes, train, test = form_of(options.dataset)
+    used = {"dataset", "partition", "clients", "client_test_fraction", "max_per_client"}
+    for name, value in options.model_dump(exclude=used, exclude_defaults=True).items():
+        raise wrong(f"data.{name}", value, "nothing: a random process does not use it")
+    images, targets = examples(shape, classes, train + test)
+    parts = partition(targets[:train].numpy(), options.partition, options.clients, seed)
     if options.max_per_client is not None:
         parts = bounded(parts, options.max_per_client, seed)
     parts, held = hold_back(parts, options.client_test_fraction, seed)
     return FederatedData(
-        inputs=images[: form.train], targets=targets[: form.train], parts=parts, held_back=held,
-        test_inputs=images[form.train :], test_targets=targets[form.train :], classes=form.classes,
+        inputs=images[:train], targets=targets[:train], parts=parts, held_back=held,
+        test_inputs=images[train:], test_targets=targets[train:], classes=classes,
         name=options.dataset, most=options.max_per_client, stated=True,
     )  # fmt: skip
 
 
-def examples(form: Form) -> tuple[Tensor, Tensor]:
+def examples(shape: tuple[int, int, int], classes: int, count: int) -> tuple[Tensor, Tensor]:
     """Return all standardised images ``(n, c, h, w)`` float32 and their classes ``(n,)`` int64."""
-    count = form.train + form.test
-    stand_for = dead_leaves(form.classes * MODES, form.shape, SEED)
-    over = dead_leaves(min(POOL, count), form.shape, SEED + 1)
+    stand_for = dead_leaves(classes * MODES, shape, SEED)
+    over = dead_leaves(min(POOL, count), shape, SEED + 1)
     images, targets = [], []
     for number, start in enumerate(range(0, count, POOL)):
         draw, size = stream(SEED, "examples of a random process", number), min(POOL, count - start)
-        classes = draw.integers(form.classes, size=size)
-        under = stand_for[torch.from_numpy(classes * MODES + draw.integers(MODES, size=size))]
+        drawn = draw.integers(classes, size=size)
+        under = stand_for[torch.from_numpy(drawn * MODES + draw.integers(MODES, size=size))]
         above = over[torch.from_numpy(draw.integers(len(over), size=size))]
-        near = max(form.shape[1:]) // 14
+        near = max(shape[1:]) // 14
         under = _shifted(under, draw, near, near)
         turned = torch.from_numpy(draw.random(size) < 0.5)[:, None, None, None]
-        above = _shifted(torch.where(turned, above.flip(-1), above), draw, form.shape[1], form.shape[2])
+        above = _shifted(torch.where(turned, above.flip(-1), above), draw, shape[1], shape[2])
         images.append(SHARE**0.5 * under + (1 - SHARE) ** 0.5 * above)
-        targets.append(torch.from_numpy(classes))
+        targets.append(torch.from_numpy(drawn))
     stacked = torch.cat(images)
     return (stacked - stacked.mean()) / stacked.std(), torch.cat(targets)
 

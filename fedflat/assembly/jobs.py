@@ -1,7 +1,6 @@
 """Build and check everything live that a run needs, before anything is trained."""
 
 import copy
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +13,16 @@ from torch import nn
 from fedflat.assembly import plans, records
 from fedflat.assembly.inputs import Clients, as_given, data_of, module_of
 from fedflat.assembly.piece_check import try_pieces
-from fedflat.assembly.plans import algorithm_of, average_of, clip_of, local_of, optimizer_of, plan_of, weighted
+from fedflat.assembly.plans import local_of, plan_of
 from fedflat.assembly.records import identity, settled
-from fedflat.assembly.tasks import SQUARED, metrics_of, objective_of, suited, try_metrics, with_public_classes
+from fedflat.assembly.tasks import metrics_of, objective_of, suited, try_metrics, with_public_classes
 from fedflat.backends.choose import backend_for
 from fedflat.backends.features import with_features
 from fedflat.backends.in_process import Sequential
+from fedflat.config.method import algorithm_of
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import require, wrong
+from fedflat.core.checks import wrong
 from fedflat.core.held import StateWatch
 from fedflat.core.identity import identity_of
 from fedflat.core.loss import CustomLoss, Objective
@@ -34,13 +34,12 @@ from fedflat.data.sources import public_training
 from fedflat.engine import device as place
 from fedflat.engine.device import device_for, exact, placed
 from fedflat.engine.evaluate import outputs_of
-from fedflat.engine.job import Job, Metric, RoundParts
+from fedflat.engine.job import Job, Metric
 from fedflat.engine.problem import ModuleProblem, refuse_change
 from fedflat.methods import noise as noising
-from fedflat.methods import shares, votes
-from fedflat.methods.published import Published
+from fedflat.methods import votes
+from fedflat.methods.rounds import check_logits, parts_of
 from fedflat.models import is_sized
-from fedflat.pieces.gradients import LabelPrior, check_bias
 
 
 def prepare(
@@ -55,12 +54,11 @@ def prepare(
     """
     # From here on the recipe says `given` wherever Python gave something, so no name can mislead.
     recipe = as_given(recipe, model, clients, data, algorithm, loss)
-    ingredients = replace(_ingredients(recipe, model, clients, test, algorithm, data, loss), features=features)
+    ingredients = _ingredients(recipe, model, clients, test, algorithm, data, loss)
     wanted = metrics_of(metrics, recipe, ingredients.data)
     if recipe.evaluation.keep != "last" and ingredients.data.test_inputs is None:
         raise wrong("evaluation.keep", recipe.evaluation.keep, "last where there are no public test data")
-    form = ingredients.module, ingredients.layout, ingredients.data, ingredients.precision, ingredients.objective
-    job = _job(recipe, ingredients, device_for(recipe.engine.device, recipe.engine.backend, *form))
+    job = _job(recipe, ingredients, features)
     job.metrics = wanted
     tests, targets = job.data.test_inputs, job.data.test_targets
     if job.metrics and tests is not None and targets is not None:
@@ -81,13 +79,11 @@ class _Ingredients:
     public: FederatedData | None
     module: nn.Module
     layout: Layout
-    precision: str
     random: bool
     objective: Objective
     user_code: tuple[Any, ...]
-    features: bool = True
 
-    @functools.cached_property
+    @property
     def digest(self) -> str:
         """Of every example, the public ones too."""
         more = [] if self.public is None else [self.public.fingerprint()]
@@ -116,17 +112,14 @@ def _ingredients(
     data = replace(data, classes=classes)
     if method.zero_head:
         zero(module, last_linear(module))
-    precision = "bf16" if recipe.engine.precision == "bf16" else "fp32"
     user_code: tuple[Any, ...] = (method,) if algorithm is not None or ":" in recipe.algorithm.name else ()
     user_code += (module,) if model is not None or ":" in recipe.model.name else ()
     user_code += (objective.own,) if objective.own is not None else ()
     layout = layout_of(module, method.head)
     zeros = data.inputs.new_zeros(2, *data.inputs.shape[1:])  # a server may hold no rows
-    check_bias(method, module, layout, zeros, data.targets)
-    adjusted = recipe.loss == SQUARED and any(isinstance(phase.rule, LabelPrior) for phase in method.phases)
-    require(not adjusted, "loss", f"{SQUARED} with {method.name}", "cross-entropy, whose logits it adjusts")
+    check_logits(method, objective, module, layout, zeros, data.targets)
     random = random or objective.own is not None
-    return _Ingredients(method, data, queries, public, module, layout, precision, random, objective, user_code)
+    return _Ingredients(method, data, queries, public, module, layout, random, objective, user_code)
 
 
 def _apart(
@@ -142,24 +135,30 @@ def _apart(
     return data, None, public
 
 
-def _job(recipe: Recipe, ingredients: _Ingredients, device: torch.device) -> Job:
-    """Return the job on a device, to which the module is moved."""
+def _job(recipe: Recipe, ingredients: _Ingredients, features: bool) -> Job:
+    """Return the job on its device, to which the module is moved."""
+    layout, engine, objective = ingredients.layout, recipe.engine, ingredients.objective
+    precision = "bf16" if engine.precision == "bf16" else "fp32"
+    device = device_for(
+        engine.device, engine.backend, ingredients.module, layout, ingredients.data, precision, objective
+    )
     # The identity and a federation's app need the weights as they were before any device touched them.
     pristine = copy.deepcopy(ingredients.module).cpu()
-    module, layout, precision = ingredients.module.to(device), ingredients.layout, ingredients.precision
+    module = ingredients.module.to(device)
     untouched = StateWatch(module)
-    data = _resident(ingredients.data, module, device, precision, ingredients.features)
+    data = _resident(ingredients.data, module, device, precision, features)
     if any(part is ingredients.module for part in ingredients.user_code):
         data = place.in_bearable_layout(module, data)
-    parts, threshold = _parts(recipe, ingredients.method, data, layout)
+    plan = plan_of(recipe, ingredients.method, data.clients, layout.dimension)
+    local = local_of(recipe, ingredients.method, data)
+    parts, threshold = parts_of(recipe, ingredients.method, plan, local, layout)
     # Tried on made-up vectors, so that a fault shows before anybody's data are trained on.
     random = try_pieces(parts.algorithm, layout) or ingredients.random
-    onednn = ingredients.objective.cross_entropy and place.serves(module, layout, precision, data.inputs)
+    onednn = objective.cross_entropy and place.serves(module, layout, precision, data.inputs)
     # Bits of a module on a GPU are another machine's; the identity must not follow them.
     code = [pristine if part is ingredients.module else part for part in ingredients.user_code]
     origin = identity(settled(recipe, parts, data.clients, pristine), ingredients.digest, pristine, layout, code)
     refuse_change(untouched, everything=True)  # features were computed on it
-    objective = ingredients.objective
     if isinstance(objective.own, nn.Module):
         objective = replace(objective, own=copy.deepcopy(objective.own).to(device))
     problem = ModuleProblem(
@@ -167,11 +166,13 @@ def _job(recipe: Recipe, ingredients: _Ingredients, device: torch.device) -> Job
     )
     # glibc gives memory back after each step otherwise, and taking it again costs as much as a step.
     place.keep_freed_memory()
-    engine = recipe.engine
     with exact(problem.device):
         backend = backend_for(engine.backend, engine.block, engine.processes, parts, problem, data, recipe.seed)
         facts = records.engine_facts(recipe, problem, backend)
-        origin = replace(origin, noise=noising.mixed_by(parts.plan), engine=facts)
+        # An optimiser makes C, so the same recipe may have another one elsewhere. One Z behind both would be no noise:
+        # the difference of the releases gives it away.
+        mixing = noising.mixing_of(plan)
+        origin = replace(origin, noise="" if mixing is None else mixing.factor.digest, engine=facts)
     # Code that cannot be told apart from other code gets fresh noise, whatever the seed says.
     seeded = records.is_seeded(recipe) and origin.method is not None
     job = Job(
@@ -204,19 +205,6 @@ def _made_for(data: FederatedData, *, named: bool) -> dict[str, Any]:
     if named:
         facts |= {"classes": data.classes, "vocabulary": data.vocabulary, "padding": data.padding}
     return facts if data.preparation is None else {**facts, "preparation": data.preparation.record()}
-
-
-def _parts(recipe: Recipe, method: Algorithm, data: FederatedData, layout: Layout) -> tuple[RoundParts, float]:
-    """Return what the server and the clients agree on, and the first threshold."""
-    plan = plan_of(recipe, method, data.clients, layout.dimension)
-    paper = plan.mechanism if isinstance(plan.mechanism, Published) else None
-    clip, threshold = clip_of(recipe, method, layout) if paper is None else shares.clip_of(recipe, paper, layout)
-    parts = RoundParts(
-        algorithm=method, plan=plan, clip=clip, mechanism=noising.mechanism_of(recipe, plan),
-        optimizer=optimizer_of(recipe, method), local=local_of(recipe, method, data), layout=layout,
-        weighted=weighted(recipe, method), average=average_of(recipe, method),
-    )  # fmt: skip
-    return parts if paper is None else shares.parts_of(parts, paper), threshold
 
 
 def _resident(

@@ -23,7 +23,7 @@ from fedflat.core.process import using_threads
 from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import AVERAGE, Algorithm, ClientState, ClientView, MaskView, MeanView, ServerView, broadcast_by
 from fedflat.engine.isolated import called
-from fedflat.pieces.clipping import MethodScale
+from fedflat.methods.rounds import scaling_clip
 
 SHORT, ENTRIES = 256, 2_000
 """Entries of a tensor in a shortened trial, and of a vector from which the shortened trial comes first."""
@@ -254,7 +254,7 @@ def _run(call: Call, inputs: list[Tensor], size: int) -> tuple[Tensor, bool]:
 
 def _try_scale(rule: Callable[[Tensor, float], Tensor]) -> None:
     """Try a factor of the method's own; what it does to the norms of a block cannot matter: it is asked one by one."""
-    norms, clip = torch.tensor([0.0, 1e-3, 0.5, 2.0, 1e6], dtype=torch.float64), MethodScale(rule)
+    norms, clip = torch.tensor([0.0, 1e-3, 0.5, 2.0, 1e6], dtype=torch.float64), scaling_clip(rule)
     allowed = "a function of a message's norm and C"
     with _refusing("algorithm.scale", rule, allowed):
         factors = clip.scale(norms, 1.0)

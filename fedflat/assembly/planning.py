@@ -12,20 +12,20 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from fedflat.assembly.inputs import data_of, module_of
+from fedflat.assembly.inputs import data_of
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import algorithm_of, public_examples, steps_of
-from fedflat.assembly.tasks import objective_of, suited
+from fedflat.assembly.plans import public_examples, steps_of
+from fedflat.assembly.tasks import suited
 from fedflat.backends.choose import sum_of
+from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.cohorts import Fixed, MinSeparation, Poisson
-from fedflat.core.params import layout_of
 from fedflat.core.process import using_threads
 from fedflat.core.rng import stream
 from fedflat.data.clients import FederatedData, made_rows
@@ -33,15 +33,13 @@ from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.round import broadcast_of, mean_view
 from fedflat.methods import noise as noising
 from fedflat.privacy.accounting.factorisation import MOST_BANDED_ROUNDS, noise_in_model
-from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan
+from fedflat.privacy.correlated import scheduled_plan
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import FALSE_POSITIVES, true_positives
 from fedflat.privacy.trust import default_min_cohort
 
 TRIED = 16
-"""Clients of a trial at most, unless a whole round is quick."""
-QUICK = 2e9
-"""Parameters · examples · steps of a round that is timed as it is."""
+"""Clients of a trial at most."""
 STEPS, TRIES = 4, 2
 """Local steps of a trial whose cost grows in proportion to them, and how often it is timed: the best counts."""
 SHOWN = 8
@@ -53,32 +51,24 @@ Noise = Callable[[Plan], float]
 """Std of the noise in one coordinate of a round's mean, over the clip; inf where none is known."""
 
 
-class Best(NamedTuple):
-    """The best that a plan can do. round: signal-to-noise ratio of one round. run: of all its rounds together."""
-
-    round: float
-    run: float
-
-
-def best(plan: Plan, coordinates: int, noise: Noise) -> Best | None:
-    """Return at best m/(σ√d) over ``coordinates`` d that carry noise; None where nothing is noised.
-
-    noise: see :data:`Noise`.
+def best(plan: Plan, coordinates: int, noise: Noise) -> dict[str, float]:
+    """Return the signal-to-noise ratio at best, m/(σ√d) over ``coordinates`` d that carry noise, of one ``round`` and
+    of the whole ``run``; nothing where nothing is noised. noise: see :data:`Noise`.
     """
     std = noise(plan)
     if std == 0 or not math.isfinite(std):
-        return None
+        return {}
     one = 1 / (std * math.sqrt(coordinates))
-    return Best(one, one * math.sqrt(plan.rounds))
+    return {"round": one, "run": one * math.sqrt(plan.rounds)}
 
 
-def drowning(ratio: Best | None) -> str:
+def drowning(ratio: dict[str, float]) -> str:
     """Return what to say of a run before it starts, empty where its noise leaves something to learn from."""
-    if ratio is None or ratio.run >= DROWNED:
+    if not ratio or ratio["run"] >= DROWNED:
         return ""
     return (
-        f"The noise drowns the signal, and only an easy task is learnt: at best it is {1 / ratio.round:.3g} times as "
-        f"long as a round's mean update, and {1 / ratio.run:.3g} times as long as all rounds together."
+        f"The noise drowns the signal, and only an easy task is learnt: at best it is {1 / ratio['round']:.3g} times "
+        f"as long as a round's mean update, and {1 / ratio['run']:.3g} times as long as all rounds together."
     )
 
 
@@ -142,15 +132,14 @@ def alternatives(plan: Plan, coordinates: int, noise: Noise, classes: int | None
         return []
     rows = []
     for name, make, changed, note in changes(plan, coordinates, classes):
-        sigma, ratio = None, None
+        sigma, ratio = None, dict[str, float]()
         try:
             # Fewer parameters need no other noise.
             calibrated = plan if changed != coordinates else make().calibrated(target)
             sigma, ratio = calibrated.noise_multiplier, best(calibrated, changed, noise)
         except InputError as error:
             note = f"not possible: {error}"
-        ratios = ratio._asdict() if ratio else {}
-        rows.append({"what": name, "noise_multiplier": sigma, "note": note, "signal_to_noise_at_best": ratios})
+        rows.append({"what": name, "noise_multiplier": sigma, "note": note, "signal_to_noise_at_best": ratio})
     return rows
 
 
@@ -185,15 +174,17 @@ def forecast(recipe: Recipe, trial: bool = True) -> tuple[dict[str, Any], Plan]:
     names, public = ("classes", "clients", "vocabulary"), public_examples(recipe, real)
     read = {"data": real.name, "input_shape": list(real.input_shape)} | {name: getattr(real, name) for name in names}
     read["examples_per_client"] = public
-    steps = steps_of(recipe, algorithm_of(recipe), real)
+    method = algorithm_of(recipe)
+    steps = steps_of(recipe, method, real)
     rows = public or steps * recipe.local.batch_size  # how many rows one's own clients have is private
     held = rows * real.clients * sum(t[:1].numel() * t.element_size() for t in (real.inputs, real.targets))
     data = suited(made_up(real, recipe.task, rows), recipe.task)
     del real
-    few = steps if not trial or _quick(recipe, data, steps) else min(steps, STEPS)
+    few = min(steps, STEPS) if trial else steps
     short = recipe.local.model_copy(update={"steps": few, "epochs": None})
-    votes = algorithm_of(recipe).kind == "votes"
-    engine = recipe.engine if trial or votes else recipe.engine.model_copy(update={"backend": "sequential"})
+    engine = (
+        recipe.engine if trial or method.kind == "votes" else recipe.engine.model_copy(update={"backend": "sequential"})
+    )
     job = prepare(recipe.model_copy(update={"engine": engine, "local": short}), data=data)
     seconds, basis = _timed(job, steps, few) if trial else (None, "not measured (--no-trial)")
     plan, (outlook, says) = job.parts.plan, _outlook(recipe, job, data)
@@ -222,8 +213,8 @@ def _outlook(recipe: Recipe, job: Job, data: FederatedData) -> tuple[dict[str, A
         "dimension": parts.layout.dimension, "noise_multiplier": plan.noise_multiplier, "trust": plan.trust,
         "epsilon": epsilon, "delta": plan.delta, "epsilon_by_round": turns,
         "true_positives": None if epsilon is None or seeded else true_positives(epsilon, plan.delta),
-        "false_positives": FALSE_POSITIVES, "noise_over_clip": ratio and 1 / ratio.round,
-        "signal_to_noise_at_best": ratio and ratio._asdict(),
+        "false_positives": FALSE_POSITIVES, "noise_over_clip": 1 / ratio["round"] if ratio else None,
+        "signal_to_noise_at_best": ratio or None,
         "alternatives": alternatives(plan, coordinates, noise, data.classes if scratch else None),
     }  # fmt: skip
     return facts, tuple(filter(None, [*why, drowned, *plan.warnings, CLIP if drowned else ""]))
@@ -233,14 +224,6 @@ def drowned(recipe: Recipe, job: Job) -> list[str]:
     """Return what to say of a job's noise before it starts, at most one sentence."""
     sentence = drowning(best(job.parts.plan, noised(job), _noise_of(recipe, job)))
     return [f"{sentence} fedflat plan says what would help."] if sentence else []
-
-
-def _quick(recipe: Recipe, data: FederatedData, steps: int) -> bool:
-    """Return whether a whole round is timed: its module is built once more to count parameters."""
-    method = algorithm_of(recipe)
-    module, _, _ = module_of(recipe, None, data, objective_of(recipe, None))
-    work = layout_of(module, method.head).size * steps * recipe.local.batch_size * recipe.cohort.size
-    return work * len(method.phases) <= QUICK
 
 
 def made_up(real: FederatedData, task: str, count: int) -> FederatedData:
@@ -284,9 +267,9 @@ def _noise_of(recipe: Recipe, job: Job) -> Any:
             return math.inf
         if plan.protocol == "published":
             return plan.std(bound) / plan.divisor / bound
-        if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.kind != "independent":
+        if (mixing := noising.mixing_of(plan)) is not None:
             # As much in the model, over all rounds, as independent noise of this std in each of them.
-            alike = noise_in_model(plan.mechanism.factor)[0] / math.sqrt((plan.rounds + 1) / 2)
+            alike = noise_in_model(mixing.factor)[0] / math.sqrt((plan.rounds + 1) / 2)
             return plan.std(bound) / plan.divisor / bound * alike
         parts = replace(job.parts, plan=plan, mechanism=noising.mechanism_of(recipe, plan))
         return mean_view(parts, bound, plan.divisor, 0).std / bound
@@ -314,7 +297,7 @@ def _timed(job: Job, steps: int, few: int) -> tuple[float | None, str]:
     parts = job.parts
     if parts.algorithm.kind == "votes":
         return None, "not measured: a round of votes trains each client once"
-    count = max(1, min(math.ceil(parts.plan.sampler.size), parts.plan.sampler.clients if few == steps else TRIED))
+    count = max(1, min(math.ceil(parts.plan.sampler.size), TRIED))
     with using_threads(1):
         seconds = seconds_per_client(job, count)
     if not math.isfinite(seconds):

@@ -10,21 +10,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedflat.assembly.plans import is_public, server_of
+from fedflat.assembly.plans import is_public
+from fedflat.config.method import server_of
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core import durable
 from fedflat.core.checks import wrong
 from fedflat.core.identity import identity_of
+from fedflat.core.imports import versions
 from fedflat.core.params import Layout
+from fedflat.core.rng import Identity
 from fedflat.core.types import MOMENTUM, Algorithm
 from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Backend
+from fedflat.engine.resume import software
 from fedflat.methods.published import Published
 from fedflat.models.representation import FILE, Representation
-from fedflat.records.folder import RECIPE
-from fedflat.records.opening import Identity, Opening, software, versions
 
 UNCHANGING = ("engine", "evaluation", "name")
 """Sections of a recipe that cannot change what is released."""
@@ -101,15 +103,12 @@ def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
     return dumped(dump)
 
 
-def write_beginning(path: Path, text: str, job: Job) -> None:
-    """Write what a run is, a frozen body, and the text of its recipe, which makes of a folder a run's: it is last."""
-    opening: Opening = job.opening  # type: ignore[assignment]
-    opening.write(path)
-    module = job.problem.pristine
-    # Another machine may make another body from the same seed. One that a start left which was killed is replaced.
-    if isinstance(module, Representation):
+def write_frozen(job: Job, path: Path) -> None:
+    """Write a frozen body into the folder, since another machine may make another one from the same seed. One that a
+    start left which was killed is replaced.
+    """
+    if isinstance(module := job.problem.pristine, Representation):
         durable.write_tensors(path / FILE, module.body.saved())
-    durable.replace(path / RECIPE, text, mode=0o644)
 
 
 def is_seeded(recipe: Recipe) -> bool:

@@ -11,16 +11,17 @@ from typing import Any
 
 from torch import nn
 
-from fedflat.assembly.plans import algorithm_of, is_public, plan_of
+from fedflat.assembly.plans import is_public, plan_of
 from fedflat.assembly.records import is_seeded, settled
+from fedflat.config.method import algorithm_of
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import RunError
+from fedflat.core.imports import versions
 from fedflat.core.types import Algorithm, ClientState, Phase
 from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.sources import HELD_OUT
 from fedflat.engine.job import SEEN, Job, Outcome, interrupted
-from fedflat.engine.train import weights_digest
 from fedflat.methods import noise as noising
 from fedflat.methods import published
 from fedflat.methods.plans import DDGaussPlan
@@ -28,11 +29,7 @@ from fedflat.methods.published import Published
 from fedflat.privacy.accounting.curves import schedule_epsilon
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.plan import Plan
-from fedflat.privacy.statement import PRIORS, TEXTS, least_noise, rounds_charged, statement, write
-from fedflat.records import checkpoint, keys
-from fedflat.records.folder import METRICS, STATEMENT, read_lines
-from fedflat.records.opening import versions
-from fedflat.records.signing import sign_run
+from fedflat.privacy.statement import PRIORS, TEXTS, least_noise, rounds_charged, statement
 
 Entries = Sequence[Mapping[str, Any]]
 
@@ -126,29 +123,15 @@ def held_out(method: Algorithm, dataset: str, loaded: str) -> bool:
     return source == HELD_OUT or (source is not None and source == dataset and not in_python)
 
 
-def write_ending(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
-    """Return a run's statement, once it is in the folder, if there is one.
-
-    It is signed with ledger and released weights if there is an operator's key, and the noise key of a run that is over
-    is forgotten.
-    """
+def state_privacy(recipe: Recipe, job: Job, outcome: Outcome) -> dict[str, Any]:
+    """Return the privacy statement of a run so far."""
     folder = job.folder
-    history = outcome.history or ([] if folder is None else read_lines(folder.path / METRICS))
-    facts = stated(
+    history = outcome.history or ([] if folder is None else folder.released())
+    return stated(
         recipe, settled(recipe, job.parts, job.data.clients, job.problem.pristine), job.parts.plan,
         Terms.of(recipe, job, deployment=folder is not None and folder.deployment), rounds=outcome.state.round,
         entries=outcome.entries, tested=tested(history), seen=outcome.seen,
     )  # fmt: skip
-    if folder is None:
-        return facts
-    weights = weights_digest(job, outcome.state)
-    write(folder.path / STATEMENT, facts, folder.run, weights)
-    # What an export will say, which is the checkpoint's: a run that is gone on with may have another version's.
-    made_for = checkpoint.facts_of(checkpoint.path_of(folder.checkpoints, outcome.state.round)).get("made_for") or {}
-    sign_run(folder.path, folder.run, weights, made_for, job.operator)
-    if job.stored and outcome.complete:
-        keys.forget(folder.run)
-    return facts
 
 
 def tested(metrics: Sequence[Mapping[str, Any]]) -> bool:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.assembly.plans import NOT_HELD
-from fedflat.config.reading import GIVEN
+from fedflat.config.reading import GIVEN, NOT_HELD
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import one_of, require, users_code, wrong
 from fedflat.core.held import StateWatch

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import algorithm_of
 from fedflat.audit.bounds import Floats
+from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import ClientContext
 from fedflat.core.rng import digest, stream

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from fedflat.assembly.inputs import data_of, module_of
-from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.assembly.plans import plan_of
 from fedflat.audit import worlds as room
 from fedflat.audit.bounds import AuditResult, Floats, assumptions, not_run
 from fedflat.audit.noise import cosine
 from fedflat.audit.worlds import SLACK, Case, Engine, Maker, Movement, Scenario, Worlds, recorded_run, world_recipe
+from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.params import layout_of
 

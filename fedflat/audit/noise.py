@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from fedflat.assembly.inputs import data_of, module_of
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import algorithm_of
 from fedflat.assembly.records import is_seeded
 from fedflat.audit.bounds import AuditResult, Floats, assumptions, not_run
 from fedflat.audit.worlds import CLIENTS, Case, Engine, Maker, Recorder, recorded_run, world_recipe
+from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.process import using_threads
 from fedflat.core.rng import digest

@@ -21,7 +21,7 @@ import yaml
 from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import algorithm_of, server_of
+from fedflat.config.method import algorithm_of, server_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.params import last_linear, zero

@@ -260,7 +260,8 @@ def _measured(folder: Path) -> dict[str, Any]:
 def _setting(recipe: Recipe, steps: int | None, dimension: int | None, constants: dict[str, Any]) -> Setting:
     from fedflat.algorithms import ALGORITHMS
     from fedflat.assembly.jobs import prepare
-    from fedflat.assembly.plans import algorithm_of, plan_of
+    from fedflat.assembly.plans import plan_of
+    from fedflat.config.method import algorithm_of
     from fedflat.landscape.bounds import Facts
     from fedflat.landscape.statements import Setting
 

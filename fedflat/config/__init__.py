@@ -6,5 +6,6 @@ Example::
     explain("privacy.clip")                                                 # what ``fedflat explain`` prints
 
 ``sections`` declares each key once, with its limits and a docstring that the reference shows; ``reading`` takes YAML,
-``extends`` and ``-o key=value``; ``recipe`` checks, and says in a line what is wrong; ``reference`` has docs/recipe.md.
+``extends`` and ``-o key=value``; ``recipe`` checks, and says in a line what is wrong; ``method`` makes
+the method that a recipe names; ``reference`` has docs/recipe.md.
 """

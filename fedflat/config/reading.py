@@ -15,6 +15,10 @@ FOLDER = Path(__file__).parent / "recipes"
 QUICK_START = "quick-start"
 GIVEN = "given in Python"
 """In a run's recipe.yaml: the data set, or the model, that no name stands for; whoever needs it gives it again."""
+NOT_HELD = (
+    "the same model=… and clients=… given again in Python, for example fedflat.run(recipe, model, clients, out=…, "
+    "resume=True)"
+)
 
 
 def names() -> list[str]:

@@ -11,13 +11,14 @@ import inspect
 import io
 import linecache
 import os
+import platform
 import re
 import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -174,3 +175,17 @@ def _reachable(url: str, seconds: float = 5.0) -> bool:
         return True  # somebody answered
     except (OSError, ValueError):
         return False
+
+
+@cache
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Return versions of Python and of packages."""
+    from importlib import metadata
+
+    installed = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            installed[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # run from a folder
+            installed[package] = "not installed"
+    return installed

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import secrets
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -84,6 +85,26 @@ class Streams:
         name = self._start.copy()
         name.update(_encoded(*(b"%d" % i for i in last)))
         return name.digest()
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a run is, as SHA-256 digests that stay in memory. method None: it cannot be told apart from others. noise:
+    of what mixes one round's noise into others', "" where nothing does; engine: where and how it is computed. Both are
+    for the key only, and no part of what the run is."""
+
+    recipe: str
+    data: str = ""
+    model: str = ""
+    method: str | None = ""
+    noise: str = ""
+    engine: str = ""
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """All of the digests, for the key of cohorts and noise."""
+        four = (self.recipe, self.data, self.model, self.method)
+        return (*("unknown" if part is None else part for part in four), *filter(None, (self.noise, self.engine)))
 
 
 def noise_key(root: int | bytes, *facts: str, attempt: int = 1) -> bytes:

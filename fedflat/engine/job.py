@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedflat.config.sections import EvaluationSection
 from fedflat.core.params import Layout, PersonalState
+from fedflat.core.rng import Identity
 from fedflat.core.types import Algorithm, Average, Clip, Local, MeanView, Mechanism, Optimizer, RoundState, broadcast_by
 from fedflat.data.clients import FederatedData
 from fedflat.engine.problem import ModuleProblem
@@ -23,7 +24,7 @@ from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan
 from fedflat.records.folder import RunFolder
-from fedflat.records.opening import Identity, Opening
+from fedflat.records.opening import Opening
 from fedflat.records.signing import Operator
 
 Record = dict[str, Any]

@@ -17,11 +17,13 @@ from fedflat.core.params import PersonalState
 from fedflat.core.rng import fresh_key, noise_key
 from fedflat.engine.device import exact
 from fedflat.engine.job import Job, Record, Start
+from fedflat.engine.problem import ModuleProblem
+from fedflat.engine.reduce import Backend
 from fedflat.privacy.ledger import Entry, Ledger, run_of
 from fedflat.privacy.statement import is_whole
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import CARDS, METRICS, OPENING, REPORT, STATEMENT, set_aside
-from fedflat.records.opening import Opening, software
+from fedflat.records.opening import Opening, machine
 from fedflat.records.signing import SIGNATURE, TIPS, keep_tips, tips_of
 
 GONE = "the noise key is gone"
@@ -167,6 +169,13 @@ def _choose_key(job: Job, ledger: Ledger, start: int, begun: str) -> None:
         mark.begin(start, begun)
         # From here each line reaches the mark before the round is released.
         ledger.copy_to(lambda line: _follow(ledger.path.parent, line, mark))
+
+
+def software(backend: Backend, problem: ModuleProblem) -> Record:
+    """Return what may change the last bits of a result: versions, the engine that was chosen, the processor."""
+    engine = {name: getattr(backend, name, None) for name in ("name", "block", "threads")}
+    engine = {"backend": engine.pop("name"), **engine, "device": problem.device.type}
+    return {**engine, "precision": problem.precision, "onednn": problem.onednn, **machine(problem.device)}
 
 
 def software_of(job: Job) -> Record:

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from fedflat.core import durable
 from fedflat.core.checks import becoming, counted, writing, wrong
-from fedflat.core.durable import digest_of
 from fedflat.core.params import Layout, PersonalState
 from fedflat.core.process import in_background, stop_signal
 from fedflat.core.types import AVERAGE, RoundState
@@ -23,9 +24,10 @@ from fedflat.engine.reduce import RoundSum
 from fedflat.engine.resume import charge_drawn, first_start, note_software, resume_run, update_plan
 from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish_round, select_cohort, within_cap
 from fedflat.privacy.ledger import Ledger
+from fedflat.privacy.statement import write
 from fedflat.records import checkpoint, keys
-from fedflat.records.folder import LEDGER
-from fedflat.records.signing import note_tip
+from fedflat.records.folder import LEDGER, RECIPE, STATEMENT
+from fedflat.records.signing import note_tip, sign_run
 
 LARGE = 200_000
 """Parameters from which drawing a round's noise takes longer than starting a thread."""
@@ -226,9 +228,34 @@ def tensors_of(layout: Layout) -> Record:
 
 def weights_digest(job: Job, state: RoundState) -> str:
     """SHA-256 of the weights that a round released, by name: what the statement and its signature are about."""
-    return digest_of(checkpoint.released(state, tensors_of(job.parts.layout)))
+    return durable.digest_of(checkpoint.released(state, tensors_of(job.parts.layout)))
 
 
 def final_module(job: Job, at: Start) -> torch.nn.Module:
     """Return w^0's module with the released weights, on the processor; nothing else of it has met clients' data."""
     return job.problem.released(torch.cat([at.state.released, at.heads.first]))
+
+
+def write_beginning(path: Path, text: str, job: Job) -> None:
+    """Write what a run is, and the text of its recipe, which makes of a folder a run's: it is last."""
+    job.opening.write(path)  # type: ignore[union-attr]
+    durable.replace(path / RECIPE, text, mode=0o644)
+
+
+def write_ending(job: Job, outcome: Outcome, facts: Record) -> Record:
+    """Return a run's statement, once it is in the folder, if there is one.
+
+    It is signed with ledger and released weights if there is an operator's key, and the noise key of a run that is over
+    is forgotten.
+    """
+    folder = job.folder
+    if folder is None:
+        return facts
+    weights = weights_digest(job, outcome.state)
+    write(folder.path / STATEMENT, facts, folder.run, weights)
+    # What an export will say, which is the checkpoint's: a run that is gone on with may have another version's.
+    made_for = checkpoint.facts_of(checkpoint.path_of(folder.checkpoints, outcome.state.round)).get("made_for") or {}
+    sign_run(folder.path, folder.run, weights, made_for, job.operator)
+    if job.stored and outcome.complete:
+        keys.forget(folder.run)
+    return facts

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedflat.assembly.stating import write_ending
+from fedflat.assembly.stating import state_privacy
 from fedflat.core import durable
 from fedflat.core.checks import RunError, counted, reading, wrong
 from fedflat.engine.job import Job, Outcome
+from fedflat.engine.train import write_ending
 from fedflat.federation.processes import program
 from fedflat.federation.server import ENDED, Settings, _versions, job_of, run_id, stored_outcome
 from fedflat.federation.task import Task
@@ -64,7 +65,7 @@ def close(task: Task, out: Path) -> tuple[dict[str, Any], str]:
         outcome = stored_outcome(job, out)
         job.folder, job.operator = RunFolder(out, deployment=True, run=run), operator
         _drop_open_records(job.folder, outcome.state.round)
-        facts = write_ending(task.recipe, job, outcome)
+        facts = write_ending(job, outcome, state_privacy(task.recipe, job, outcome))
         deleted = keys.forget(run)
         if deleted:
             _mark(out, True)

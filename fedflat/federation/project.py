@@ -13,8 +13,9 @@ import fedflat
 from fedflat.assembly.form import DataSpec
 from fedflat.assembly.inputs import data_of
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.assembly.plans import plan_of
 from fedflat.assembly.records import settled
+from fedflat.config.method import algorithm_of
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, making, require, turning, wrong

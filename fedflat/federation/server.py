@@ -20,19 +20,20 @@ from typing import Any
 
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.planning import drowned
-from fedflat.assembly.records import settled, write_beginning
-from fedflat.assembly.stating import Terms, write_ending
+from fedflat.assembly.records import settled, write_frozen
+from fedflat.assembly.stating import Terms, state_privacy
 from fedflat.config import reading
 from fedflat.core import durable
 from fedflat.core.checks import RunError, becoming, require, whole, wrong
 from fedflat.core.cohorts import MinSeparation
+from fedflat.core.imports import versions
 from fedflat.core.process import using_threads
 from fedflat.core.rng import fresh_key
 from fedflat.core.types import RoundState
 from fedflat.engine.device import return_large_blocks
 from fedflat.engine.job import Job, Outcome
 from fedflat.engine.resume import first_start
-from fedflat.engine.train import train
+from fedflat.engine.train import train, write_beginning, write_ending
 from fedflat.federation.bounds import Limits
 from fedflat.federation.events import log_fields, log_to_stderr, serve_metrics
 from fedflat.federation.processes import draw_apart
@@ -47,7 +48,7 @@ from fedflat.methods.noise import of_a_server
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint, keys
 from fedflat.records.folder import LEDGER, RECIPE, RunFolder
-from fedflat.records.opening import Opening, refuse_older, versions
+from fedflat.records.opening import Opening, refuse_older
 
 log = logging.getLogger("fedflat.server")
 
@@ -131,7 +132,7 @@ def serve(grid: Any, task: Task, settings: Settings) -> dict[str, Any]:
             _wait_for_nodes(grid, task.roster, settings)
             log.info("clients enough are connected", extra=log_fields("ready"))
             outcome = _train(job)
-        facts = write_ending(task.recipe, job, outcome)
+        facts = write_ending(job, outcome, state_privacy(task.recipe, job, outcome))
         log.info("run complete: %s", folder.path, extra=log_fields("complete"))
         return facts
 
@@ -208,6 +209,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
         text = reading.dumped({**dump, "versions": {**installed, "run": name, "task": task.identity}})
         terms = Terms.of(task.recipe, job, deployment=True).record()
         job.opening = Opening.of(job.identity, fresh_key(), text, {}, name, terms)
+        write_frozen(job, out)
         write_beginning(out, text, job)
         return RunFolder(out, deployment=True, run=name)
     other, allowed = f"{out}, the folder of another deployment", "the one this task was started in"

@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.assembly.plans import plan_of
+from fedflat.config.method import algorithm_of
 from fedflat.core.checks import RunError, turning, wrong
 from fedflat.core.process import how_it_ended, using_threads
 from fedflat.federation import processes

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 
 from fedflat.assembly.form import DataSpec
-from fedflat.assembly.plans import algorithm_of
+from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core import durable
 from fedflat.core.checks import reading, require, turning, wrong

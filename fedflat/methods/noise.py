@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedflat.config.method import constant_clip
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import in_range, whole, wrong
 from fedflat.core.discrete import SecureBits, ShareNumbers, rounded_gaussian
@@ -186,15 +187,12 @@ def account_of(recipe: Recipe, method: Algorithm, dimension: int | None) -> DDGa
     known."""
     if method.kind != "ddgauss":
         return None
-    clip = recipe.privacy.clipping
-    if clip.value is None:
-        raise wrong("privacy.clip", clip.kind, "one number for ddgauss", hint="Its grid is made for one clip.")
     size = 1 if dimension is None else method.vectors * dimension
     options = {name: method.options[name] for name in ("bits", "granularity", "beta") if name in method.options}
     whole("algorithm.bits", options.get("bits", 16), 2, 48)
     if options.get("granularity") is not None:
         in_range("algorithm.granularity", options["granularity"], 0, 1e9, open_low=True)
-    return DDGaussPlan(size, clip.value, **options)
+    return DDGaussPlan(size, constant_clip(recipe, method.name), **options)
 
 
 def with_fixed_numbers(plan: Plan) -> Plan:
@@ -210,23 +208,18 @@ def mechanism_of(recipe: Recipe, plan: Plan) -> Mechanism:
         numbers = plan.mechanism.account(plan)
         shared = {item.name: getattr(numbers, item.name) for item in fields(ShareNumbers)}
         return SharedDiscreteNoise(DistributedDiscreteGaussian(**shared), recipe.seed, numbers.n_max, secure)
-    if isinstance(plan.mechanism, ScheduledPlan) and plan.mechanism.kind != "independent":
-        factor = plan.mechanism.factor
+    if (mixing := mixing_of(plan)) is not None:
         # Without noise there is no grid to take it from.
         correlated = CorrelatedGridNoise if secure and plan.event_multiplier > 0 else CorrelatedNoise
-        return correlated(plan.std, factor=factor)
+        return correlated(plan.std, factor=mixing.factor)
     noise = GridNoise if secure and plan.effective_multiplier > 0 else GaussianNoise
     return noise(plan.std, plan.trust, float(plan.min_cohort or plan.divisor), plan.count_std or 0.0)
 
 
-def mixed_by(plan: Plan) -> str:
-    """Return the digest of the C that mixes the rounds' noise, "" where nothing does.
-
-    An optimiser makes C, so the same recipe may have another one elsewhere. One Z behind both would be no noise: the
-    difference of the releases gives it away.
-    """
+def mixing_of(plan: Plan) -> ScheduledPlan | None:
+    """Return the account of a plan whose C mixes the rounds' noise, None where nothing does."""
     mechanism = plan.mechanism
-    return mechanism.factor.digest if isinstance(mechanism, ScheduledPlan) and mechanism.kind != "independent" else ""
+    return mechanism if isinstance(mechanism, ScheduledPlan) and mechanism.kind != "independent" else None
 
 
 def facts(recipe: Recipe, plan: Plan) -> dict[str, Any]:
@@ -234,6 +227,6 @@ def facts(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     mechanism, text = plan.mechanism, TEXTS["noise"]
     if isinstance(mechanism, VotesPlan | DDGaussPlan | Published):
         return mechanism.facts
-    if isinstance(mechanism, ScheduledPlan) and mechanism.kind != "independent":
-        return {"mechanism": mechanism.sentence + (text["rows on a grid"] if recipe.privacy.secure_rng else "")}
+    if (mixing := mixing_of(plan)) is not None:
+        return {"mechanism": mixing.sentence + (text["rows on a grid"] if recipe.privacy.secure_rng else "")}
     return {"mechanism": text["grid"]} if recipe.privacy.secure_rng else {}

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from fedflat.core.checks import in_range, nearest, one_of, whole, wrong
+from fedflat.core.checks import nearest, one_of, whole, wrong
 from fedflat.core.cohorts import FromRound, Poisson
 from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.curves import compose_epsilon, gaussian_epsilon, schedule_epsilon
@@ -225,19 +225,17 @@ def published_plan(
     ``noise_multiplier``, σ is what the paper's formula asks for, as the papers do it. δ defaults to the papers' 1/M.
 
     Raises:
-        InputError: neither or both of noise_multiplier and epsilon; a value out of range.
+        InputError: neither or both of noise_multiplier and epsilon; a cohort or a σ that has no account.
     """
     items = PAPERS[one_of("privacy.published", paper, PAPERS)]
     sampler: Sampler = Poisson(clients, cohort) if paper == "004" else FromRound(clients, cohort)
-    whole("rounds", rounds, 1)
     # The papers' δ, though it is too large: the warning says so.
-    spent = 1 / clients if delta is None else in_range("privacy.delta", delta, 0, 1, open_low=True, open_high=True)
+    spent = 1 / clients if delta is None else delta
     check_target(noise_multiplier, epsilon)
-    if noise_multiplier is None:
-        target = in_range("privacy.epsilon", epsilon, 0, open_low=True)
-        sigma = calibrate(lambda s: formula(sampler, s, spent, rounds), target)
-    else:
+    if noise_multiplier is not None:
         sigma = accountable(noise_multiplier)
+    else:
+        sigma = calibrate(lambda s: formula(sampler, s, spent, rounds), epsilon or 0.0)
     applies = {6: epochs, 9: spent >= 1 / clients * (1 - 1e-9)}  # every other item applies always
     items = tuple(item for item in items if applies.get(item, True))
     mechanism = Published(paper, items, clip=None if paper == "002" else clip)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedflat.config.method import constant_clip
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import require, wrong
 from fedflat.core.params import Layout
@@ -139,11 +140,11 @@ class RealisedMean(GaussianNoise):
 
 # ---------------------------------------------------------------------------------------------------- from a recipe
 
-
-def applies(recipe: Recipe, method: Algorithm) -> bool:
-    """Return whether a published procedure is asked for; a method without privacy has no other protocol than its
-    own."""
-    return recipe.privacy.protocol == "published" and method.private
+FOREIGN = {
+    "privacy": {"trust", "secure_rng", "noise_cohort", "selection", "noise"},
+    "cohort": {"max", "min", "max_participations"},
+}
+"""Keys of a recipe that no paper's released procedure has."""
 
 
 def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
@@ -151,46 +152,28 @@ def plan_of(recipe: Recipe, method: Algorithm, clients: int) -> Plan:
     privacy, cohort = recipe.privacy, recipe.cohort
     paper = paper_of(recipe.algorithm.name, privacy.published)
     require(method.kind == "update", "privacy.protocol", f"published for {method.name}", "sound")
-    for where, found in (
-        ("privacy.trust", privacy.trust if privacy.trust in ("distributed", "local") else None),
-        ("privacy.secure_rng", privacy.secure_rng or None),
-        ("privacy.noise_cohort", privacy.noise_cohort),
-        ("privacy.selection", None if privacy.selection is None else "a selection"),
-        ("cohort.max", cohort.max),
-        ("cohort.min", cohort.min),
-        ("cohort.max_participations", cohort.max_participations),
-        ("cohort.separation", cohort.separation),
-        ("privacy.noise.kind", None if privacy.noise.kind == "independent" else privacy.noise.kind),
-    ):
-        require(found is None, where, found, "its default with privacy.protocol: published")
+    for section, keys in FOREIGN.items():
+        for key, found in getattr(recipe, section).model_dump(include=keys, exclude_defaults=True).items():
+            require(found == "central", f"{section}.{key}", found, "its default with privacy.protocol: published")
     if cohort.sampling not in ("poisson", "fixed") or (paper == "004" and cohort.sampling != "poisson"):
         allowed = "poisson" if paper == "004" else "fixed (drawn from the round number)"
         raise wrong("cohort.sampling", cohort.sampling, f"{allowed} in the procedure of {CITED[paper]}")
     spent = privacy.model_dump(include={"noise_multiplier", "epsilon", "delta"})
-    clip, epochs = None if paper == "002" else threshold_of(recipe), recipe.local.epochs is not None
+    clip = None if paper == "002" else constant_clip(recipe, f"the procedure of {CITED[paper]}")
+    epochs = recipe.local.epochs is not None
     plan = published_plan(
         paper, clients=clients, cohort=cohort.size, rounds=recipe.rounds, clip=clip, epochs=epochs, **spent
     )
     return plan if privacy.budget is None else replace(plan, budget=privacy.budget)
 
 
-def threshold_of(recipe: Recipe) -> float:
-    """Return the constant clip C of the paper's procedure; InputError for a clip of another kind."""
-    clip = recipe.privacy.clipping
-    if clip.value is not None:
-        return clip.value
-    hint = "Median clipping is that of Liu et al. 2025." if clip.kind == "median" else ""
-    raise wrong("privacy.clip", clip.kind, "a number > 0 in this published procedure", hint=hint)
-
-
-def clip_of(recipe: Recipe, account: Published, layout: Layout) -> tuple[Clip, float]:
+def clip_of(account: Published, layout: Layout) -> tuple[Clip, float]:
     """Return the paper's clip and its threshold C (infinite where each client takes its own)."""
-    if account.paper == "002":
+    if account.clip is None:
         return clipping.PublishedMedian(), math.inf
-    threshold = threshold_of(recipe)
     if account.paper == "004":
-        return clipping.whole_vector(threshold), threshold
-    return clipping.PublishedPerTensor(layout.shared), threshold
+        return clipping.whole_vector(account.clip), account.clip
+    return clipping.PublishedPerTensor(layout.shared), account.clip
 
 
 def parts_of(parts: RoundParts, account: Published) -> RoundParts:

@@ -7,7 +7,8 @@ from functools import lru_cache, reduce
 from pathlib import Path
 
 from fedflat.assembly.inputs import lacking, layout_for
-from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.assembly.plans import plan_of
+from fedflat.config.method import algorithm_of
 from fedflat.config.reading import override
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import wrong

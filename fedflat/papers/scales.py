@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.assembly.plans import plan_of
+from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import one_of
 from fedflat.privacy.accounting.epsilon import default_delta

@@ -13,15 +13,13 @@ clip it takes the place of the rest. With τ·log π_i added to the logits, π_i
 own data, a client's optimum no longer follows π_i (Menon et al. 2021; between clients, Zhang et al. 2022).
 """
 
-import copy
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedflat.core.checks import in_range, require
-from fedflat.core.params import Layout
-from fedflat.core.types import Algorithm, ClientView, GradientFn, GradientRule, ServerStep, ServerView, l2
+from fedflat.core.checks import in_range
+from fedflat.core.types import ClientView, GradientFn, GradientRule, ServerStep, ServerView, l2
 
 
 def _direction(vector: Tensor, radius: float) -> Tensor:
@@ -221,7 +219,7 @@ class LabelPrior:
     absent: float
 
     def __call__(self, gradient: GradientFn, view: ClientView) -> GradientFn:
-        # ``check_bias`` has made sure that the last shared tensor is the bias of the outputs.
+        # ``methods.rounds.check_logits`` has made sure that the last shared tensor is the bias of the outputs.
         bias = view.tensors[-1]
         classes = bias.stop - bias.start
         shares = (view.shares(classes) + self.absent) / (1 + classes * self.absent)
@@ -244,33 +242,6 @@ class HoldBias(ServerStep):
         held = mean.clone()
         held[view.tensors[-1]] = 0
         return held, {}
-
-
-def check_bias(algorithm: Algorithm, module: nn.Module, layout: Layout, inputs: Tensor, targets: Tensor) -> None:
-    """Raise InputError where a method holds the last bias and targets are no classes ``(n,)``, or what is added to the
-    last shared tensor does not come out as it went in, up to a constant in each row. inputs: made up, ``(b, …)``.
-
-    >>> from fedflat.core.params import layout_of
-    >>> model, held = nn.Linear(2, 3), Algorithm("held", server=(HoldBias(),))
-    >>> check_bias(held, model, layout_of(model), torch.zeros(1, 2), torch.tensor([0]))
-    """
-    if not any(isinstance(step, HoldBias) for step in algorithm.server):
-        return
-    classes = targets.dim() == 1 and not targets.is_floating_point()
-    require(classes, "algorithm", f"{algorithm.name} with targets that are no classes", "a classification")
-    name = layout.names[layout.shared - 1]
-    tried = copy.deepcopy(module).eval()
-    bias = dict(tried.named_parameters())[name]
-    with torch.no_grad():
-        before = tried(inputs).double()
-        added = torch.arange(1.0, bias.numel() + 1).to(bias)
-        moved = before.shape == (len(inputs), bias.numel()) and bias.dim() == 1
-        if moved:
-            bias.add_(added)
-            residual = tried(inputs).double() - before - added  # a constant in each row changes no softmax
-            moved = bool((residual - residual.mean(-1, keepdim=True)).abs().max() < 1e-3 * len(added))
-    found = f"{algorithm.name} on a model whose last tensor, {name}, is not the bias of its outputs"
-    require(moved, "algorithm", found, "a model that ends in a linear layer with a bias")
 
 
 def label_prior(strength: float = 1.0, absent: float = 0.01) -> LabelPrior:

@@ -56,6 +56,10 @@ class RunFolder:
             self._add(name, line)
             self._add(seals_of(name), f"{record['round']} {self._seal(name, line)}\n")
 
+    def released(self) -> list[dict[str, Any]]:
+        """Return the records of metrics.jsonl."""
+        return read_lines(self.path / METRICS)
+
     def flush_lines(self) -> None:
         """Make every line written so far durable."""
         files = [self.path / name for lines in (METRICS, PRIVATE) for name in (lines, seals_of(lines))]

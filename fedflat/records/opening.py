@@ -23,7 +23,8 @@ from pydantic import TypeAdapter
 
 from fedflat.core import durable
 from fedflat.core.checks import reading, require
-from fedflat.core.rng import digest
+from fedflat.core.imports import versions
+from fedflat.core.rng import Identity, digest
 from fedflat.records.folder import OPENING
 
 FORMAT = 2
@@ -38,26 +39,6 @@ KEPT = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 """What scikit-learn sets when it is loaded, which changes no number."""
 _ROUNDING = re.compile(r"_get_(\w*(sdp|allow|precision|preferred|determin)\w*|(cudnn|mkldnn|nnpack)_\w+)$").match
 """Matches the names of torch's own getters of such settings."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a run is, as SHA-256 digests that stay in memory. method None: it cannot be told apart from others. noise:
-    of what mixes one round's noise into others', "" where nothing does; engine: where and how it is computed. Both are
-    for the key only, and no part of what the run is."""
-
-    recipe: str
-    data: str = ""
-    model: str = ""
-    method: str | None = ""
-    noise: str = ""
-    engine: str = ""
-
-    @property
-    def facts(self) -> tuple[str, ...]:
-        """All of the digests, for the key of cohorts and noise."""
-        four = (self.recipe, self.data, self.model, self.method)
-        return (*("unknown" if part is None else part for part in four), *filter(None, (self.noise, self.engine)))
 
 
 @dataclass(frozen=True)
@@ -143,13 +124,6 @@ def keyed(identity: Identity, secret: str) -> dict[str, str | None]:
     return {part: None if text is None else hmac.new(key, text, "sha256").hexdigest() for part, text in texts.items()}
 
 
-def software(backend: Any, problem: Any) -> dict[str, Any]:
-    """Return what may change the last bits of a result: versions, the engine that was chosen, the processor."""
-    engine = {name: getattr(backend, name, None) for name in ("name", "block", "threads")}
-    engine = {"backend": engine.pop("name"), **engine, "device": problem.device.type}
-    return {**engine, "precision": problem.precision, "onednn": problem.onednn, **machine(problem.device)}
-
-
 def machine(device: torch.device) -> dict[str, Any]:
     """Return the part of ``software`` that the engine does not decide. device: where it computes; a GPU by its name."""
     facts = {"machine": platform.machine(), "instructions": torch.backends.cpu.get_cpu_capability()}
@@ -195,17 +169,3 @@ def processor() -> str:
         lines = [platform.processor()]
     abilities = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
     return hashlib.sha256(json.dumps([abilities, settings]).encode()).hexdigest()[:16]
-
-
-@functools.cache
-def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Return versions of Python and of packages."""
-    from importlib import metadata
-
-    installed = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # run from a folder
-            installed[package] = "not installed"
-    return installed

@@ -19,6 +19,7 @@ from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.core.durable import contents_of, digest_of, plain, read_about
+from fedflat.core.imports import versions
 from fedflat.data.encoding import clean
 from fedflat.engine.job import SEEN
 from fedflat.privacy.correlated import ScheduledPlan
@@ -28,7 +29,7 @@ from fedflat.privacy.verify import ROUNDING, Verification, verify
 from fedflat.records import checkpoint
 from fedflat.records import folder as files
 from fedflat.records.folder import LEDGER, METRICS, OPENING, RECIPE, REPORT, SEALED, STATEMENT, locked, read_lines
-from fedflat.records.opening import Opening, refuse_older, versions
+from fedflat.records.opening import Opening, refuse_older
 from fedflat.records.signing import tips_of
 from fedflat.report.metrics import read_run
 

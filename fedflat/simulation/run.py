@@ -11,8 +11,8 @@ from torch import nn
 
 from fedflat.assembly.inputs import Clients, as_given
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.records import is_seeded, resolved, write_beginning
-from fedflat.assembly.stating import Terms, write_ending
+from fedflat.assembly.records import is_seeded, resolved, write_frozen
+from fedflat.assembly.stating import Terms, state_privacy
 from fedflat.config.reading import names
 from fedflat.config.recipe import Recipe, RecipeLike, refuse_beside
 from fedflat.core.checks import require, wrong
@@ -24,7 +24,7 @@ from fedflat.data.clients import FederatedData
 from fedflat.engine.device import PROCESSES
 from fedflat.engine.job import Job, Metric, OnRound, Outcome, Record, RoundResult
 from fedflat.engine.resume import software_of
-from fedflat.engine.train import final_module, train
+from fedflat.engine.train import final_module, train, write_beginning, write_ending
 from fedflat.records import keys
 from fedflat.records.folder import OPENING, RECIPE, RunFolder, check_kinds, check_new, claimed
 from fedflat.records.opening import Opening, refuse_older
@@ -124,7 +124,7 @@ def _asked(
 
 def _result(recipe: Recipe, job: Job, outcome: Outcome) -> Result:
     """Return what a run gives back, once all that it leaves on disk is written."""
-    facts, module = write_ending(recipe, job, outcome), final_module(job, outcome)
+    facts, module = write_ending(job, outcome, state_privacy(recipe, job, outcome)), final_module(job, outcome)
     return Result(
         history=outcome.history, private_history=outcome.private, privacy=facts, recipe=recipe,
         folder=None if job.folder is None else job.folder.path, stopped=outcome.stopped,
@@ -156,6 +156,7 @@ def _open(path: Path, recipe: Recipe, job: Job) -> None:
         job.opening = Opening.of(job.identity, root, text, software_of(job), name, Terms.of(recipe, job).record())
         if name is not None:
             keys.create(name)
+        write_frozen(job, path)
         write_beginning(path, text, job)
     job.folder = RunFolder(path, run=job.opening.run)
 

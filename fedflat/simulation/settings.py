@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from fedflat.assembly.plans import algorithm_of
+from fedflat.config.method import algorithm_of
 from fedflat.config.reading import dumped, parse_value
 from fedflat.config.recipe import Recipe, RecipeLike
 from fedflat.core import durable

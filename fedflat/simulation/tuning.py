@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from fedflat.assembly.inputs import data_of, on_proxy
-from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.assembly.plans import plan_of
 from fedflat.assembly.tasks import objective_of
+from fedflat.config.method import algorithm_of
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
 from fedflat.core import durable

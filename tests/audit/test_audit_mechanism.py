@@ -8,7 +8,6 @@ import torch
 from defects import DEFECTS, caught, changed, pairs_at, plant
 
 from fedflat.algorithms import ALGORITHMS
-from fedflat.assembly import jobs
 from fedflat.audit import audit_method, mechanism, movements
 from fedflat.audit.bench import (
     CLIENTS,
@@ -27,6 +26,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.types import Mechanism
 from fedflat.engine.reduce import Accumulator
+from fedflat.methods import rounds
 from fedflat.pieces import clipping, mechanisms
 from fedflat.privacy.accounting.curves import gaussian_epsilon
 
@@ -117,7 +117,7 @@ CHANGES = {
         mechanisms.GaussianNoise, "noise", _only_where_the_sum_is(REAL_NOISE)
     ),
     "too little noise": lambda patch: patch.setattr(mechanisms.GaussianNoise, "noise", _too_little(REAL_NOISE)),
-    "weighted mean": lambda patch: patch.setattr(jobs, "weighted", lambda recipe, method: True),
+    "weighted mean": lambda patch: patch.setattr(rounds, "weighted", lambda recipe, method: True),
     "realised denominator": lambda patch: patch.setattr(Accumulator, "result", _realised(Accumulator.result)),
 }
 

@@ -135,6 +135,7 @@ def test_a_resumed_run_ends_bit_for_bit(tmp_path: Path) -> None:
         ({"privacy": {"clip": 0.5, "noise_multiplier": 1.0, "secure_rng": True}}, "privacy.secure_rng"),
         ({"privacy": {"clip": {"kind": "adaptive", "initial": 1.0}, "noise_multiplier": 1.0}}, "privacy.clip"),
         ({"privacy": {"clip": 0.5, "noise_multiplier": 1.0, "trust": "local"}}, "privacy.trust"),
+        ({"privacy": {"clip": 0.5, "noise_multiplier": 1.0, "protocol": "published"}}, "privacy.protocol"),
         ({"data": {"classes": 2}}, "evaluation.private"),
         ({"evaluation": {"share": 0.3}}, "evaluation.share"),
     ],

@@ -297,10 +297,10 @@ def test_a_client_s_rows_do_not_follow_from_the_number_of_anothers(tmp_path: Pat
 def test_data_too_large_for_a_device_choose_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the size of one client's data would decide everybody's arithmetic."""
 
-    def full(recipe: Any, made: Any, where: torch.device) -> Any:
+    def full(module: Any, where: torch.device) -> Any:
         raise fedflat.RunError(f"engine.device: 200 GiB of data do not go on {where}")
 
     monkeypatch.setattr(jobs, "device_for", lambda *_: torch.device("cuda:0"))
-    monkeypatch.setattr(jobs, "_job", full)
+    monkeypatch.setattr(torch.nn.Module, "to", full)
     with pytest.raises(fedflat.RunError, match="do not go on cuda:0"):
         jobs.prepare(fedflat.Recipe.of(GIVEN), module(), CLIENTS)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from stand_in import settings
 
-from fedflat.assembly.plans import algorithm_of
 from fedflat.cli import main as cli
+from fedflat.config.method import algorithm_of
 from fedflat.config.reading import names
 from fedflat.config.recipe import Recipe
 from fedflat.core.types import Algorithm

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from stand_in import deployed, grid_of, settings, small
 
-from fedflat.assembly.plans import algorithm_of, plan_of
+from fedflat.assembly.plans import plan_of
+from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.cohorts import MinSeparation

@@ -13,8 +13,8 @@ import fedflat
 from fedflat import Algorithm, InputError
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.plans import server_of
 from fedflat.assembly.records import settled
+from fedflat.config.method import server_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.rounding import ROUNDING
 from fedflat.core.types import MeanView, Optimizer

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedflat.assembly.plans import algorithm_of
+from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.models import BUILDERS, NAMES, build, refuse_unclipped_state
