@@ -22,7 +22,8 @@ from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Backend
 from fedflat.methods.published import Published
-from fedflat.models.representation import FILE, Representation
+from fedflat.models.representation import Representation
+from fedflat.records.folder import BODY
 from fedflat.records.opening import Identity, software, versions
 
 UNCHANGING = ("engine", "evaluation", "name")
@@ -104,7 +105,7 @@ def write_frozen(job: Job, folder: Path) -> None:
     """Keep a frozen body beside what is trained on it: another machine may make another one from the same seed."""
     module = job.problem.pristine
     if isinstance(module, Representation):  # in place of one that a start left which was killed
-        write_tensors(folder / FILE, module.body.saved())
+        write_tensors(folder / BODY, module.body.saved())
 
 
 def is_seeded(recipe: Recipe) -> bool:

@@ -25,6 +25,8 @@ REPORT, CARDS = "report.html", ("card.html", "card.md")
 SEALED = "SHA256SUMS"
 """The file of checksums of an exported folder."""
 OPENING, LOCK = "private/run.json", "ledger.lock"
+BODY, WITH_BODY = "body.safetensors", ("representation", "image-encoder")
+"""The frozen body beside what was trained on it, in an exported folder too, and the models whose runs keep it."""
 PRIVATE_NOTE = "private to the simulation: not covered by the privacy guarantee, never written by a deployment"
 _LOST = "lost"
 

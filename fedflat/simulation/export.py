@@ -26,10 +26,9 @@ from fedflat.core.checks import InputError, RunError, becoming, first_line, maki
 from fedflat.core.durable import digest_of_file
 from fedflat.core.imports import missing
 from fedflat.core.types import RoundState
-from fedflat.models.representation import FILE
 from fedflat.privacy.statement import refuse_seeded
 from fedflat.records import checkpoint
-from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, REPORT, SEALED, STATEMENT, locked
+from fedflat.records.folder import BODY, LEDGER, LOCKED, METRICS, RECIPE, REPORT, SEALED, STATEMENT, locked
 from fedflat.records.signing import SIGNATURE, TIPS, own_key
 from fedflat.report.metrics import Run, proven_epsilon, read_run
 from fedflat.simulation.inspection import refuse_damage
@@ -110,7 +109,7 @@ def _write(target: Path, source: Path, run: Run, state: RoundState, _: object, f
     metadata = {**SAYS, "round": str(state.round), "made_for": json.dumps(made_for)}
     # save_file leaves it to its owner alone
     (target / MODEL).write_bytes(save(checkpoint.released(state, facts), metadata=metadata))
-    for name in (LEDGER, STATEMENT, METRICS, *(name for name in (FILE, TIPS, SIGNATURE) if (source / name).is_file())):
+    for name in (LEDGER, STATEMENT, METRICS, *(name for name in (BODY, TIPS, SIGNATURE) if (source / name).is_file())):
         shutil.copyfile(source / name, target / name)
     if preparation := made_for.get("preparation"):
         text = json.dumps(preparation, ensure_ascii=False, indent=2, default=str)

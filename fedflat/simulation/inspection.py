@@ -20,7 +20,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fedflat.config.reading import dumped
 from fedflat.core.checks import InputError, counted, require, wrong
 from fedflat.core.durable import digest_of, digest_of_file, read_tensors
-from fedflat.models.representation import FILE, KEPT
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import checksum
 from fedflat.privacy.verify import Verification
@@ -154,13 +153,13 @@ def _same(record: str, good: bool, claim: str) -> Check:
 
 def check_body(run: Records) -> Iterator[Check]:
     """Check the frozen body beside the weights against the digest that recipe.yaml names."""
-    path = run.folder / FILE
-    wanted = run.setting("model", "sha256") if run.setting("model", "name") in KEPT else None
+    path = run.folder / files.BODY
+    wanted = run.setting("model", "sha256") if run.setting("model", "name") in files.WITH_BODY else None
     if wanted and not path.is_file():
-        yield Check(FILE, "wrong", "missing")
+        yield Check(files.BODY, "wrong", "missing")
     elif wanted or path.exists():
         tensors = read_tensors(path) if path.is_file() else None
-        yield _same(FILE, tensors is not None and digest_of(tensors) == wanted, "as recipe.yaml names it")
+        yield _same(files.BODY, tensors is not None and digest_of(tensors) == wanted, "as recipe.yaml names it")
 
 
 def check_privacy(run: Records) -> Iterator[Check]:
@@ -475,7 +474,7 @@ def _fits(file: str, pattern: str) -> bool:
 
 COVERED = (
     RECIPE, METRICS, files.seals_of(METRICS), LEDGER, STATEMENT, OPENING, PRIVATE, files.seals_of(PRIVATE), TIPS,
-    SIGNATURE, FILE, REPORT, *CARDS, "*.damaged*", "checkpoints/round-*.safetensors",
+    SIGNATURE, files.BODY, REPORT, *CARDS, "*.damaged*", "checkpoints/round-*.safetensors",
     "private/heads/round-*.safetensors",
 )  # fmt: skip
 """Files that the other checks look at."""
