@@ -22,7 +22,6 @@ from fedflat.core.checks import InputError, counted, require, wrong
 from fedflat.core.durable import digest_of, digest_of_file, read_tensors
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import checksum
-from fedflat.privacy.verify import Verification
 from fedflat.records import checkpoint, keys, signing
 from fedflat.records import folder as files
 from fedflat.records.folder import CARDS, LEDGER, METRICS, OPENING, PRIVATE, RECIPE, REPORT, SEALED, STATEMENT
@@ -185,18 +184,15 @@ def check_account(run: Records) -> Iterator[Check]:
     why = _unfinished(run)
     if (run.folder / STATEMENT).is_file() and not (why and run.going):
         account = recomputed.second_account(run)
-        yield Check(STATEMENT, "wrong" if account.notes else "ok", "; ".join([figures(account), *account.notes]))
+        stated, again = account.epsilon_recorded, account.epsilon_recomputed
+        figures = f"ε stated {stated:.6g}, recomputed {again:.6g} ({account.method})"
+        if math.isinf(stated):
+            figures = "no finite ε is stated, so there is none to check"
+        yield Check(STATEMENT, "wrong" if account.notes else "ok", "; ".join([figures, *account.notes]))
         return
     yield Check(STATEMENT, "unchecked" if why else "wrong", why or "missing")
     if missing := set(range(run.stated_rounds)) - {entry["round"] for entry in run.entries}:
         yield Check(LEDGER, "wrong", f"no line for round {min(missing)}, which was released")
-
-
-def figures(account: Verification) -> str:
-    """Return the stated and the recomputed ε in words."""
-    if math.isinf(account.epsilon_recorded):
-        return "no finite ε is stated, so there is none to check"
-    return f"ε stated {account.epsilon_recorded:.6g}, recomputed {account.epsilon_recomputed:.6g} ({account.method})"
 
 
 def check_fields(run: Records) -> Iterator[Check]:
@@ -391,10 +387,10 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
         yield Check(SIGNATURE, "wrong", str(error))
         return
     predicate, subjects = payload.get("predicate") or {}, payload["subjects"]
-    ours = {name: digest_of_file(path / name) for name in (LEDGER, STATEMENT)} | {"metrics": files.metrics_digest(path)}
-    if (weights := recomputed.released(run, run.finished_rounds)) is not None:
-        ours |= {"weights": weights[0]} | ({MADE_FOR: checkpoint.made_for_digest(weights[1])} if weights[0] else {})
-    others = [f"it is about other {name}" for name, digest in ours.items() if digest != subjects.get(name)]
+    weights = recomputed.released(run, run.finished_rounds)
+    ours, gone = signing.subjects_of(path, *(weights or ("", None))), () if weights else ("weights", MADE_FOR)
+    different = [name for name, digest in ours.items() if name not in gone and digest != subjects.get(name)]
+    others = [f"it is about other {name}" for name in different]
     if predicate.get("run") != run.id or (run.entries and predicate.get("tip") != run.ledger.tip):
         others.append("it is about another run or another ledger")
     if others:
