@@ -266,6 +266,6 @@ def subjects_of(folder: Path, weights: str, made_for: Any) -> dict[str, str]:
 
     weights: digest of the released weights. made_for: what their checkpoint says of inputs and classes.
     """
-    made = json.dumps(made_for, sort_keys=True, separators=(",", ":")).encode()
+    text = json.dumps(made_for, sort_keys=True, separators=(",", ":")).encode()
     digests = {name: durable.digest_of_file(folder / name) for name in (LEDGER, STATEMENT)}
-    return digests | {"weights": weights, "metrics": metrics_digest(folder), MADE_FOR: hashlib.sha256(made).hexdigest()}
+    return digests | {"weights": weights, "metrics": metrics_digest(folder), MADE_FOR: hashlib.sha256(text).hexdigest()}

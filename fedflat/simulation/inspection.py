@@ -95,6 +95,7 @@ def refuse_damage(folder: Path) -> Records:
     read(folder / LEDGER)
     run = Records(folder)
     run.refuse_older()
+    require((folder / STATEMENT).is_file(), str(folder / STATEMENT), "no such file", "the record as it was written")
     asked = {record: check for record, check in CHECKS.items() if record not in UNASKED}
     for check in (*checked(run, asked), *check_signed(run)):
         if check.verdict == "wrong" and ".damaged" not in check.record and check.record not in (REPORT, *CARDS):

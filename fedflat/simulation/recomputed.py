@@ -40,7 +40,8 @@ MODEL = "model.safetensors"
 SAYS = {"format": "pt", "fedflat": "shared weights as released"}
 """What an exported model says of itself besides its round and what it was made for."""
 UNREADABLE = (
-    InputError, OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError, yaml.YAMLError,
+    InputError, OSError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError,
+    yaml.YAMLError,
 )  # fmt: skip
 """What reading a damaged recipe or statement may raise."""
 Verdict = Literal["ok", "wrong", "unchecked"]
