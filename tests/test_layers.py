@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "backends": _LOW | {"data", "records", "engine"},
     "methods": _LOW | {"privacy", "pieces", "data", "engine", "backends", "config"},
     "assembly": _LIVE - {"pieces", "records", "algorithms"} | {"backends", "methods"}, "report": _LOW | {"privacy"},
-    "simulation": _LIVE - {"pieces", "algorithms"} | {"assembly", "report"},
+    "simulation": _LIVE - {"pieces", "models", "algorithms"} | {"assembly", "report"},
     "estimator": {"core", "data", "simulation"},
     "landscape": {"core", "records", "engine", "backends", "config", "assembly", "report"},
     "papers": {"core", "privacy", "config", "methods", "assembly", "report", "simulation", "landscape"},

@@ -6,9 +6,11 @@ example is one of them, shifted a little, under another dead-leaves image. Nobod
 """
 
 import copy
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from fedflat.config.recipe import BESIDE_CLIENTS, Recipe
 from fedflat.config.sections import DataSection, NamedSection, Partition
 from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.core.loss import CROSS_ENTROPY, CustomLoss, Objective
-from fedflat.core.params import Layout, layout_of
+from fedflat.core.params import Layout, layout_of, put
 from fedflat.core.rng import stream
 from fedflat.core.types import Algorithm, Factory
 from fedflat.data.clients import GIVEN as PAIRS
@@ -31,6 +33,7 @@ from fedflat.data.clients import FederatedData, bounded, from_pairs, hold_back, 
 from fedflat.data.own import clients as own_clients
 from fedflat.data.partition import partition
 from fedflat.engine.device import refuse_crashing
+from fedflat.models import build, refuse_unclipped_state, takes
 from fedflat.models.patches import dead_leaves
 
 Clients = FederatedData | Mapping[Any, Any] | Sequence[Any]
@@ -107,8 +110,6 @@ def module_of(
     """Return a module of its own for this run, checked to hold nothing that would leave unclipped; whether its training
     draws from torch's generator; and how many classes there are, of a module that is given as many as it puts out.
     """
-    from fedflat.models import build, refuse_unclipped_state
-
     if isinstance(model, nn.Module):
         module = model
     elif model is not None:
@@ -160,8 +161,6 @@ def options_for(
 
     preparation: the record of the steps from a row to an input, where there is one.
     """
-    from fedflat.models import takes
-
     for key in ("input_shape", "classes", "seed"):  # what a model is built for besides its options
         if key in recipe.model.options:
             raise wrong(f"model.{key}", recipe.model.options[key], "none: data and seed give it")
@@ -169,6 +168,45 @@ def options_for(
     if preparation is not None:
         of_data["pixels"] = {"mean": preparation.get("mean", [0.0]), "std": preparation.get("std", [1.0])}
     return {key: value for key, value in of_data.items() if takes(recipe.model.name, key)} | recipe.model.options
+
+
+def module_again(
+    recipe: Recipe, weights: Mapping[str, Tensor], facts: Mapping[str, Any], model: nn.Module | str | None,
+    body: Path | None, seeded: bool,
+) -> nn.Module:  # fmt: skip
+    """Return the module of a finished run, or a given one, with the run's weights.
+
+    weights: by the names of the module's parameters. facts: what the run made its model for. body: the file of a frozen
+    body that the run kept. seeded: whether the run's seed is known; an exported folder has none.
+    """
+    if isinstance(model, str):
+        names = (facts.get("preparation") or {}).get("names")  # of a given module only its weights may say how many
+        model = build(model, tuple(facts["input_shape"]), len(names or [*weights.values()][-1]), 0)
+    module = copy.deepcopy(model) if model is not None else _built(recipe, weights, facts, body, seeded)
+    put(module, weights, "load: model", "the run")
+    return module.eval()
+
+
+def _built(
+    recipe: Recipe, weights: Mapping[str, Tensor], facts: Mapping[str, Any], body: Path | None, seeded: bool
+) -> nn.Module:
+    """Return the recipe's module. Without a seed, all that it would decide is among the weights."""
+    again = "fedflat.load(path, model=MODULE)"
+    allowed = f"{again}, or --model my_file.py:make"
+    require(recipe.model.name != GIVEN, "load: model", "none, and the run's was given in Python", allowed)
+    vocabulary, padding = (int(facts.get(name, 0)) for name in ("vocabulary", "padding"))
+    options = options_for(recipe, vocabulary, padding, facts.get("preparation"))
+    if body is not None:
+        options["path"] = str(body)
+    make = functools.partial(build, recipe.model.name, tuple(facts["input_shape"]), int(facts["classes"]), **options)
+    module = make(seed=recipe.seed)
+    if not seeded:
+        other = make(seed=recipe.seed + 1).state_dict()
+        for name, value in module.state_dict().items():
+            if name not in weights and not torch.equal(value, other[name]):
+                state = f"an exported folder without {name}, which was drawn by the run's seed"
+                raise wrong("load: model", state, f"{again}, or the run's own folder")
+    return module
 
 
 MODES = 3

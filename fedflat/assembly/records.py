@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Backend
 from fedflat.engine.resume import software
 from fedflat.methods.published import Published
-from fedflat.models.representation import FILE, Representation
+from fedflat.models.representation import Representation
 
 UNCHANGING = ("engine", "evaluation", "name")
 """Sections of a recipe that cannot change what is released."""
@@ -103,12 +102,10 @@ def resolved(recipe: Recipe, job: Job, run: str | None = None) -> str:
     return dumped(dump)
 
 
-def write_frozen(job: Job, path: Path) -> None:
-    """Write a frozen body into the folder, since another machine may make another one from the same seed. One that a
-    start left which was killed is replaced.
-    """
-    if isinstance(module := job.problem.pristine, Representation):
-        durable.write_tensors(path / FILE, module.body.saved())
+def frozen_of(job: Job) -> dict[str, Tensor]:
+    """Return the tensors of a frozen body, since another machine may make another one from the same seed; or none."""
+    module = job.problem.pristine
+    return module.body.saved() if isinstance(module, Representation) else {}
 
 
 def is_seeded(recipe: Recipe) -> bool:

@@ -236,7 +236,7 @@ def must_loop(neighbours: Neighbours) -> bool:
     for present in (False, True):
         keys = [run_key(n, "faithful", int(present)) for n in range(2)]
         worlds = [neighbours.world(present, key) for key in keys]
-        if on_a_grid(worlds[0]) or type(worlds[0].aggregate) is not Aggregate:
+        if worlds[0].aggregate.exact is not None or type(worlds[0].aggregate) is not Aggregate:
             # Copies of the total would lose what else such a sum holds.
             return True
         if not torch.equal(worlds[0].aggregate.total, worlds[1].aggregate.total):
@@ -249,11 +249,6 @@ def must_loop(neighbours: Neighbours) -> bool:
         if neighbours.bench.parts.plan.event_multiplier and torch.equal(first, second):
             return True
     return False
-
-
-def on_a_grid(world: World) -> bool:
-    """Return whether the mechanism works on whole numbers (secure grid noise, ddgauss): its runs are slow."""
-    return world.aggregate.exact is not None
 
 
 def coupled_difference(neighbours: Neighbours) -> Tensor:

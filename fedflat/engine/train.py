@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from fedflat.engine.round import MALFORMED, accumulator_of, broadcast_of, finish
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.statement import write
 from fedflat.records import checkpoint, keys
-from fedflat.records.folder import LEDGER, RECIPE, STATEMENT
+from fedflat.records.folder import BODY, LEDGER, RECIPE, STATEMENT
 from fedflat.records.signing import note_tip, sign_run
 
 LARGE = 200_000
@@ -236,9 +236,11 @@ def final_module(job: Job, at: Start) -> torch.nn.Module:
     return job.problem.released(torch.cat([at.state.released, at.heads.first]))
 
 
-def write_beginning(path: Path, text: str, job: Job) -> None:
-    """Write what a run is, and the text of its recipe, which makes of a folder a run's: it is last."""
+def write_beginning(path: Path, text: str, job: Job, frozen: Mapping[str, torch.Tensor]) -> None:
+    """Write what a run is, a frozen body, and the text of its recipe, which makes of a folder a run's: it is last."""
     job.opening.write(path)  # type: ignore[union-attr]
+    if frozen:  # in place of one that a start left which was killed
+        durable.write_tensors(path / BODY, frozen)
     durable.replace(path / RECIPE, text, mode=0o644)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.planning import drowned
-from fedflat.assembly.records import settled, write_frozen
+from fedflat.assembly.records import frozen_of, settled
 from fedflat.assembly.stating import Terms, state_privacy
 from fedflat.config import reading
 from fedflat.core import durable
@@ -209,8 +209,7 @@ def _folder(task: Task, job: Job, out: Path) -> RunFolder:
         text = reading.dumped({**dump, "versions": {**installed, "run": name, "task": task.identity}})
         terms = Terms.of(task.recipe, job, deployment=True).record()
         job.opening = Opening.of(job.identity, fresh_key(), text, {}, name, terms)
-        write_frozen(job, out)
-        write_beginning(out, text, job)
+        write_beginning(out, text, job, frozen_of(job))
         return RunFolder(out, deployment=True, run=name)
     other, allowed = f"{out}, the folder of another deployment", "the one this task was started in"
     require(_versions(out).get("task") == task.identity, "out", other, f"a new folder, or {allowed}")

@@ -279,10 +279,6 @@ def body_of(
     return body
 
 
-FILE = "body.safetensors"
-"""In a run's folder, and in an exported one."""
-
-
 def given_tensors(path: str | Path | None, sha256: str | None) -> dict[str, Tensor] | None:
     """Return a body that somebody put at ``path``, or into the cache under its digest."""
     if sha256 is not None and not (isinstance(sha256, str) and re.fullmatch("[0-9a-f]{64}", sha256)):
@@ -290,13 +286,11 @@ def given_tensors(path: str | Path | None, sha256: str | None) -> dict[str, Tens
     if path is None:
         return None if sha256 is None else read_tensors(cache_folder() / f"body-{sha256}.safetensors")
     tensors = read_tensors(Path(path)) if isinstance(path, (str, Path)) else None
-    require(tensors is not None, "model.path", path, f"a sound {FILE} of a run or an export")
+    require(tensors is not None, "model.path", path, "a sound body.safetensors of a run or an export")
     return tensors
 
 
 NAME = "representation"
-KEPT = (NAME, "image-encoder")
-"""Models whose runs keep ``FILE``."""
 HEADS = ("linear", "mlp")
 
 
@@ -317,7 +311,7 @@ class Representation(Headed):
         self.sha256 = digest_of(body.saved())
         if sha256 not in (None, self.sha256):
             place = cache_folder() / f"body-{sha256}.safetensors"
-            hint = f"This machine makes another one from the same seed; copy the run's own ({FILE}) to {place}."
+            hint = f"This machine makes another from the same seed; copy the run's own (body.safetensors) to {place}."
             problem = f"{sha256} for a body of {self.sha256}"
             raise wrong("model.sha256", problem, "the body that the run was made with", hint=hint)
         self.settled = {"sha256": self.sha256, **constants}

@@ -5,7 +5,6 @@ of who took part, lie in ``private/heads/`` of the run, bound to their public ha
 one; a checkpoint counts once its public half has its name, which comes last.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -144,11 +143,6 @@ def facts_of(path: Path) -> Facts:
     except (KeyError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}
-
-
-def made_for_digest(made_for: Any) -> str:
-    """Return the SHA-256 of what a model was made for, the names of its classes included, as canonical JSON."""
-    return hashlib.sha256(json.dumps(made_for, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], Facts]:

@@ -25,6 +25,8 @@ REPORT, CARDS = "report.html", ("card.html", "card.md")
 SEALED = "SHA256SUMS"
 """The file of checksums of an exported folder."""
 OPENING, LOCK = "private/run.json", "ledger.lock"
+BODY, WITH_BODY = "body.safetensors", ("representation", "image-encoder")
+"""The frozen body beside what was trained on it, in an exported folder too, and the models whose runs keep it."""
 PRIVATE_NOTE = "private to the simulation: not covered by the privacy guarantee, never written by a deployment"
 _LOST = "lost"
 
@@ -258,7 +260,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def whole_lines(path: Path) -> list[dict[str, Any]] | None:
     """Return the records of rounds in a JSON-lines file; None where a line is torn, comes twice, or is no record."""
-    records, text = read_lines(path), path.read_bytes() if path.exists() else b""
-    rounds = [record["round"] for record in records]
-    entire = text[-1:] in (b"", b"\n") and text.count(b"\n") == len(records)
-    return records if entire and rounds == sorted({*rounds}) else None
+    lines, strange = _numbered(path)
+    torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+    return None if strange or torn else [json.loads(text) for text in lines.values()]

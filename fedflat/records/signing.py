@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from fedflat.core import durable
 from fedflat.core.checks import InputError, making, owners_only, reading, require, turning, writing, wrong
-from fedflat.records import checkpoint, keys
+from fedflat.records import keys
 from fedflat.records.folder import LEDGER, STATEMENT, metrics_digest, read_lines, single_keys
 
 IN_TOTO = "https://in-toto.io/Statement/v1"
@@ -250,16 +250,22 @@ def keep_tips(folder: Path, finished: int) -> None:
 
 
 def sign_run(folder: Path, run: str, weights: str, made_for: Any, key: Operator | None) -> None:
-    """Write signature.json over a run's ended records, or take an older one away where there is no key.
-
-    weights: digest of the released weights. made_for: what their checkpoint says of inputs and classes.
-    """
+    """Write signature.json over a run's ended records, or take an older one away where there is no key."""
     path = folder / SIGNATURE
     if key is None:
         path.unlink(missing_ok=True)  # of another attempt: it would be about records that are no longer these
         return
-    subjects = {name: durable.digest_of_file(folder / name) for name in (LEDGER, STATEMENT)}
-    subjects |= {"weights": weights, "metrics": metrics_digest(folder), MADE_FOR: checkpoint.made_for_digest(made_for)}
     lines = [line for line in (folder / LEDGER).read_bytes().split(b"\n") if line]
     tip = hashlib.sha256(lines[-1]).hexdigest() if lines else ""
-    write(path, key.sign(statement_of(RUN, subjects, {"run": run, "events": len(lines), "tip": tip})))
+    predicate = {"run": run, "events": len(lines), "tip": tip}
+    write(path, key.sign(statement_of(RUN, subjects_of(folder, weights, made_for), predicate)))
+
+
+def subjects_of(folder: Path, weights: str, made_for: Any) -> dict[str, str]:
+    """Return what the signature of a run's ended records is about: name -> SHA-256.
+
+    weights: digest of the released weights. made_for: what their checkpoint says of inputs and classes.
+    """
+    text = json.dumps(made_for, sort_keys=True, separators=(",", ":")).encode()
+    digests = {name: durable.digest_of_file(folder / name) for name in (LEDGER, STATEMENT)}
+    return digests | {"weights": weights, "metrics": metrics_digest(folder), MADE_FOR: hashlib.sha256(text).hexdigest()}

@@ -26,10 +26,9 @@ from fedflat.core.checks import InputError, RunError, becoming, first_line, maki
 from fedflat.core.durable import digest_of_file
 from fedflat.core.imports import missing
 from fedflat.core.types import RoundState
-from fedflat.models.representation import FILE
 from fedflat.privacy.statement import refuse_seeded
 from fedflat.records import checkpoint
-from fedflat.records.folder import LEDGER, LOCKED, METRICS, RECIPE, REPORT, SEALED, STATEMENT, locked
+from fedflat.records.folder import BODY, LEDGER, LOCKED, METRICS, RECIPE, REPORT, SEALED, STATEMENT, locked
 from fedflat.records.signing import SIGNATURE, TIPS, own_key
 from fedflat.report.metrics import Run, proven_epsilon, read_run
 from fedflat.simulation.inspection import refuse_damage
@@ -61,7 +60,7 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
     newest = checkpoint.newest(source / "checkpoints", hidden=False)
     if newest is None:
         raise wrong("export", f"{source} without a sound checkpoint", "a run with released weights")
-    public, left = _public(run)
+    public = _public(run)
     _check_new("export", target)
     extra = programs()  # before the folder: a model that torch.export cannot follow leaves nothing behind
     with making("export", f"{target}, which cannot be created", "a new folder"):
@@ -77,8 +76,7 @@ def write_export(source: Path, target: Path, programs: Callable[[], Mapping[str,
     except BaseException:  # a disk that is full: half an export would stand in the way of the next try
         shutil.rmtree(target, ignore_errors=True)
         raise
-    left |= _unwritten(source, names)
-    return Exported(target, (*sorted(names), SEALED), left, proven_epsilon(run) is not None)
+    return Exported(target, (*sorted(names), SEALED), _unwritten(source, names), proven_epsilon(run) is not None)
 
 
 def _check_ended(where: str, source: Path, allowed: str) -> None:
@@ -93,12 +91,11 @@ def _check_new(where: str, target: Path) -> None:
         raise wrong(where, f"{target}, which already exists", "a new folder")
 
 
-def _public(run: Run) -> tuple[Run, dict[str, str]]:
-    """Return the run without what its guarantee does not cover, and what was taken out."""
+def _public(run: Run) -> Run:
+    """Return the run without what its guarantee does not cover."""
     recipe = {key: value for key, value in run.recipe.items() if key != "seed"}
     named = str(recipe.get("name") or run.algorithm)  # the folder's name may tell the seed
-    left = {f"{RECIPE}: seed": "whoever knows it can draw everything again that is not secret"}
-    return dataclasses.replace(run, name=named, recipe=recipe, private=[], audits=[]), left
+    return dataclasses.replace(run, name=named, recipe=recipe, private=[], audits=[])
 
 
 def _write(target: Path, source: Path, run: Run, state: RoundState, _: object, facts: Mapping[str, Any]) -> None:
@@ -110,7 +107,7 @@ def _write(target: Path, source: Path, run: Run, state: RoundState, _: object, f
     metadata = {**SAYS, "round": str(state.round), "made_for": json.dumps(made_for)}
     # save_file leaves it to its owner alone
     (target / MODEL).write_bytes(save(checkpoint.released(state, facts), metadata=metadata))
-    for name in (LEDGER, STATEMENT, METRICS, *(name for name in (FILE, TIPS, SIGNATURE) if (source / name).is_file())):
+    for name in (LEDGER, STATEMENT, METRICS, *(name for name in (BODY, TIPS, SIGNATURE) if (source / name).is_file())):
         shutil.copyfile(source / name, target / name)
     if preparation := made_for.get("preparation"):
         text = json.dumps(preparation, ensure_ascii=False, indent=2, default=str)
@@ -120,13 +117,15 @@ def _write(target: Path, source: Path, run: Run, state: RoundState, _: object, f
 
 
 def _unwritten(source: Path, exported: set[str]) -> dict[str, str]:
-    """Return every file of the run that has no counterpart in the export."""
+    """Return every file of the run that has no counterpart in the export, and the seed."""
     reasons = {
         "private": "not covered by the guarantee", "checkpoints": "its weights are in model.safetensors",
         "ledger.lock": "needed only while the run goes on", "metrics.seals": "of the run's own lines",
     }  # fmt: skip
     names = {path.relative_to(source).parts[0] for path in source.rglob("*") if path.is_file()}
-    return {name: reasons.get(name, "not covered by the guarantee, or not needed") for name in sorted(names - exported)}
+    left = {f"{RECIPE}: seed": "whoever knows it can draw everything again that is not secret"}
+    other = "not covered by the guarantee, or not needed"
+    return left | {name: reasons.get(name, other) for name in sorted(names - exported)}
 
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"

@@ -20,10 +20,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fedflat.config.reading import dumped
 from fedflat.core.checks import InputError, counted, require, wrong
 from fedflat.core.durable import digest_of, digest_of_file, read_tensors
-from fedflat.models.representation import FILE, KEPT
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import checksum
-from fedflat.privacy.verify import Verification
 from fedflat.records import checkpoint, keys, signing
 from fedflat.records import folder as files
 from fedflat.records.folder import CARDS, LEDGER, METRICS, OPENING, PRIVATE, RECIPE, REPORT, SEALED, STATEMENT
@@ -57,7 +55,17 @@ def inspect_run(folder: str | Path, key: Path | None = None, witness: Path | Non
     files.check_kinds(path)
     run = Records(path)
     run.refuse_older()
-    return [*(check for checks in CHECKS for check in checks(run)), *check_signed(run, public, witness)]
+    return [*checked(run, CHECKS), *check_signed(run, public, witness)]
+
+
+def checked(run: Records, checks: Mapping[str, Callable[[Records], Iterable[Check]]]) -> Iterator[Check]:
+    """Yield what the checks say; the record of one that cannot be read, or made again, is wrong."""
+    for record, check in checks.items():
+        try:
+            yield from check(run)
+        except UNREADABLE as error:
+            words = " ".join(str(error).split())
+            yield Check(record, "wrong", words if isinstance(error, InputError) else f"cannot be read again ({words})")
 
 
 def check_selection(path: Path, key: Path | None, witness: Path | None) -> Iterator[Check]:
@@ -87,13 +95,13 @@ def refuse_damage(folder: Path) -> Records:
     read(folder / LEDGER)
     run = Records(folder)
     run.refuse_older()
-    for checks in (check_opening, check_recipe, check_body, check_rounds, check_sums, check_metadata, check_checkpoints,
-                 check_tips, check_statement, check_fields, check_signed):  # fmt: skip
-        for check in checks(run):
-            if check.verdict == "wrong" and ".damaged" not in check.record and check.record not in (REPORT, *CARDS):
-                place, hint = str(folder / check.record), f"See fedflat verify {folder}."
-                fault = check.about.removeprefix(f"{place}: found ").partition("; allowed:")[0]
-                raise wrong(place, fault, "the record as it was written", hint=hint)
+    require((folder / STATEMENT).is_file(), str(folder / STATEMENT), "no such file", "the record as it was written")
+    asked = {record: check for record, check in CHECKS.items() if record not in UNASKED}
+    for check in (*checked(run, asked), *check_signed(run)):
+        if check.verdict == "wrong" and ".damaged" not in check.record and check.record not in (REPORT, *CARDS):
+            place, hint = str(folder / check.record), f"See fedflat verify {folder}."
+            fault = check.about.removeprefix(f"{place}: found ").partition("; allowed:")[0]
+            raise wrong(place, fault, "the record as it was written", hint=hint)
     if uncounted(run.statement or {}, run.entries):
         fewer, hint = f"a statement of fewer rounds than {LEDGER} charges", f"fedflat run --resume {folder} goes on."
         raise wrong(str(folder / STATEMENT), fewer, "a run at its end", hint=hint)
@@ -102,28 +110,22 @@ def refuse_damage(folder: Path) -> Records:
 
 def check_opening(run: Records) -> Iterator[Check]:
     """Check that private/run.json is whole, and that the ledger's lines are its run's."""
-    verdict, sentence = _opening_verdict(run)
-    yield Check(OPENING, verdict, sentence)
-    if verdict == "ok":
-        only = "only keyed digests are kept; --resume compares them with the data at hand"
-        yield Check("data, model", "unchecked", only)
-
-
-def _opening_verdict(run: Records) -> tuple[Verdict, str]:
     if run.locked:
-        return "unchecked", f"{files.LOCKED}, where the seals of recipe and metrics lie; its owner can"
+        yield Check(OPENING, "unchecked", f"{files.LOCKED}, where the seals of recipe and metrics lie; its owner can")
+        return
     if not (run.folder / "private").is_dir():
         missing = "not in this folder, which is an exported one" if run.exported else f"missing, and so is {SEALED}"
-        return "unchecked" if run.exported else "wrong", missing
-    try:
-        opening = Opening.read(run.folder)
-    except InputError as error:
-        return "wrong", str(error)
+        yield Check(OPENING, "unchecked" if run.exported else "wrong", missing)
+        return
+    opening = Opening.read(run.folder)
     expected = {"format": opening.format, "id": opening.run, "terms": dict(opening.terms), **opening.digests}
     first = {"attempt": 1, **(expected if run.first is None else run.first)}
     if {key: first.get(key) for key in expected} != expected or opening.attempt < first["attempt"]:
-        return "wrong", "the ledger's lines are another run's, say other terms, or are of a later attempt"
-    return "ok", "the run's id, terms and keyed digests are those that the ledger's lines carry"
+        other = "the ledger's lines are another run's, say other terms, or are of a later attempt"
+        yield Check(OPENING, "wrong", other)
+        return
+    yield Check(OPENING, "ok", "the run's id, terms and keyed digests are those that the ledger's lines carry")
+    yield Check("data, model", "unchecked", "only keyed digests are kept; --resume compares them with the data at hand")
 
 
 def _unfinished(run: Records) -> str:
@@ -154,72 +156,62 @@ def _same(record: str, good: bool, claim: str) -> Check:
 
 def check_body(run: Records) -> Iterator[Check]:
     """Check the frozen body beside the weights against the digest that recipe.yaml names."""
-    path = run.folder / FILE
-    wanted = run.setting("model", "sha256") if run.setting("model", "name") in KEPT else None
+    path = run.folder / files.BODY
+    wanted = run.setting("model", "sha256") if run.setting("model", "name") in files.WITH_BODY else None
     if wanted and not path.is_file():
-        yield Check(FILE, "wrong", "missing")
+        yield Check(files.BODY, "wrong", "missing")
     elif wanted or path.exists():
         tensors = read_tensors(path) if path.is_file() else None
-        yield _same(FILE, tensors is not None and digest_of(tensors) == wanted, "as recipe.yaml names it")
+        yield _same(files.BODY, tensors is not None and digest_of(tensors) == wanted, "as recipe.yaml names it")
 
 
-def check_privacy(run: Records) -> Iterator[Check]:
-    """Check ledger, statement and metrics: the chain, ε by a second accountant, a line for every released round."""
+def check_ledger(run: Records) -> Iterator[Check]:
+    """Check the ledger's chain, and that its last line is whole."""
     why, ledger = _unfinished(run), run.folder / LEDGER
     if not ledger.is_file():
         begun = not why or run.stated_rounds or (run.folder / METRICS).exists()
         yield Check(LEDGER, "wrong" if begun else "unchecked", "missing" if begun else "no round was begun")
-        return
-    if run.ledger.fault:
+    elif run.ledger.fault:
         yield Check(LEDGER, "wrong", run.ledger.fault)
     else:
         yield Check(LEDGER, "ok", f"{counted(len(run.entries), 'event')} in an unbroken chain")
         if not ledger.read_bytes().endswith(b"\n") and run.entries and not run.going:
             torn = "a torn last line, of an event whose round was not released; --resume sets it aside"
             yield Check(LEDGER, "unchecked" if why else "wrong", torn)
-    if not (run.folder / STATEMENT).is_file() or (why and run.going):
-        yield Check(STATEMENT, "unchecked" if why else "wrong", why or "missing")
-        if missing := set(range(run.stated_rounds)) - {entry["round"] for entry in run.entries}:
-            yield Check(LEDGER, "wrong", f"no line for round {min(missing)}, which was released")
-        return
-    try:
+
+
+def check_account(run: Records) -> Iterator[Check]:
+    """Check the stated ε by a second accountant, and that every released round has a line in the ledger."""
+    why = _unfinished(run)
+    if (run.folder / STATEMENT).is_file() and not (why and run.going):
         account = recomputed.second_account(run)
-    except InputError as error:
-        yield Check(STATEMENT, "wrong", str(error))
+        stated, again = account.epsilon_recorded, account.epsilon_recomputed
+        figures = f"ε stated {stated:.6g}, recomputed {again:.6g} ({account.method})"
+        if math.isinf(stated):
+            figures = "no finite ε is stated, so there is none to check"
+        yield Check(STATEMENT, "wrong" if account.notes else "ok", "; ".join([figures, *account.notes]))
         return
-    notes = [*account.notes, *(check.about for check in check_statement(run))]
-    yield Check(STATEMENT, "wrong" if notes else "ok", "; ".join([figures(account), *notes]))
+    yield Check(STATEMENT, "unchecked" if why else "wrong", why or "missing")
+    if missing := set(range(run.stated_rounds)) - {entry["round"] for entry in run.entries}:
+        yield Check(LEDGER, "wrong", f"no line for round {min(missing)}, which was released")
 
 
-def figures(account: Verification) -> str:
-    """Return the stated and the recomputed ε in words."""
-    if math.isinf(account.epsilon_recorded):
-        return "no finite ε is stated, so there is none to check"
-    return f"ε stated {account.epsilon_recorded:.6g}, recomputed {account.epsilon_recomputed:.6g} ({account.method})"
-
-
-def check_statement(run: Records) -> Iterator[Check]:
-    """Check that privacy.json is as it was written, and this run's."""
+def check_fields(run: Records) -> Iterator[Check]:
+    """Check that privacy.json is as it was written and this run's; and every figure and sentence of it, and each
+    round's ε and clip, by recipe, ledger and code.
+    """
+    if not (run.folder / STATEMENT).is_file():
+        return
     body = run.statement or {}
     here = run.opening.run if run.opening is not None else (run.first or {}).get("id")
     if body.get("checksum") != checksum(body) or (here is not None and body.get("run") != here):
         yield Check(STATEMENT, "wrong", "not as it was written")
-
-
-def check_fields(run: Records) -> Iterator[Check]:
-    """Check every figure and sentence of privacy.json, and each round's ε and clip, by recipe, ledger and code."""
-    body = run.statement or {}
-    complete = body.get("rounds") == run.finished_rounds
-    if not (run.folder / STATEMENT).is_file() or run.going or (_unfinished(run) and not complete):
+    if run.going or (_unfinished(run) and body.get("rounds") != run.finished_rounds):
         return
     comparable = bool(run.metrics and run.entries)
-    try:
-        different, unchecked = recomputed.remade(run)
-        faults_shown = list(recomputed.metrics_faults(run)) if comparable else []
-        contrary = list(recomputed.ledger_faults(run)) if run.entries else []
-    except UNREADABLE as error:
-        yield Check(FIELDS, "wrong", f"cannot be made again ({' '.join(str(error).split())})")
-        return
+    different, unchecked = recomputed.remade(run)
+    faults_shown = list(recomputed.metrics_faults(run)) if comparable else []
+    contrary = list(recomputed.ledger_faults(run)) if run.entries else []
     yield from (Check(LEDGER, "wrong", fault) for fault in contrary[:5])
     yield from (Check(FIELDS, "unchecked", reason) for reason in unchecked)
     yield from _outcome(FIELDS, different, "as recipe, ledger, metrics and this code give it")
@@ -230,7 +222,7 @@ def check_fields(run: Records) -> Iterator[Check]:
         yield _same("the weights", body.get("weights") == weights[0], "those of the statement")
 
 
-FIELDS, SHOWN = f"{STATEMENT}, every field", f"{METRICS}, ε and clip"
+FIELDS, SHOWN, METADATA = f"{STATEMENT}, every field", f"{METRICS}, ε and clip", f"{MODEL}, metadata"
 
 
 def check_rounds(run: Records) -> Iterator[Check]:
@@ -319,15 +311,14 @@ def check_tips(run: Records) -> Iterator[Check]:
 
 def check_mark(run: Records) -> Iterator[Check]:
     """Check the mark beside the noise key, of runs with a key of their own."""
-    name = "noise key's mark"
     if run.opening is None or not (run.folder / LEDGER).exists():
         return
     if not keys.Mark(run.opening.run).path.exists():
         if run.setting("privacy", "randomness") == "secret":
-            yield Check(name, "unchecked", "not on this machine: whether every key was used once cannot be seen here")
+            yield Check(MARK, "unchecked", "not on this machine: whether every key was used once cannot be seen here")
         return
     _, why = keys.compare(run.opening.run, run.entries)
-    yield Check(name, "wrong" if why else "ok", why or f"{counted(len(run.entries), 'event')}, as in the ledger")
+    yield Check(MARK, "wrong" if why else "ok", why or f"{counted(len(run.entries), 'event')}, as in the ledger")
 
 
 def check_sums(run: Records) -> Iterator[Check]:
@@ -358,13 +349,9 @@ IRREGULAR = "a line that is torn, comes twice or is none, or has a key twice"
 
 def check_metadata(run: Records) -> Iterator[Check]:
     """Check what an exported model says of itself: its round, the inputs it takes, and the names of its classes."""
-    if not (run.folder / MODEL).is_file():
-        return
-    try:
+    if (run.folder / MODEL).is_file():
         problems = list(recomputed.metadata_faults(run))
-    except UNREADABLE as error:
-        problems = [f"not what an export writes ({' '.join(str(error).split())})"]
-    yield from _outcome(f"{MODEL}, metadata", problems, f"as {STATEMENT}, {PREPARATION} and {RECIPE} have it")
+        yield from _outcome(METADATA, problems, f"as {STATEMENT}, {PREPARATION} and {RECIPE} have it")
 
 
 def check_signed(run: Records, public: Ed25519PublicKey | None = None, witness: Path | None = None) -> Iterator[Check]:
@@ -401,10 +388,10 @@ def _signature(run: Records, public: Ed25519PublicKey | None) -> Iterator[Check]
         yield Check(SIGNATURE, "wrong", str(error))
         return
     predicate, subjects = payload.get("predicate") or {}, payload["subjects"]
-    ours = {name: digest_of_file(path / name) for name in (LEDGER, STATEMENT)} | {"metrics": files.metrics_digest(path)}
-    if (weights := recomputed.released(run, run.finished_rounds)) is not None:
-        ours |= {"weights": weights[0]} | ({MADE_FOR: checkpoint.made_for_digest(weights[1])} if weights[0] else {})
-    others = [f"it is about other {name}" for name, digest in ours.items() if digest != subjects.get(name)]
+    weights = recomputed.released(run, run.finished_rounds)
+    ours, gone = signing.subjects_of(path, *(weights or ("", None))), () if weights else ("weights", MADE_FOR)
+    different = [name for name, digest in ours.items() if name not in gone and digest != subjects.get(name)]
+    others = [f"it is about other {name}" for name in different]
     if predicate.get("run") != run.id or (run.entries and predicate.get("tip") != run.ledger.tip):
         others.append("it is about another run or another ledger")
     if others:
@@ -475,7 +462,7 @@ def _fits(file: str, pattern: str) -> bool:
 
 COVERED = (
     RECIPE, METRICS, files.seals_of(METRICS), LEDGER, STATEMENT, OPENING, PRIVATE, files.seals_of(PRIVATE), TIPS,
-    SIGNATURE, FILE, REPORT, *CARDS, "*.damaged*", "checkpoints/round-*.safetensors",
+    SIGNATURE, files.BODY, REPORT, *CARDS, "*.damaged*", "checkpoints/round-*.safetensors",
     "private/heads/round-*.safetensors",
 )  # fmt: skip
 """Files that the other checks look at."""
@@ -494,7 +481,13 @@ def check_modes(run: Records) -> Iterator[Check]:
     yield Check("private/", "wrong" if named else "ok", f"readable by others: {named}" if named else "its owner's only")
 
 
-CHECKS: tuple[Callable[[Records], Iterable[Check]], ...] = (
-    check_opening, check_recipe, check_body, check_privacy, check_checkpoints, check_fields, check_rounds,
-    check_tips, check_mark, check_sums, check_metadata, check_pages, check_strangers, check_modes,
-)  # fmt: skip
+MARK = "noise key's mark"
+CHECKS: dict[str, Callable[[Records], Iterable[Check]]] = {
+    OPENING: check_opening, RECIPE: check_recipe, files.BODY: check_body, LEDGER: check_ledger,
+    STATEMENT: check_account, "checkpoints/": check_checkpoints, FIELDS: check_fields, METRICS: check_rounds,
+    TIPS: check_tips, MARK: check_mark, SEALED: check_sums, METADATA: check_metadata, REPORT: check_pages,
+    "files": check_strangers, "private/": check_modes,
+}  # fmt: skip
+"""The checks, each by the record that is wrong where it cannot be made."""
+UNASKED = (LEDGER, STATEMENT, MARK, REPORT, "files", "private/")
+"""Records that may differ, or take long, before a run is used."""

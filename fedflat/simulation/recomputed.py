@@ -41,7 +41,8 @@ MODEL = "model.safetensors"
 SAYS = {"format": "pt", "fedflat": "shared weights as released"}
 """What an exported model says of itself besides its round and what it was made for."""
 UNREADABLE = (
-    InputError, OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError, yaml.YAMLError,
+    InputError, OSError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError,
+    yaml.YAMLError,
 )  # fmt: skip
 """What reading a damaged recipe or statement may raise."""
 Verdict = Literal["ok", "wrong", "unchecked"]
@@ -414,24 +415,16 @@ BESIDE = {*CHAIN, *REASONS, RUN, "key_id", "draw", "column", "row_norm"}
 """Fields of a line beside those that every round of its run has."""
 
 
-def _entries_then(run: Records, round: int) -> list[Entry]:
-    """Return the ledger's lines up to a round's last one, or to where tips.jsonl says that they ended after it.
+def _plan_then(plan: Plan, run: Records, round: int) -> tuple[list[Entry], Plan, int]:
+    """Return the ledger's lines up to a round's last one, the plan as it stood then, and what counted beyond it.
 
-    A round can be charged again after its record was written; its ε is that of before.
+    A round can be charged again after its record was written; its ε is that of before, where tips.jsonl says that the
+    lines ended. Rounds that another key drew before it, and that are yet to be drawn again, are counted twice already.
     """
     places = [place for place, entry in enumerate(run.entries) if entry["round"] == round]
-    events = run.tips.get(round + 1, {}).get("events")
+    before, events = run.entries[: places[-1] + 1] if places else [], run.tips.get(round + 1, {}).get("events")
     if isinstance(events, int) and places and places[0] < events <= places[-1]:
-        return run.entries[:events]
-    return run.entries[: places[-1] + 1] if places else []
-
-
-def _plan_then(plan: Plan, run: Records, round: int) -> tuple[list[Entry], Plan, int]:
-    """Return the ledger's lines up to a round's event, the plan as it stood then, and what counted beyond it.
-
-    Rounds that another key drew before it, and that are yet to be drawn again, are counted twice already.
-    """
-    before = _entries_then(run, round)
+        before = run.entries[:events]
     now, keys = plan.standing(before), {entry["round"]: entry.get("key_id") for entry in before}
     return before, now, now.again(before, round, keys.get(round))
 

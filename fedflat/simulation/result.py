@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import warnings
@@ -15,20 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fedflat.assembly.inputs import options_for
-from fedflat.config.reading import GIVEN
+from fedflat.assembly.inputs import module_again
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import counted, placed, require, turning, whole, wrong
 from fedflat.core.durable import contents_of
-from fedflat.core.params import put
 from fedflat.data.own import prepared
 from fedflat.data.preparation import Preparation, answers, probabilities
 from fedflat.engine.job import Record, marked_released
-from fedflat.models import build
-from fedflat.models.representation import FILE, KEPT
 from fedflat.privacy.statement import is_seeded
 from fedflat.records import checkpoint
-from fedflat.records.folder import LOCKED, PRIVATE, RECIPE, STATEMENT, read_lines
+from fedflat.records.folder import BODY, LOCKED, PRIVATE, RECIPE, STATEMENT, WITH_BODY, read_lines
 from fedflat.report.metrics import own_metrics
 from fedflat.report.summary import cautions, summary_rows
 from fedflat.simulation.export import Exported, programs, write_export
@@ -182,6 +177,8 @@ def load(path: str | Path, model: nn.Module | str | None = None) -> Result:
     run = refuse_damage(folder)
     recipe, history = run.parsed, run.metrics
     weights, facts, heads = _released(run)
+    body = folder / BODY if recipe.model.name in WITH_BODY and (folder / BODY).is_file() else None
+    seeded = "seed:" in (folder / RECIPE).read_text(encoding="utf-8")
     if run.locked:
         left = "private_history and personal parts are left out, and the seals that lie there were not compared"
         warnings.warn(f"{folder}: {LOCKED}: {left}", stacklevel=2)
@@ -189,7 +186,7 @@ def load(path: str | Path, model: nn.Module | str | None = None) -> Result:
         history=history, private_history=[] if run.locked else read_lines(folder / PRIVATE), recipe=recipe,
         privacy=run.statement or {}, folder=folder, heads=heads, stages={}, made_for=facts,
         stopped="" if len(history) >= recipe.rounds else f"stopped after {counted(len(history), 'round')}",
-        make_module=functools.partial(_module, recipe, weights, facts, model, folder),
+        make_module=functools.partial(module_again, recipe, weights, facts, model, body, seeded),
     )  # fmt: skip
 
 
@@ -210,38 +207,6 @@ def _released(run: Records) -> tuple[dict[str, Tensor], Mapping[str, Any], dict[
         raise wrong("load", f"{folder} without a sound checkpoint", "a run with released weights")
     _, heads, facts = newest
     return checkpoint.named(newest), facts.get("made_for") or {}, dict(heads.kept)
-
-
-def _module(
-    recipe: Recipe, weights: Mapping[str, Tensor], facts: Mapping[str, Any], model: nn.Module | str | None, folder: Path
-) -> nn.Module:
-    """Return the recipe's module, or the given one, with the weights."""
-    if isinstance(model, str):
-        names = (facts.get("preparation") or {}).get("names")  # of a given module only its weights may say how many
-        model = build(model, tuple(facts["input_shape"]), len(names or [*weights.values()][-1]), 0)
-    module = copy.deepcopy(model) if model is not None else _built(recipe, weights, facts, folder)
-    put(module, weights, "load: model", "the run")
-    return module.eval()
-
-
-def _built(recipe: Recipe, weights: Mapping[str, Tensor], facts: Mapping[str, Any], folder: Path) -> nn.Module:
-    """Return the recipe's module. Where an exported folder has no seed, all that it would decide is in the folder."""
-    again = "fedflat.load(path, model=MODULE)"
-    allowed = f"{again}, or --model my_file.py:make"
-    require(recipe.model.name != GIVEN, "load: model", "none, and the run's was given in Python", allowed)
-    vocabulary, padding = (int(facts.get(name, 0)) for name in ("vocabulary", "padding"))
-    options = options_for(recipe, vocabulary, padding, facts.get("preparation"))
-    if recipe.model.name in KEPT and (folder / FILE).is_file():
-        options["path"] = str(folder / FILE)
-    make = functools.partial(build, recipe.model.name, tuple(facts["input_shape"]), int(facts["classes"]), **options)
-    module = make(seed=recipe.seed)
-    if "seed:" not in (folder / RECIPE).read_text(encoding="utf-8"):
-        other = make(seed=recipe.seed + 1).state_dict()
-        for name, value in module.state_dict().items():
-            if name not in weights and not torch.equal(value, other[name]):
-                state = f"an exported folder without {name}, which was drawn by the run's seed"
-                raise wrong("load: model", state, f"{again}, or the run's own folder")
-    return module
 
 
 def export(run: str | Path | Result, out: str | Path, *, program: bool = False, onnx: bool = False) -> Exported:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedflat.assembly.inputs import Clients, as_given
 from fedflat.assembly.jobs import prepare
-from fedflat.assembly.records import is_seeded, resolved, write_frozen
+from fedflat.assembly.records import frozen_of, is_seeded, resolved
 from fedflat.assembly.stating import Terms, state_privacy
 from fedflat.config.reading import names
 from fedflat.config.recipe import Recipe, RecipeLike, refuse_beside
@@ -156,8 +156,7 @@ def _open(path: Path, recipe: Recipe, job: Job) -> None:
         job.opening = Opening.of(job.identity, root, text, software_of(job), name, Terms.of(recipe, job).record())
         if name is not None:
             keys.create(name)
-        write_frozen(job, path)
-        write_beginning(path, text, job)
+        write_beginning(path, text, job, frozen_of(job))
     job.folder = RunFolder(path, run=job.opening.run)
 
 

@@ -104,19 +104,13 @@ def ask(recipe: Recipe, varied: Sequence[str], selection: Selection, clients: in
     privacy: dict[str, Any] = {"accountant": "rdp", "selection": {"mean": selection.mean}}
     shared = space.applied(recipe, {}, data={"validation_fraction": share}, privacy=privacy)
     others = space.checked(shared, every)
-    _try_plans(others, 1.0, clients)
     plan = plan_of(shared, algorithm_of(shared), clients)
     sigma, proven = plan.noise_multiplier, math.isfinite(plan.epsilon())
     require(proven, "privacy.noise_multiplier", sigma, "noise: without it nothing is proven")
-    _try_plans(others, sigma, clients)
-    return Asked(shared, every, selection, plan)
-
-
-def _try_plans(recipes: Sequence[Recipe], sigma: float, clients: int) -> None:
-    """Check every recipe's plan, with its noise given, so that none is calibrated."""
-    for recipe in recipes:
-        fixed = space.applied(recipe, {}, privacy={"epsilon": None, "noise_multiplier": sigma})
+    for other in others:  # with the noise given, so that none is calibrated
+        fixed = space.applied(other, {}, privacy={"epsilon": None, "noise_multiplier": sigma})
         plan_of(fixed, algorithm_of(fixed), clients)
+    return Asked(shared, every, selection, plan)
 
 
 def tune(asked: Asked, folder: str | Path, processes: int | None = None, update: Update | None = None) -> Selected:
