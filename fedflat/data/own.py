@@ -12,7 +12,7 @@ import torch
 
 from fedflat.core.checks import counted, one_of, require, turning, whole, wrong
 from fedflat.data.clients import FederatedData, bounded, classes_of, from_pairs, leave_out, refuse_users, with_test
-from fedflat.data.encoding import Encoding, check_columns, clean, encoding_of, name_of, owners_of
+from fedflat.data.encoding import Encoding, check_columns, clean, clean_names, encoding_of, name_of, owners_of
 from fedflat.data.preparation import Preparation
 
 if TYPE_CHECKING:
@@ -113,11 +113,7 @@ def _is_table(source: Any) -> bool:
 def _frame(source: Any) -> pd.DataFrame:
     """Return any table as a pandas DataFrame with clean column names and rows numbered from 0."""
     frame = (source.to_pandas() if hasattr(source, "to_pandas") else source).reset_index(drop=True)
-    frame = frame.set_axis([clean(column) for column in frame.columns], axis=1)
-    twice = frame.columns[frame.columns.duplicated()]
-    if len(twice):
-        raise wrong("clients", f"two columns called {twice[0]}", "columns with different names")
-    return frame
+    return frame.set_axis(list(clean_names(list(frame.columns), "the table", "clients").values()), axis=1)
 
 
 def _table(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedData:
