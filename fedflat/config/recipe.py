@@ -158,10 +158,6 @@ def _sentence(error: ValidationError, where: str) -> InputError:
     # Where a number or a section may stand and a section was given, its own mistake is meant.
     scalar = [{*m["loc"][-1:]} < {"float", "int", "str"} and isinstance(m["input"], Mapping | list) for m in mistakes]
     mistakes = [m for m, other in zip(mistakes, scalar) if not other] or mistakes
-    missing = [".".join(_path(m)) for m in mistakes if m["type"] == "missing" and "scale" not in m["loc"]]
-    if len(missing) == len(mistakes):
-        example = "a value for each; for example rounds: 60, cohort: {size: 50}"
-        return wrong(where, f"no {', no '.join(missing)}", example)
     # A key that is not known first: others may be wrong because of its name.
     first = next((m for m in mistakes if m["type"] == "extra_forbidden"), mistakes[0])
     if first["type"] == "value_error" and isinstance(first["ctx"]["error"], InputError):
@@ -175,7 +171,9 @@ def _sentence(error: ValidationError, where: str) -> InputError:
     if path[:2] == ["data", "scale"] and path[2:]:
         return wrong(f"{where}: {'.'.join(path[:3])}", value, "[mean, std], two public numbers, std > 0")
     if first["type"] == "missing":
-        return wrong(place, "nothing", "a value; the key is required")
+        missing = [".".join(_path(m)) for m in mistakes if m["type"] == "missing" and "scale" not in m["loc"]]
+        example = "a value for each; for example rounds: 60, cohort: {size: 50}"
+        return wrong(where, f"no {', no '.join(missing)}", example)
     if first["type"] == "model_type":
         wanted, hint = f"a section with some of {', '.join(_fields(path))}", ""
         if not isinstance(value, str | int | float | list | None):

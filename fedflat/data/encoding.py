@@ -7,6 +7,7 @@ import math
 import numbers
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +183,16 @@ KEYS = ("inputs", "target", "tokenizer", "max_length", "vocabulary", "categories
 def clean(name: Any) -> str:
     """Return a column's name in one Unicode form, without blanks around it and characters that cannot be seen."""
     return " ".join(unicodedata.normalize("NFC", str(name)).translate(INVISIBLE).split())
+
+
+def clean_names(columns: list[Any], where: object, key: str) -> dict[Any, str]:
+    """Return every column's name as it is in a table -> its clean form. Raises InputError for a form that two have."""
+    require(bool(columns), key, f"no columns in {where}", "a table")
+    names = {name: clean(name) for name in columns}
+    twice = [name for name, times in Counter(map(clean, columns)).items() if times > 1]
+    if twice:
+        raise wrong(key, f"two columns called {twice[0]} in {where}", "columns with different names")
+    return names
 
 
 def name_of(user: Any) -> str:

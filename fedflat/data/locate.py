@@ -7,14 +7,13 @@ import contextlib
 import os
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedflat.core.checks import InputError, RunError, becoming, counted, first_line, nearest, require, turning, wrong
 from fedflat.core.imports import hub
-from fedflat.data.encoding import clean
+from fedflat.data.encoding import clean, clean_names
 from fedflat.data.preparation import DATASETS, Source
 
 if TYPE_CHECKING:
@@ -194,10 +193,10 @@ def _open(files: tuple[Path, ...], written: Written, key: str) -> Split:
         else:
             tables = [_commas(file, written, key) if ending in COMMAS else _sheet(file) for file in files]
             for file, table in zip(files, tables):
-                _clean_names(table.column_names, file, key)
+                clean_names(table.column_names, file, key)
             contents = joined(iter(tables))
             schema = contents.schema
-        names = _clean_names(schema.names, first, key)
+        names = clean_names(schema.names, first, key)
         features = Features({names[name]: of for name, of in Features.from_arrow_schema(schema).items()})
 
     def read(columns: list[str]) -> Any:
@@ -315,16 +314,6 @@ def _sheet(file: Path) -> Any:
         return pa.Table.from_pandas(frame, preserve_index=False)
 
 
-def _clean_names(columns: list[str], where: Path | str, key: str) -> dict[str, str]:
-    """Return every column's name as it is in the file -> without blanks around it."""
-    require(bool(columns), key, f"no columns in {where}", "a table")
-    names = {name: clean(name) for name in columns}
-    twice = [name for name, times in Counter(map(clean, columns)).items() if times > 1]
-    if twice:
-        raise wrong(key, f"two columns called {twice[0]} in {where}", "columns with different names")
-    return names
-
-
 def _from_hub(dataset: str, owner: str, config: str | None, folder: Path | None) -> dict[str, Split]:
     """Return the splits from the hub (or from the hub client's own cache when offline)."""
     try:
@@ -349,5 +338,5 @@ def _from_hub(dataset: str, owner: str, config: str | None, folder: Path | None)
 
 def _hub_split(where: str, split: Any) -> Split:
     files = tuple(Path(entry["filename"]) for entry in split.cache_files)
-    split = split.rename_columns(_clean_names(list(split.features), where, "data.dataset"))
+    split = split.rename_columns(clean_names(list(split.features), where, "data.dataset"))
     return Split(where, files, split.features, lambda columns: split.select_columns(columns).with_format("arrow")[:])

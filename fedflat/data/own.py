@@ -12,7 +12,7 @@ import torch
 
 from fedflat.core.checks import counted, one_of, require, turning, whole, wrong
 from fedflat.data.clients import FederatedData, bounded, classes_of, from_pairs, leave_out, refuse_users, with_test
-from fedflat.data.encoding import Encoding, check_columns, clean, encoding_of, name_of, owners_of
+from fedflat.data.encoding import Encoding, check_columns, clean, clean_names, encoding_of, name_of, owners_of
 from fedflat.data.preparation import Preparation
 
 if TYPE_CHECKING:
@@ -110,14 +110,10 @@ def _is_table(source: Any) -> bool:
     return hasattr(source, "to_pandas") or (hasattr(source, "iloc") and hasattr(source, "columns"))
 
 
-def _frame(source: Any) -> pd.DataFrame:
+def _frame(source: Any, where: str = "clients") -> pd.DataFrame:
     """Return any table as a pandas DataFrame with clean column names and rows numbered from 0."""
     frame = (source.to_pandas() if hasattr(source, "to_pandas") else source).reset_index(drop=True)
-    frame = frame.set_axis([clean(column) for column in frame.columns], axis=1)
-    twice = frame.columns[frame.columns.duplicated()]
-    if len(twice):
-        raise wrong("clients", f"two columns called {twice[0]}", "columns with different names")
-    return frame
+    return frame.set_axis(list(clean_names(list(frame.columns), "the table", where).values()), axis=1)
 
 
 def _table(source: Any, by: Any, encoding: Rule, test: Any) -> FederatedData:
@@ -175,7 +171,7 @@ def _public(test: Any, names: list[str], encoding: Encoding, by: str | None) -> 
     if test is None:
         return None, False
     require(_is_table(test), "clients: test", type(test).__name__, "a table with the same columns")
-    rows = _frame(test)
+    rows = _frame(test, "clients: test")
     check_columns("clients: test", (*encoding.inputs, *encoding.target), rows.columns)
     compared = by in rows.columns and refuse_users(names, rows[by].tolist(), "clients: test")
     return encoding.examples_of(rows, lambda row: f"test row {row}"), compared
@@ -234,7 +230,7 @@ def prepared(rows: Any, preparation: Preparation | None, facts: Mapping[str, Any
     if _is_table(rows):
         if preparation is None:
             raise wrong("predict", "a table", "a tensor or array of inputs, as the run was given")
-        batch = preparation.inputs(_frame(rows))
+        batch = preparation.inputs(_frame(rows, "predict"))
     else:
         if preparation is not None and preparation.kind == "table":  # whose scale and categories go by name
             raise wrong("predict", type(rows).__name__, f"a table with columns {', '.join(preparation.reads)}")
