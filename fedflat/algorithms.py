@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fedflat.core.checks import in_range, whole, wrong
-from fedflat.core.types import Algorithm, ClientState, Factory, Phase
+from fedflat.core import Algorithm, ClientState, Factory, Phase, in_range, whole, wrong
 from fedflat.pieces import server, state
 from fedflat.pieces.clipping import SmoothedNormalisation
 from fedflat.pieces.gradients import HoldBias, blur, compose, label_prior, look_ahead, pgn, proximal, sam

@@ -25,7 +25,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from fedflat.core.checks import becoming, counted, first_line, in_range, require, turning, wrong
+from fedflat.core import becoming, counted, first_line, in_range, require, turning, wrong
 from fedflat.data.encoding import owners_of
 from fedflat.simulation.run import run
 

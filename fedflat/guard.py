@@ -17,10 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedflat.core import Algorithm, Layout, Local, Mechanism, RoundState, digest, fresh_key
 from fedflat.core.checks import RunError, in_range, require, turning, whole, wrong
-from fedflat.core.params import Layout
-from fedflat.core.rng import digest, fresh_key
-from fedflat.core.types import Algorithm, Local, Mechanism, RoundState
 from fedflat.engine.job import RoundParts
 from fedflat.engine.round import accumulator_of, broadcast_of, finish_round, select_cohort
 from fedflat.pieces.clipping import whole_vector

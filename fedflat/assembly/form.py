@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import require, wrong
+from fedflat.core import require, wrong
 from fedflat.data.clients import FederatedData
 
 

@@ -23,11 +23,8 @@ from fedflat.config.method import algorithm_of
 from fedflat.config.reading import GIVEN, NOT_HELD
 from fedflat.config.recipe import BESIDE_CLIENTS, Recipe
 from fedflat.config.sections import DataSection, NamedSection, Partition
+from fedflat.core import CROSS_ENTROPY, Algorithm, CustomLoss, Factory, Layout, Objective, layout_of, put, stream
 from fedflat.core.checks import InputError, RunError, require, wrong
-from fedflat.core.loss import CROSS_ENTROPY, CustomLoss, Objective
-from fedflat.core.params import Layout, layout_of, put
-from fedflat.core.rng import stream
-from fedflat.core.types import Algorithm, Factory
 from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.clients import FederatedData, bounded, from_pairs, hold_back, with_test
 from fedflat.data.own import clients as own_clients

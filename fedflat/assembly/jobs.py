@@ -22,12 +22,9 @@ from fedflat.backends.in_process import Sequential
 from fedflat.config.method import algorithm_of
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import wrong
-from fedflat.core.held import StateWatch
+from fedflat.core import CustomLoss, Objective, StateWatch, fresh_key, noise_key, wrong
 from fedflat.core.identity import identity_of
-from fedflat.core.loss import CustomLoss, Objective
 from fedflat.core.params import Layout, flatten, last_linear, layout_of, zero
-from fedflat.core.rng import fresh_key, noise_key
 from fedflat.core.types import Algorithm, Broadcast, Factory, RoundState
 from fedflat.data.clients import FederatedData
 from fedflat.data.sources import public_training

@@ -16,11 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedflat.core import Layout, equal, global_generators, seeded_torch, stream, using_threads
 from fedflat.core.checks import InputError, becoming, users_code, wrong
-from fedflat.core.held import equal, global_generators
-from fedflat.core.params import Layout
-from fedflat.core.process import using_threads
-from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import AVERAGE, Algorithm, ClientState, ClientView, MaskView, MeanView, ServerView, broadcast_by
 from fedflat.engine.isolated import called
 from fedflat.methods.rounds import scaling_clip

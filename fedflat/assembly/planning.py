@@ -24,10 +24,7 @@ from fedflat.assembly.tasks import suited
 from fedflat.backends.choose import sum_of
 from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, RunError
-from fedflat.core.cohorts import Fixed, MinSeparation, Poisson
-from fedflat.core.process import using_threads
-from fedflat.core.rng import stream
+from fedflat.core import Fixed, InputError, MinSeparation, Poisson, RunError, stream, using_threads
 from fedflat.data.clients import FederatedData, made_rows
 from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.round import broadcast_of, mean_view

@@ -6,8 +6,7 @@ from dataclasses import replace
 from fedflat.config.method import is_published, momentum_of
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import PrivacySection
-from fedflat.core.checks import require, wrong
-from fedflat.core.types import Algorithm, Local
+from fedflat.core import Algorithm, Local, require, wrong
 from fedflat.data.clients import FederatedData
 from fedflat.data.preparation import DATASETS
 from fedflat.methods import noise as noising

@@ -13,13 +13,8 @@ from fedflat.assembly.plans import is_public
 from fedflat.config.method import server_of
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
-from fedflat.core import durable
-from fedflat.core.checks import wrong
+from fedflat.core import MOMENTUM, Algorithm, Identity, Layout, durable, versions, wrong
 from fedflat.core.identity import identity_of
-from fedflat.core.imports import versions
-from fedflat.core.params import Layout
-from fedflat.core.rng import Identity
-from fedflat.core.types import MOMENTUM, Algorithm
 from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Backend

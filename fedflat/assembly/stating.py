@@ -16,9 +16,7 @@ from fedflat.assembly.records import is_seeded, settled
 from fedflat.config.method import algorithm_of
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import RunError
-from fedflat.core.imports import versions
-from fedflat.core.types import Algorithm, ClientState, Phase
+from fedflat.core import Algorithm, ClientState, Phase, RunError, versions
 from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.sources import HELD_OUT
 from fedflat.engine.job import SEEN, Job, Outcome, interrupted

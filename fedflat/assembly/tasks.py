@@ -18,11 +18,8 @@ from torch.nn import functional as F
 
 from fedflat.config.reading import GIVEN, NOT_HELD
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import one_of, require, users_code, wrong
-from fedflat.core.held import StateWatch
-from fedflat.core.imports import imported
+from fedflat.core import StateWatch, imported, one_of, require, seeded_torch, stream, users_code, wrong
 from fedflat.core.loss import IGNORE, CustomLoss, Objective, squared_by_class
-from fedflat.core.rng import seeded_torch, stream
 from fedflat.data.clients import FederatedData, classes_of, first_above, made_rows
 from fedflat.data.preparation import Preparation, in_own_units
 from fedflat.engine.evaluate import measured

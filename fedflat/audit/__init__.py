@@ -26,8 +26,7 @@ from fedflat.audit.movements import audit_worlds
 from fedflat.audit.noise import audit_noise
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core import durable
-from fedflat.core.checks import insist, one_of, wrong
+from fedflat.core import durable, insist, one_of, wrong
 
 __all__ = ["AuditResult", "audit_method", "audit_noise", "audit_run", "audit_worlds", "write_audit"]
 

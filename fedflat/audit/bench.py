@@ -22,9 +22,7 @@ from fedflat.assembly.jobs import prepare
 from fedflat.audit.bounds import Floats
 from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
-from fedflat.core.params import ClientContext
-from fedflat.core.rng import digest, stream
-from fedflat.core.types import Aggregate, Broadcast, RoundState, ServerStep, ServerView
+from fedflat.core import Aggregate, Broadcast, ClientContext, RoundState, ServerStep, ServerView, digest, stream
 from fedflat.engine.client import train_client
 from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.problem import LinearData, LinearProblem

@@ -11,7 +11,7 @@ import yaml
 from numpy.typing import NDArray
 from scipy.stats import beta
 
-from fedflat.core.durable import plain
+from fedflat.core import plain
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.integer[Any]]

@@ -18,7 +18,7 @@ from fedflat.audit import bench as room
 from fedflat.audit.bench import DELTA, Bench, Client, Neighbours, World
 from fedflat.audit.bounds import AuditResult, Floats, assumptions, choose_event
 from fedflat.audit.worlds import Recorder
-from fedflat.core.checks import in_range, whole
+from fedflat.core import in_range, whole
 from fedflat.engine.job import Job
 from fedflat.engine.reduce import GridAccumulator, PlainSum
 from fedflat.engine.round import accumulator_of, broadcast_of

@@ -20,7 +20,7 @@ from fedflat.audit.noise import cosine
 from fedflat.audit.worlds import SLACK, Case, Engine, Maker, Movement, Scenario, Worlds, recorded_run, world_recipe
 from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
-from fedflat.core.params import layout_of
+from fedflat.core import layout_of
 
 SECONDS = 40.0
 """Of a quick audit, about; what it leaves out is counted and said."""

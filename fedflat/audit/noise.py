@@ -24,8 +24,7 @@ from fedflat.audit.bounds import AuditResult, Floats, assumptions, not_run
 from fedflat.audit.worlds import CLIENTS, Case, Engine, Maker, Recorder, recorded_run, world_recipe
 from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
-from fedflat.core.process import using_threads
-from fedflat.core.rng import digest
+from fedflat.core import digest, using_threads
 from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.round import broadcast_of

@@ -23,10 +23,7 @@ from torch import Tensor, nn
 from fedflat.assembly.jobs import prepare
 from fedflat.config.method import algorithm_of, server_of
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, RunError
-from fedflat.core.params import last_linear, zero
-from fedflat.core.process import using_threads
-from fedflat.core.rng import stream
+from fedflat.core import InputError, RunError, last_linear, stream, using_threads, zero
 from fedflat.core.types import Algorithm, RoundState, ServerView
 from fedflat.data.clients import FederatedData
 from fedflat.engine.isolated import packaged

@@ -17,13 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedflat.backends.in_process import LANES, WHOLE, Sequential, Vectorized
 from fedflat.backends.ray import RayTasks
 from fedflat.backends.workers import Workers, portable
+from fedflat.core import Broadcast, Local, PersonalState, missing, own_rule, stream, using_threads
 from fedflat.core.checks import one_of, require, wrong
-from fedflat.core.held import own_rule
-from fedflat.core.imports import missing
-from fedflat.core.params import PersonalState
-from fedflat.core.process import using_threads
-from fedflat.core.rng import stream
-from fedflat.core.types import Broadcast, Local
 from fedflat.data.clients import FederatedData, made_rows
 from fedflat.engine.batches import width_of
 from fedflat.engine.device import CPU, PROCESSES, TINY, TOLERANCE, placed

@@ -14,9 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.checks import wrong
-from fedflat.core.durable import cache_folder, digest_of, keep, read_tensors
-from fedflat.core.held import StateWatch, global_generators, own_code
+from fedflat.core import StateWatch, cache_folder, digest_of, global_generators, keep, own_code, read_tensors, wrong
 from fedflat.core.identity import identity_of
 from fedflat.core.process import GIB, free_memory, report_progress, using_threads
 from fedflat.data.clients import GIVEN, FederatedData

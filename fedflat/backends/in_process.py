@@ -18,11 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedflat.core import StateWatch, global_generators, seeded_torch, set_meanwhile, stream, using_threads
 from fedflat.core.checks import InputError, RunError, becoming, require
-from fedflat.core.held import StateWatch, global_generators
 from fedflat.core.params import NOTHING, ClientContext, PersonalState
-from fedflat.core.process import set_meanwhile, using_threads
-from fedflat.core.rng import seeded_torch, stream
 from fedflat.core.types import Algorithm, Broadcast, Local
 from fedflat.data.clients import FederatedData
 from fedflat.engine.batches import BlockBatches, ClientBatches, Order

@@ -27,11 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from fedflat.backends.in_process import Sequential, as_sent
+from fedflat.core import Broadcast, Made, PersonalState, load_files, own_code, user_files
 from fedflat.core.checks import RunError, becoming, one_line, wrong
-from fedflat.core.held import own_code
-from fedflat.core.imports import Made, load_files, user_files
-from fedflat.core.params import PersonalState
-from fedflat.core.types import Broadcast
 from fedflat.data.clients import FederatedData
 from fedflat.engine.client import LocalResult
 from fedflat.engine.device import keep_freed_memory

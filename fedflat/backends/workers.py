@@ -23,11 +23,8 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from fedflat.backends.in_process import Sequential, as_sent
-from fedflat.core.checks import RunError
+from fedflat.core import Algorithm, Broadcast, PersonalState, RunError, how_it_ended, leave_to_parent, slices_of
 from fedflat.core.imports import Made, load_files, user_files
-from fedflat.core.params import PersonalState, slices_of
-from fedflat.core.process import how_it_ended, leave_to_parent
-from fedflat.core.types import Algorithm, Broadcast
 from fedflat.engine.client import LocalResult
 from fedflat.engine.device import keep_freed_memory
 from fedflat.engine.problem import ModuleProblem

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 from typer import Argument, Option
 from typer.models import ParameterInfo
 
-from fedflat.core.checks import counted, making, readable
+from fedflat.core import counted, making, readable
 
 if TYPE_CHECKING:
     from fedflat.config.recipe import Recipe

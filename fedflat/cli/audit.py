@@ -15,8 +15,7 @@ import typer
 from typer import Argument, Option
 
 from fedflat import cli
-from fedflat.core.checks import require, turning, wrong
-from fedflat.core.durable import plain
+from fedflat.core import plain, require, turning, wrong
 
 if TYPE_CHECKING:
     from fedflat.audit import AuditResult

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from fedflat import cli
-from fedflat.core import process
-from fedflat.core.checks import InputError, counted, one_of, placed, require, wrong
+from fedflat.core import InputError, counted, one_of, placed, process, require, wrong
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import typer
 
 from fedflat.cli import Json, json_text, labelled
-from fedflat.core.checks import one_line
-from fedflat.core.imports import install
-from fedflat.core.process import GIB, free_memory
+from fedflat.core import GIB, free_memory, install, one_line
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -11,7 +11,7 @@ import typer
 from typer import Argument, Option
 
 from fedflat.cli import Folder, Json, RunFolder, json_text, labelled, say, write_files
-from fedflat.core.checks import counted, require
+from fedflat.core import counted, require
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -17,8 +17,7 @@ from typer import Option
 
 from fedflat import __version__
 from fedflat.cli import as_command
-from fedflat.core import process
-from fedflat.core.checks import InputError, RunError, nearest, readable, require
+from fedflat.core import InputError, RunError, nearest, process, readable, require
 
 app = typer.Typer(
     name="fedflat",

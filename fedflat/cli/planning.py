@@ -9,8 +9,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from fedflat.cli import Json, Overrides, Processes, RecipeName, columns, filled, json_text, recipe_of
-from fedflat.core.checks import InputError, in_range, one_of, wrong
-from fedflat.core.durable import plain
+from fedflat.core import InputError, in_range, one_of, plain, wrong
 
 Row = dict[str, Any]
 
@@ -141,7 +140,7 @@ class Options:
 
     def only(self) -> dict[str, str]:
         """Return the names that the rows are limited to, checked."""
-        from fedflat.core.cohorts import NAMES as SAMPLINGS
+        from fedflat.core import NAMES as SAMPLINGS
         from fedflat.privacy.accounting.curves import ACCOUNTANTS
         from fedflat.privacy.trust import TRUSTS
 

@@ -15,8 +15,7 @@ import typer
 from typer import Option
 
 from fedflat import cli
-from fedflat.core.checks import counted, one_of, require, wrong
-from fedflat.core.durable import plain
+from fedflat.core import counted, one_of, plain, require, wrong
 
 if TYPE_CHECKING:
     from fedflat.papers import figures, outcome, tables

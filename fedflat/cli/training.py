@@ -14,8 +14,7 @@ import typer
 from typer import Option
 
 from fedflat.cli import Count, File, Folder, Json, Overrides, Processes, RecipeName, filled, json_text, recipe_of
-from fedflat.core import process
-from fedflat.core.checks import RunError, require
+from fedflat.core import RunError, process, require
 from fedflat.records.folder import check_name, check_new
 
 if TYPE_CHECKING:

@@ -9,9 +9,7 @@ from fedflat.algorithms import ALGORITHMS
 from fedflat.config.reading import GIVEN, NOT_HELD
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import ServerSection
-from fedflat.core.checks import nearest, one_of, require, wrong
-from fedflat.core.imports import calling, imported
-from fedflat.core.types import MOMENTUM, Algorithm, Factory
+from fedflat.core import MOMENTUM, Algorithm, Factory, calling, imported, nearest, one_of, require, wrong
 
 
 def algorithm_of(recipe: Recipe, algorithm: Algorithm | Factory | None = None) -> Algorithm:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from fedflat.config.sections import as_named
-from fedflat.core.checks import InputError, nearest, require, wrong
+from fedflat.core import InputError, nearest, require, wrong
 
 FOLDER = Path(__file__).parent / "recipes"
 QUICK_START = "quick-start"

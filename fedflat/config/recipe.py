@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from fedflat.config import sections
 from fedflat.config.reading import GIVEN, advised, override, read
 from fedflat.config.sections import Only, Section, as_named, section_in
-from fedflat.core.checks import InputError, nearest, raise_all, require, wrong
+from fedflat.core import InputError, nearest, raise_all, require, wrong
 
 
 class Recipe(Section):

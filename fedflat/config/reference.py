@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import ClipSection, NamedSection, section_in
-from fedflat.core.checks import nearest, wrong
+from fedflat.core import nearest, wrong
 
 EXAMPLE = "Example: "
 PLURALS: dict[type, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}

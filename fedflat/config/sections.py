@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from fedflat.core.checks import wrong
+from fedflat.core import wrong
 
 SERVER_LR = {"sgd": 1.0, "adam": 0.03, "yogi": 0.03}
 """``server.lr`` where a recipe gives none."""

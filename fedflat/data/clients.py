@@ -12,9 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import becoming, counted, in_range, nearest, require, wrong
-from fedflat.core.loss import IGNORE
-from fedflat.core.rng import stream
+from fedflat.core import IGNORE, becoming, counted, in_range, nearest, require, stream, wrong
 from fedflat.data.encoding import name_of
 from fedflat.data.preparation import Preparation
 

@@ -12,9 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import becoming, first_line, wrong
-from fedflat.core.durable import cache_folder, keep, read_tensors
-from fedflat.core.imports import hub
+from fedflat.core import becoming, cache_folder, first_line, hub, keep, read_tensors, wrong
 
 # The 80 characters LEAF uses for Shakespeare. Id 0 stands for every other character, 1..80 for these.
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"

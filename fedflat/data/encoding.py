@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedflat.core.checks import InputError, nearest, one_of, require, turning, whole, wrong
+from fedflat.core import InputError, nearest, one_of, require, turning, whole, wrong
 from fedflat.data import decoding
 
 if TYPE_CHECKING:

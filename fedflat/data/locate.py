@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedflat.core.checks import InputError, RunError, becoming, counted, first_line, nearest, require, turning, wrong
-from fedflat.core.imports import hub
+from fedflat.core import InputError, RunError, becoming, counted, first_line, hub, nearest, require, turning, wrong
 from fedflat.data.encoding import clean, clean_names
 from fedflat.data.preparation import DATASETS, Source
 

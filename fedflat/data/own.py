@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedflat.core.checks import counted, one_of, require, turning, whole, wrong
+from fedflat.core import counted, one_of, require, turning, whole, wrong
 from fedflat.data.clients import FederatedData, bounded, classes_of, from_pairs, leave_out, refuse_users, with_test
 from fedflat.data.encoding import Encoding, check_columns, clean, clean_names, encoding_of, name_of, owners_of
 from fedflat.data.preparation import Preparation

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedflat.config.sections import Partition
-from fedflat.core.checks import InputError, becoming, require, whole, wrong
-from fedflat.core.rng import stream
+from fedflat.core import InputError, becoming, require, stream, whole, wrong
 from fedflat.data.clients import Indices
 
 

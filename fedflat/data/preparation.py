@@ -24,7 +24,7 @@ import torch
 import yaml
 from pydantic import TypeAdapter
 
-from fedflat.core.checks import becoming, require, wrong
+from fedflat.core import becoming, require, wrong
 from fedflat.data import decoding
 from fedflat.data.encoding import Encoding, check_columns
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fedflat.config.sections import DataSection
-from fedflat.core.checks import InputError, becoming, require, wrong
-from fedflat.core.rng import stream
+from fedflat.core import InputError, becoming, require, stream, wrong
 from fedflat.data.clients import FederatedData, bounded, hold_back, leave_out, refuse_private_test, refuse_users
 from fedflat.data.decoding import normalise
 from fedflat.data.locate import Split, Written, is_path, locate

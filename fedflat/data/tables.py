@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from fedflat.config.sections import DataSection
-from fedflat.core.checks import InputError, one_of, require, wrong
+from fedflat.core import InputError, one_of, require, wrong
 from fedflat.data import decoding
 from fedflat.data.clients import FederatedData, classes_of
 from fedflat.data.encoding import KEYS, Encoding, Words, check_columns, clean, encoding_of, owners_of

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import wrong
-from fedflat.core.rng import Streams
+from fedflat.core import Streams, wrong
 from fedflat.data.clients import FederatedData
 from fedflat.engine.problem import Batch
 

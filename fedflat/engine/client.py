@@ -8,9 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import wrong
-from fedflat.core.params import NOTHING, ClientContext
-from fedflat.core.types import Algorithm, Broadcast, ClientView, GradientFn, Local, Phase
+from fedflat.core import NOTHING, Algorithm, Broadcast, ClientContext, ClientView, GradientFn, Local, Phase, wrong
 from fedflat.engine.factored import Declined, Factored
 from fedflat.engine.problem import Batch, Gradient, Problem
 

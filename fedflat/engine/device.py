@@ -22,12 +22,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
 
+from fedflat.core import CRASHES, Broadcast, Layout, Objective, flatten, seeded_torch, set_meanwhile, stream
 from fedflat.core.checks import RunError, becoming, first_line, require, wrong
-from fedflat.core.loss import Objective
-from fedflat.core.params import Layout, flatten
-from fedflat.core.process import CRASHES, set_meanwhile
-from fedflat.core.rng import seeded_torch, stream
-from fedflat.core.types import Broadcast
 from fedflat.data.clients import FederatedData, made_rows
 from fedflat.engine.problem import LEAST, Batch, ModuleProblem
 

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.params import ClientContext, PersonalState
-from fedflat.core.rng import seeded_torch, stream
+from fedflat.core import ClientContext, PersonalState, seeded_torch, stream
 from fedflat.core.types import AVERAGE, Algorithm, Broadcast, Phase, RoundState
 from fedflat.data.clients import FederatedData
 from fedflat.engine.batches import ClientBatches, Order

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fedflat.core.types import Part
+from fedflat.core import Part
 from fedflat.engine.mlp import Linear, StackProblem, forward, head, through
 from fedflat.engine.problem import Batch, Gradient
 

@@ -18,9 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fedflat.core.checks import InputError, becoming
-from fedflat.core.held import global_generators
-from fedflat.core.params import ClientContext, Layout
+from fedflat.core import ClientContext, InputError, Layout, becoming, global_generators
 from fedflat.core.types import Algorithm, Broadcast, ClientView, GradientFn, Local, broadcast_by
 from fedflat.engine.client import steps_of, train_client
 from fedflat.engine.factored import Declined

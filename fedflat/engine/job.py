@@ -14,8 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedflat.config.sections import EvaluationSection
-from fedflat.core.params import Layout, PersonalState
-from fedflat.core.rng import Identity
+from fedflat.core import Identity, Layout, PersonalState
 from fedflat.core.types import Algorithm, Average, Clip, Local, MeanView, Mechanism, Optimizer, RoundState, broadcast_by
 from fedflat.data.clients import FederatedData
 from fedflat.engine.problem import ModuleProblem

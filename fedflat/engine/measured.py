@@ -18,8 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedflat.core import rounding
-from fedflat.core.rounding import ROUNDING, SHARE, gamma
+from fedflat.core import ROUNDING, SHARE, gamma, rounding
 from fedflat.engine.factored import Factored
 from fedflat.engine.mlp import Linear
 

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.loss import cross_entropy, weighted_mean
-from fedflat.core.params import Layout
-from fedflat.core.types import Part
+from fedflat.core import Layout, Part, cross_entropy, weighted_mean
 from fedflat.engine.problem import Batch, Gradient
 
 FEW_CLASSES = 32

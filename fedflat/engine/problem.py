@@ -10,11 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.checks import InputError
-from fedflat.core.held import StateWatch, own_code
+from fedflat.core import InputError, Layout, Part, StateWatch, looked_at, own_code
 from fedflat.core.loss import CROSS_ENTROPY, Objective, weighted_mean
-from fedflat.core.params import Layout, looked_at
-from fedflat.core.types import Part
 
 LEAST = 4
 """Examples from which oneDNN's own tensors pay: the weights are put into its layout for every minibatch."""

@@ -15,10 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core import rounding
-from fedflat.core.checks import RunError
-from fedflat.core.params import PersonalState
-from fedflat.core.rounding import MOST
+from fedflat.core import MOST, PersonalState, RunError, rounding
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, ClientView, Clip, Encode, Local
 from fedflat.engine.client import LocalResult, rate_of, steps_of
 from fedflat.engine.device import sent

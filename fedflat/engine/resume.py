@@ -12,9 +12,7 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
-from fedflat.core.checks import RunError, wrong
-from fedflat.core.params import PersonalState
-from fedflat.core.rng import fresh_key, noise_key
+from fedflat.core import PersonalState, RunError, fresh_key, noise_key, wrong
 from fedflat.engine.device import exact
 from fedflat.engine.job import Job, Record, Start
 from fedflat.engine.problem import ModuleProblem

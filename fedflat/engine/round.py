@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core import rounding
-from fedflat.core.cohorts import NEVER, MinSeparation, separated
-from fedflat.core.rng import stream
+from fedflat.core import NEVER, MinSeparation, rounding, separated, stream
 from fedflat.core.types import AVERAGE, Aggregate, Broadcast, MaskView, MeanView, RoundInfo, RoundState, ServerView
 from fedflat.engine.client import rate_of, steps_of
 from fedflat.engine.job import RoundParts

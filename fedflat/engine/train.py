@@ -12,11 +12,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from fedflat.core import durable
+from fedflat.core import AVERAGE, Layout, PersonalState, RoundState, durable, in_background, stop_signal
 from fedflat.core.checks import becoming, counted, writing, wrong
-from fedflat.core.params import Layout, PersonalState
-from fedflat.core.process import in_background, stop_signal
-from fedflat.core.types import AVERAGE, RoundState
 from fedflat.engine import evaluate
 from fedflat.engine.device import exact
 from fedflat.engine.job import Job, MemoryLedger, OnRound, Outcome, Record, RoundResult, Start, charge_remaining_rounds

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from fedflat.core.checks import insist, turning
+from fedflat.core import insist, turning
 from fedflat.engine.job import Job
 from fedflat.federation.wire import Malformed
 from fedflat.methods.ddgauss import SharedDiscreteNoise

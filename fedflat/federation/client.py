@@ -10,11 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedflat.core import Broadcast, PersonalState, fresh_key, using_threads
 from fedflat.core.checks import InputError, RunError, becoming, insist, one_of, require, wrong
-from fedflat.core.params import PersonalState
-from fedflat.core.process import using_threads
-from fedflat.core.rng import fresh_key
-from fedflat.core.types import Broadcast
 from fedflat.engine.device import exact
 from fedflat.engine.job import Job
 from fedflat.engine.reduce import Accumulator, RoundSum, states_of

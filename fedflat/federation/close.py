@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.assembly.stating import state_privacy
-from fedflat.core import durable
-from fedflat.core.checks import RunError, counted, reading, wrong
+from fedflat.core import RunError, counted, durable, reading, wrong
 from fedflat.engine.job import Job, Outcome
 from fedflat.engine.train import write_ending
 from fedflat.federation.processes import program

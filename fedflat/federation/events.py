@@ -22,9 +22,7 @@ from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from fedflat.core.checks import one_of, turning, wrong
-from fedflat.core.durable import plain
-from fedflat.core.imports import missing
+from fedflat.core import missing, one_of, plain, turning, wrong
 from fedflat.federation.lock import address_of, is_loopback
 
 

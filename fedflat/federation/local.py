@@ -22,9 +22,7 @@ from pathlib import Path
 if __name__ == "__main__":  # until the programs' own way to end is set: no traceback of the imports
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from fedflat.core.checks import RunError, counted, making, reading, require, turning, wrong
-from fedflat.core.durable import lock_file
-from fedflat.core.process import how_it_ended, waiting
+from fedflat.core import RunError, counted, how_it_ended, lock_file, making, reading, require, turning, waiting, wrong
 from fedflat.federation import processes
 from fedflat.federation.lock import ADDRESSES_FILE, Addresses
 from fedflat.federation.project import PACKAGE, REASON, STATUS, environment, superlink_command, supernode_command

@@ -33,8 +33,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
 
-from fedflat.core import durable
-from fedflat.core.checks import owners_only, reading, require, turning, wrong
+from fedflat.core import durable, owners_only, reading, require, turning, wrong
 from fedflat.federation.processes import program
 
 LOCK = "operator.sha256"

@@ -20,9 +20,8 @@ from contextlib import suppress
 from importlib import metadata, resources
 from pathlib import Path
 
+from fedflat.core import how_it_ended, missing, waiting
 from fedflat.core.checks import InputError, RunError, becoming, owners_only, require, turning, wrong
-from fedflat.core.imports import missing
-from fedflat.core.process import how_it_ended, waiting
 
 log = logging.getLogger("fedflat.processes")
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -18,7 +18,7 @@ from fedflat.assembly.records import settled
 from fedflat.config.method import algorithm_of
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, making, require, turning, wrong
+from fedflat.core import InputError, making, require, turning, wrong
 from fedflat.engine.job import Job
 from fedflat.federation import lock
 from fedflat.federation.bounds import Limits

@@ -22,10 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from fedflat.core import durable
-from fedflat.core.checks import RunError, insist, writing
-from fedflat.core.cohorts import NEVER, Ids, MinSeparation
-from fedflat.core.types import RoundState
+from fedflat.core import NEVER, Ids, MinSeparation, RoundState, RunError, durable, insist, writing
 from fedflat.federation.bounds import DAMAGED, REFUSES, TOO_LARGE
 from fedflat.federation.wire import NONCE_BYTES, Malformed
 

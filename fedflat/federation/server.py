@@ -23,13 +23,8 @@ from fedflat.assembly.planning import drowned
 from fedflat.assembly.records import frozen_of, settled
 from fedflat.assembly.stating import Terms, state_privacy
 from fedflat.config import reading
-from fedflat.core import durable
+from fedflat.core import MinSeparation, RoundState, durable, fresh_key, using_threads, versions
 from fedflat.core.checks import RunError, becoming, require, whole, wrong
-from fedflat.core.cohorts import MinSeparation
-from fedflat.core.imports import versions
-from fedflat.core.process import using_threads
-from fedflat.core.rng import fresh_key
-from fedflat.core.types import RoundState
 from fedflat.engine.device import return_large_blocks
 from fedflat.engine.job import Job, Outcome
 from fedflat.engine.resume import first_start

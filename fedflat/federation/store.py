@@ -10,8 +10,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from fedflat.core import durable
-from fedflat.core.checks import making, reading, require, writing, wrong
+from fedflat.core import durable, making, reading, require, writing, wrong
 
 HEAD, ROUNDS = "head.safetensors", "rounds.jsonl"
 SESSION, NODE, LOCK, RUNNING, OWNER = "session.json", "node.json", "answer.lock", "supernode.lock", "client.json"

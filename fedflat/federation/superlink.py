@@ -31,9 +31,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError
-from fedflat.core.process import free_memory, how_it_ended
+from fedflat.core import InputError, RunError, durable, free_memory, how_it_ended
 from fedflat.federation import doors, lock, processes
 from fedflat.federation.bounds import ReplyKeeper
 from fedflat.federation.project import CONTROL_CERTIFICATE, PACKAGE, REASON, STATUS, environment, words_of

@@ -21,8 +21,7 @@ from typing import Any
 
 from fedflat.assembly.plans import plan_of
 from fedflat.config.method import algorithm_of
-from fedflat.core.checks import RunError, turning, wrong
-from fedflat.core.process import how_it_ended, using_threads
+from fedflat.core import RunError, how_it_ended, turning, using_threads, wrong
 from fedflat.federation import processes
 from fedflat.federation.bounds import Limit, limit_answers, pulled, unpacked
 from fedflat.federation.client import client_of, reply_to

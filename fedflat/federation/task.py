@@ -25,8 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from fedflat.assembly.form import DataSpec
 from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
-from fedflat.core import durable
-from fedflat.core.checks import reading, require, turning, wrong
+from fedflat.core import durable, reading, require, turning, wrong
 from fedflat.federation.bounds import Limit, Limits
 from fedflat.federation.processes import program
 from fedflat.federation.wire import PROTOCOL

@@ -17,8 +17,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-from fedflat.core import durable
-from fedflat.core.checks import InputError, counted, insist, reading, turning, writing, wrong
+from fedflat.core import InputError, counted, durable, insist, reading, turning, writing, wrong
 from fedflat.federation.replies import read_journal
 from fedflat.federation.wire import Refused
 from fedflat.privacy.ledger import LedgerError, scan

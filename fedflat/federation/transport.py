@@ -17,10 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedflat.core import durable
-from fedflat.core.checks import RunError, counted, insist
-from fedflat.core.params import PersonalState
-from fedflat.core.types import Broadcast
+from fedflat.core import Broadcast, PersonalState, RunError, counted, durable, insist
 from fedflat.engine.reduce import Clipped, Part, Trained
 from fedflat.federation import wire
 from fedflat.federation.bounds import Limit, pulled, refusal, unpacked

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedflat.core.checks import RunError, insist
-from fedflat.core.types import Broadcast
+from fedflat.core import Broadcast, RunError, insist
 
 PROTOCOL = 4
 NONCE_BYTES = 16

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedflat.core.checks import in_range, require, whole
+from fedflat.core import in_range, require, whole
 
 # The orders of Shi et al. 2023a: 1.1 … 10.9 by 0.1, then 11 … 255.
 ORDERS: tuple[float, ...] = (*(round(1 + k / 10, 1) for k in range(1, 100)), *map(float, range(11, 256)))

@@ -13,10 +13,7 @@ from torch import Tensor
 
 from fedflat.backends.in_process import Sequential
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import in_range, one_of, require, whole, wrong
-from fedflat.core.params import PersonalState
-from fedflat.core.rng import stream
-from fedflat.core.types import RoundState
+from fedflat.core import PersonalState, RoundState, in_range, one_of, require, stream, whole, wrong
 from fedflat.engine.job import Job
 from fedflat.engine.reduce import states_of
 from fedflat.engine.round import broadcast_of

@@ -16,10 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fedflat.core.checks import require, whole
-from fedflat.core.loss import CROSS_ENTROPY
-from fedflat.core.params import Layout
-from fedflat.core.process import using_threads
+from fedflat.core import CROSS_ENTROPY, Layout, require, using_threads, whole
 
 T = TypeVar("T")
 R = TypeVar("R")

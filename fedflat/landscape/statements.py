@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from fedflat.core.checks import InputError
+from fedflat.core import InputError
 from fedflat.landscape import bounds
 
 

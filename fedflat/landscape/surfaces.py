@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedflat.core.checks import in_range, whole
-from fedflat.core.params import Layout
-from fedflat.core.rng import stream
+from fedflat.core import Layout, in_range, stream, whole
 from fedflat.landscape.objective import Objective
 
 

@@ -15,11 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedflat.core import discrete
-from fedflat.core.checks import in_range, require, whole, wrong
+from fedflat.core import Aggregate, Broadcast, Encode, Mechanism, discrete, in_range, require, stream, whole, wrong
 from fedflat.core.discrete import MAX_SIGMA, MIN_SHARE_STD, SecureBits, ShareNumbers, Source
-from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate, Broadcast, Encode, Mechanism
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from fedflat.config.method import constant_clip
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import in_range, whole, wrong
+from fedflat.core import Aggregate, Algorithm, Broadcast, Clip, Mechanism, in_range, stream, whole, wrong
 from fedflat.core.discrete import SecureBits, ShareNumbers, rounded_gaussian
 from fedflat.core.factors import PLACES, Factor, identity
-from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Mechanism
 from fedflat.engine.job import RoundParts
 from fedflat.engine.reduce import Accumulator
 from fedflat.methods.ddgauss import DistributedDiscreteGaussian, SharedDiscreteNoise

@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from fedflat.core.checks import require
+from fedflat.core import ROUNDING, require
 from fedflat.core.discrete import default_granularity
-from fedflat.core.rounding import ROUNDING
 from fedflat.privacy.accounting.discrete import DDGaussAccount
 from fedflat.privacy.plan import Plan
 from fedflat.privacy.statement import TEXTS

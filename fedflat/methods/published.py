@@ -14,9 +14,7 @@ from typing import Any
 
 import yaml
 
-from fedflat.core.checks import nearest, one_of, whole, wrong
-from fedflat.core.cohorts import FromRound, Poisson
-from fedflat.core.types import Sampler
+from fedflat.core import FromRound, Poisson, Sampler, nearest, one_of, whole, wrong
 from fedflat.privacy.accounting.curves import compose_epsilon, gaussian_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.epsilon import calibrate
 from fedflat.privacy.plan import Plan, check_target, warnings_of

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from fedflat.config.method import constant_clip, is_published, server_of
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import require, wrong
-from fedflat.core.loss import Objective, squared_by_class
-from fedflat.core.params import Layout
+from fedflat.core import Layout, Objective, require, squared_by_class, wrong
 from fedflat.core.types import Algorithm, Average, Clip, Local, MeanView, Optimizer
 from fedflat.engine.job import RoundParts
 from fedflat.methods import shares

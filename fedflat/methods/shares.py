@@ -16,9 +16,7 @@ from torch import Tensor
 
 from fedflat.config.method import constant_clip
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import require, wrong
-from fedflat.core.params import Layout
-from fedflat.core.rng import stream
+from fedflat.core import Layout, require, stream, wrong
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, ClientView, Clip, Local, Mechanism, Transform
 from fedflat.engine.job import RoundParts
 from fedflat.engine.reduce import Accumulator, PlainSum

@@ -17,9 +17,7 @@ from torch.nn import functional as F
 from fedflat.backends.in_process import Sequential
 from fedflat.config.recipe import Recipe
 from fedflat.config.sections import ServerSection
-from fedflat.core.checks import require, wrong
-from fedflat.core.params import PersonalState
-from fedflat.core.rng import seeded_torch, stream
+from fedflat.core import PersonalState, require, seeded_torch, stream, wrong
 from fedflat.core.types import Aggregate, Algorithm, Broadcast, Clip, Local, Mechanism, ServerView
 from fedflat.data.clients import FederatedData
 from fedflat.data.sources import HELD_OUT, TEST, public_examples

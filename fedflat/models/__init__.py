@@ -18,9 +18,7 @@ from typing import Any
 import yaml
 from torch import nn
 
-from fedflat.core.checks import nearest, one_of, turning, whole, wrong
-from fedflat.core.imports import calling, imported
-from fedflat.core.rng import PortableDraws, seeded_torch
+from fedflat.core import PortableDraws, calling, imported, nearest, one_of, seeded_torch, turning, whole, wrong
 from fedflat.models import image_encoder, pretrained, representation, text, vision
 from fedflat.models.state import freeze_batch_norm, refuse_unclipped_state
 

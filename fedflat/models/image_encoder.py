@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fedflat.core.checks import in_range, one_of, require, whole, wrong
+from fedflat.core import in_range, one_of, require, whole, wrong
 from fedflat.models import representation
 from fedflat.models.networks import BODIES, INTERPOLATIONS, Loaded, NetworkMaps, Prepare, loaded
 from fedflat.models.pretrained import NATURAL, trainable

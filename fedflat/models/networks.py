@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedflat.core import calling, digest_of, hub, imported, missing
 from fedflat.core.checks import becoming, first_line, nearest, one_of, require, turning, wrong
-from fedflat.core.durable import digest_of
-from fedflat.core.imports import calling, hub, imported, missing
 from fedflat.models.patches import COLOURS, pooling
 from fedflat.models.pretrained import NATURAL, loading, readable
 from fedflat.models.state import freeze_batch_norm

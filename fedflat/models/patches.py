@@ -31,9 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import in_range, require, turning, whole, wrong
-from fedflat.core.durable import digest_of, read_about, read_tensors
-from fedflat.core.rng import stream
+from fedflat.core import digest_of, in_range, read_about, read_tensors, require, stream, turning, whole, wrong
 
 LEAVES = 60
 CHUNK = 250

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedflat.core import hub, missing, set_meanwhile
 from fedflat.core.checks import InputError, becoming, first_line, one_of, require, turning, whole, wrong
-from fedflat.core.imports import hub, missing
-from fedflat.core.process import set_meanwhile
 from fedflat.models.representation import Headed
 from fedflat.models.text import text_length
 from fedflat.models.vision import image_shape

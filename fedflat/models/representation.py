@@ -18,9 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fedflat.core import cache_folder, digest_of, keep, read_tensors, report_progress, using_threads
 from fedflat.core.checks import in_range, one_of, require, whole, wrong
-from fedflat.core.durable import cache_folder, digest_of, keep, read_tensors
-from fedflat.core.process import report_progress, using_threads
 from fedflat.models import patches
 from fedflat.models.vision import image_shape
 

@@ -12,10 +12,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from fedflat.core.checks import InputError, require, users_code, wrong
+from fedflat.core import InputError, require, seeded_torch, users_code, using_threads, wrong
 from fedflat.core.held import difference, equal, global_generators, snapshot
-from fedflat.core.process import using_threads
-from fedflat.core.rng import seeded_torch
 
 
 class FixedNorm(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import require, whole, wrong
+from fedflat.core import require, whole, wrong
 from fedflat.models.representation import Headed
 
 

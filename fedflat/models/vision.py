@@ -13,7 +13,7 @@ from typing import cast
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedflat.core.checks import whole, wrong
+from fedflat.core import whole, wrong
 
 
 def image_shape(name: str, input_shape: Sequence[int]) -> tuple[int, int, int]:

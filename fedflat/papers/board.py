@@ -12,7 +12,7 @@ import yaml
 
 from fedflat.config.reading import read
 from fedflat.config.sections import as_named
-from fedflat.core.imports import install
+from fedflat.core import install
 
 FILE = Path(__file__).with_name("leaderboard.json")
 EPSILONS = (1, 2, 4, 8, 10)

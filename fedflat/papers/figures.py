@@ -9,8 +9,7 @@ from typing import Any, Self, cast
 import yaml
 
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import RunError, wrong
-from fedflat.core.durable import plain
+from fedflat.core import RunError, plain, wrong
 from fedflat.papers.outcome import UNSEEN
 from fedflat.papers.rows import planned, trained
 from fedflat.papers.scales import differences, scaled

@@ -11,8 +11,7 @@ from fedflat.assembly.plans import plan_of
 from fedflat.config.method import algorithm_of
 from fedflat.config.reading import override
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import wrong
-from fedflat.core.cohorts import Poisson
+from fedflat.core import Poisson, wrong
 from fedflat.methods.published import CITED, PAPERS, formula, with_tensors
 from fedflat.papers.outcome import Outcome, Row
 from fedflat.papers.scales import SCALES, bare, differences, scaled

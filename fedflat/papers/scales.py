@@ -12,7 +12,7 @@ import yaml
 from fedflat.assembly.plans import plan_of
 from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import one_of
+from fedflat.core import one_of
 from fedflat.privacy.accounting.epsilon import default_delta
 from fedflat.report.groups import flatten
 

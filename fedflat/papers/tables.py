@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from fedflat.config.reading import override
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import nearest, one_of, require
+from fedflat.core import nearest, one_of, require
 from fedflat.methods.published import reproduced_paper
 
 FOLDER = Path(__file__).parent

@@ -16,10 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedflat.core import rounding
-from fedflat.core.checks import in_range, wrong
-from fedflat.core.held import StateWatch, global_generators
-from fedflat.core.types import Clip
+from fedflat.core import Clip, StateWatch, global_generators, in_range, rounding, wrong
 
 
 def _factor(norms: Tensor, threshold: Tensor | float, wanted: Tensor | None = None) -> Tensor:

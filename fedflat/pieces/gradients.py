@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import in_range
-from fedflat.core.types import ClientView, GradientFn, GradientRule, ServerStep, ServerView, l2
+from fedflat.core import ClientView, GradientFn, GradientRule, ServerStep, ServerView, in_range, l2
 
 
 def _direction(vector: Tensor, radius: float) -> Tensor:

@@ -21,11 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import in_range
+from fedflat.core import Aggregate, Broadcast, Encode, Mechanism, in_background, in_range, stream
 from fedflat.core.discrete import Floats, Integers, SecureBits, Source, exact_square, rounded_gaussian
-from fedflat.core.process import in_background
-from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate, Broadcast, Encode, Mechanism
 
 
 def gaussian(size: int, std: float, generator: np.random.Generator) -> Tensor:

@@ -18,8 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import in_range, one_of
-from fedflat.core.types import MeanView, Optimizer, ServerStep, ServerView
+from fedflat.core import MeanView, Optimizer, ServerStep, ServerView, in_range, one_of
 
 
 @dataclass(frozen=True)

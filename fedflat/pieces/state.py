@@ -26,8 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import in_range
-from fedflat.core.types import ClientView, GradientFn, MeanView, Optimizer, ServerStep, ServerView
+from fedflat.core import ClientView, GradientFn, MeanView, Optimizer, ServerStep, ServerView, in_range
 
 CONTROL = "control"
 

@@ -21,8 +21,7 @@ import numpy as np  # noqa: F401  # for the examples
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import in_range
-from fedflat.core.types import ClientView, MaskView
+from fedflat.core import ClientView, MaskView, in_range
 
 
 def largest(scores: Tensor, count: int) -> Tensor:

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedflat.core.checks import require, wrong
-from fedflat.core.cohorts import CyclicPoisson, Full, Separated
+from fedflat.core import CyclicPoisson, Full, Sampler, Separated, require, wrong
 from fedflat.core.factors import Factor
-from fedflat.core.types import Sampler
 from fedflat.privacy.accounting.curves import compose_epsilon, schedule_epsilon
 from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.trust import Accounted, Guarantee

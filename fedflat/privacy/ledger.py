@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from fedflat.core.checks import InputError, RunError, becoming, whole, writing, wrong
-from fedflat.core.durable import append, flush, lock_file, plain
+from fedflat.core import InputError, RunError, append, becoming, flush, lock_file, plain, whole, writing, wrong
 
 HEADER = b"fedflat privacy ledger, version 1"
 CHAIN = ("line", "previous", "checksum")

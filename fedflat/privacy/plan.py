@@ -9,11 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from fedflat.core.checks import in_range, require, whole, wrong
-from fedflat.core.cohorts import make_sampler
-from fedflat.core.durable import plain
-from fedflat.core.rounding import MOST
-from fedflat.core.types import Sampler
+from fedflat.core import MOST, Sampler, in_range, make_sampler, plain, require, whole, wrong
 from fedflat.privacy import tuning
 from fedflat.privacy.accounting.epsilon import accounting_params, calibrate, default_delta, guess, largest, split_noise
 from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan

@@ -17,8 +17,7 @@ from typing import Any
 
 import yaml
 
-from fedflat.core import durable
-from fedflat.core.checks import InputError, whole, writing, wrong
+from fedflat.core import InputError, durable, whole, writing, wrong
 from fedflat.privacy import tuning
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.privacy.ledger import extra_rounds

@@ -8,9 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedflat.core.checks import InputError, in_range, one_of, require, whole, wrong
-from fedflat.core.rounding import ROUNDING
-from fedflat.core.types import Sampler
+from fedflat.core import ROUNDING, InputError, Sampler, in_range, one_of, require, whole, wrong
 from fedflat.privacy.accounting.curves import PROVEN, compose_epsilon, refuse_unproven, schedule_epsilon
 
 TRUSTS = ("central", "distributed", "local")

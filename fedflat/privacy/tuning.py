@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fedflat.core.checks import in_range, require, turning, wrong
-from fedflat.core.cohorts import make_sampler
+from fedflat.core import in_range, make_sampler, require, turning, wrong
 from fedflat.core.factors import Floats
 from fedflat.privacy.accounting.curves import rdp_accountant, renyi, renyi_epsilon
 from fedflat.privacy.trust import Guarantee, round_event

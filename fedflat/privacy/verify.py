@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fedflat.core.checks import InputError, becoming, one_line, require, turning, wrong
+from fedflat.core import InputError, becoming, one_line, require, turning, wrong
 from fedflat.privacy import tuning
 from fedflat.privacy.accounting.curves import LITTLE, compose_epsilon
 from fedflat.privacy.schedules import contradictions, gaussians
@@ -203,7 +203,7 @@ def _published(entries: Entries, sigma: float, delta: float) -> Recomputed:
     """A published procedure: lines are single messages; its busiest client's in a public schedule, else Bin(T, q)."""
     first, rounds = entries[0], len(entries)
     if first["sampling"] == "round-number":
-        from fedflat.core.cohorts import FromRound
+        from fedflat.core import FromRound
 
         most = FromRound(int(first["clients"]), float(first["cohort"])).busiest(rounds)
         epsilon = participation(most, 1.0, sigma, delta)

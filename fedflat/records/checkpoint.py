@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import InputError, reading
+from fedflat.core import InputError, PersonalState, RoundState, reading
 from fedflat.core.durable import contents_of, digest_of, flush, read_about, replace_tensors
-from fedflat.core.params import PersonalState
-from fedflat.core.types import RoundState
 
 KEPT = 3
 PRIVATE_SLOTS = ("participations",)

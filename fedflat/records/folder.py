@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedflat.core import durable
-from fedflat.core.checks import InputError, making, require, turning, writing, wrong
-from fedflat.core.durable import flush, plain
+from fedflat.core import InputError, durable, flush, making, plain, require, turning, writing, wrong
 
 METRICS, PRIVATE, LEDGER = "metrics.jsonl", "private/private.jsonl", "ledger.jsonl"
 RECIPE, STATEMENT = "recipe.yaml", "privacy.json"

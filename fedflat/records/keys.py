@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, making, owners_only, require, writing
-from fedflat.core.rng import KEY_BYTES, fresh_key
+from fedflat.core import KEY_BYTES, InputError, RunError, durable, fresh_key, making, owners_only, require, writing
 from fedflat.privacy.ledger import Entry, LedgerError, scan
 
 

@@ -21,10 +21,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from fedflat.core import durable
-from fedflat.core.checks import reading, require
-from fedflat.core.imports import versions
-from fedflat.core.rng import Identity, digest
+from fedflat.core import Identity, digest, durable, reading, require, versions
 from fedflat.records.folder import OPENING
 
 FORMAT = 2

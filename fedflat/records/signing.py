@@ -26,8 +26,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization as forms
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from fedflat.core import durable
-from fedflat.core.checks import InputError, making, owners_only, reading, require, turning, writing, wrong
+from fedflat.core import InputError, durable, making, owners_only, reading, require, turning, writing, wrong
 from fedflat.records import keys
 from fedflat.records.folder import LEDGER, STATEMENT, metrics_digest, read_lines, single_keys
 

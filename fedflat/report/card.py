@@ -19,8 +19,7 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from fedflat.core.checks import InputError, readable, require, wrong
-from fedflat.core.durable import digest_of_file
+from fedflat.core import InputError, digest_of_file, readable, require, wrong
 from fedflat.privacy.ledger import extra_rounds
 from fedflat.privacy.statement import FALSE_POSITIVES, SEEDED, refuse_seeded, true_positives
 from fedflat.privacy.together import Published, total

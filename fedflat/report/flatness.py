@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedflat.core.checks import counted
+from fedflat.core import counted
 from fedflat.report import pages, plates
 from fedflat.report.figures import Figure, Series
 from fedflat.report.metrics import epsilon_text

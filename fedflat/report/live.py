@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from fedflat.core.checks import InputError, RunError, gather, reading, require, turning
+from fedflat.core import InputError, RunError, gather, reading, require, turning
 from fedflat.privacy.ledger import is_open
 from fedflat.privacy.statement import is_whole
 from fedflat.report import metrics, pages, wording

@@ -18,8 +18,7 @@ from typing import Any, cast
 
 import yaml
 
-from fedflat.core.checks import InputError, becoming, nearest, require, wrong
-from fedflat.core.durable import plain, read_about
+from fedflat.core import InputError, becoming, nearest, plain, read_about, require, wrong
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import is_seeded, rounds_charged
 from fedflat.privacy.together import Published, Total, total

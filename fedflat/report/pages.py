@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from fedflat.core import durable
-from fedflat.core.checks import becoming, wrong
+from fedflat.core import becoming, durable, wrong
 from fedflat.report.figures import DOTS_FROM, Figure, Series, thin
 from fedflat.report.wording import asset, environment, filled, measured, shortened
 

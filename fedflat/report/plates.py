@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedflat.core.checks import writing
+from fedflat.core import writing
 from fedflat.report.figures import Figure, Series
 from fedflat.report.groups import COLOURS, DASHES
 from fedflat.report.pages import tick_text, x_scale, y_scale

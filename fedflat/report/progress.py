@@ -13,7 +13,7 @@ from rich import progress as bars
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from fedflat.core.process import listening_to_progress
+from fedflat.core import listening_to_progress
 from fedflat.report import metrics, wording
 from fedflat.report.metrics import number, own_metrics
 

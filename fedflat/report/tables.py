@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
-from fedflat.core.checks import require
-from fedflat.core.durable import plain
+from fedflat.core import plain, require
 from fedflat.report import groups as grouping
 from fedflat.report import metrics
 from fedflat.report.groups import Difference, Group, Spread, differing, finals, paired_difference, setting, spread

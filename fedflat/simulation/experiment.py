@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fedflat.config.recipe import Recipe, RecipeLike
-from fedflat.core import durable
+from fedflat.core import InputError, RunError, becoming, durable, one_line, whole
 from fedflat.core import process as stopping
-from fedflat.core.checks import InputError, RunError, becoming, one_line, whole
 from fedflat.core.process import leave_to_parent, listening_to_progress, warn_in_a_line, write_errors_to
 from fedflat.data.clients import FederatedData
 from fedflat.records.folder import METRICS, RECIPE, STATEMENT, read_lines

@@ -22,10 +22,8 @@ from typing import Any
 import torch
 
 from fedflat.config.reading import dumped
+from fedflat.core import RoundState, digest_of_file, missing
 from fedflat.core.checks import InputError, RunError, becoming, first_line, making, require, wrong
-from fedflat.core.durable import digest_of_file
-from fedflat.core.imports import missing
-from fedflat.core.types import RoundState
 from fedflat.privacy.statement import refuse_seeded
 from fedflat.records import checkpoint
 from fedflat.records.folder import BODY, LEDGER, LOCKED, METRICS, RECIPE, REPORT, SEALED, STATEMENT, locked

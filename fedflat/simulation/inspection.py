@@ -18,8 +18,7 @@ import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedflat.config.reading import dumped
-from fedflat.core.checks import InputError, counted, require, wrong
-from fedflat.core.durable import digest_of, digest_of_file, read_tensors
+from fedflat.core import InputError, counted, digest_of, digest_of_file, read_tensors, require, wrong
 from fedflat.privacy.ledger import read
 from fedflat.privacy.statement import checksum
 from fedflat.records import checkpoint, keys, signing

@@ -17,9 +17,7 @@ import yaml
 from fedflat.assembly.stating import Terms, plan_again, restated, tested
 from fedflat.config.reading import GIVEN
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import InputError, RunError, require, wrong
-from fedflat.core.durable import contents_of, digest_of, plain, read_about
-from fedflat.core.imports import versions
+from fedflat.core import InputError, RunError, contents_of, digest_of, plain, read_about, require, versions, wrong
 from fedflat.data.encoding import clean
 from fedflat.engine.job import SEEN
 from fedflat.privacy.correlated import ScheduledPlan

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from fedflat.assembly.inputs import module_again
 from fedflat.config.recipe import Recipe
-from fedflat.core.checks import counted, placed, require, turning, whole, wrong
-from fedflat.core.durable import contents_of
+from fedflat.core import contents_of, counted, placed, require, turning, whole, wrong
 from fedflat.data.own import prepared
 from fedflat.data.preparation import Preparation, answers, probabilities
 from fedflat.engine.job import Record, marked_released

@@ -15,11 +15,7 @@ from fedflat.assembly.records import frozen_of, is_seeded, resolved
 from fedflat.assembly.stating import Terms, state_privacy
 from fedflat.config.reading import names
 from fedflat.config.recipe import Recipe, RecipeLike, refuse_beside
-from fedflat.core.checks import require, wrong
-from fedflat.core.loss import CustomLoss
-from fedflat.core.process import using_threads
-from fedflat.core.rng import fresh_key
-from fedflat.core.types import Algorithm, Factory
+from fedflat.core import Algorithm, CustomLoss, Factory, fresh_key, require, using_threads, wrong
 from fedflat.data.clients import FederatedData
 from fedflat.engine.device import PROCESSES
 from fedflat.engine.job import Job, Metric, OnRound, Outcome, Record, RoundResult

@@ -22,8 +22,7 @@ import yaml
 from fedflat.config.method import algorithm_of
 from fedflat.config.reading import dumped, parse_value
 from fedflat.config.recipe import Recipe, RecipeLike
-from fedflat.core import durable
-from fedflat.core.checks import InputError, making, nearest, require, turning, wrong
+from fedflat.core import InputError, durable, making, nearest, require, turning, wrong
 from fedflat.privacy.ledger import read
 from fedflat.privacy.plan import Plan
 from fedflat.records.folder import RECIPE, check_name

@@ -25,9 +25,7 @@ from fedflat.assembly.tasks import objective_of
 from fedflat.config.method import algorithm_of
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe
-from fedflat.core import durable
-from fedflat.core.checks import InputError, RunError, reading, require, wrong
-from fedflat.core.rng import digest, fresh_key, noise_key, stream
+from fedflat.core import InputError, RunError, digest, durable, fresh_key, noise_key, reading, require, stream, wrong
 from fedflat.data.sources import load_validation
 from fedflat.privacy import tuning
 from fedflat.privacy.ledger import Ledger

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-from fedflat.core.checks import insist, reading, require, wrong
-from fedflat.core.rng import fresh_key
+from fedflat.core import fresh_key, insist, reading, require, wrong
 from fedflat.federation import wire
 from fedflat.federation.secagg import dealing
 from fedflat.federation.secagg import protocol as secagg

@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from fedflat.core.checks import insist, turning
+from fedflat.core import insist, turning
 from fedflat.federation.secagg import sharing
 from fedflat.federation.secagg.protocol import Aborted, PublicKeys, Secrets, Shares, agreed
 from fedflat.federation.secagg.sharing import POINT_BYTES, SHARE_BYTES, Point

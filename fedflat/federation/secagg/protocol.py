@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
-from fedflat.core.checks import RunError, insist, turning
+from fedflat.core import RunError, insist, turning
 from fedflat.core.discrete import SecureBits
 from fedflat.federation.secagg import sharing
 from fedflat.federation.secagg.sharing import Point

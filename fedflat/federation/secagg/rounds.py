@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedflat.core.checks import insist
-from fedflat.core.params import PersonalState
-from fedflat.core.types import Aggregate, Broadcast, Clip, Mechanism
+from fedflat.core import Aggregate, Broadcast, Clip, Mechanism, PersonalState, insist
 from fedflat.engine.reduce import Clipped, Part
 from fedflat.federation import wire
 from fedflat.federation.replies import ReplyTracker

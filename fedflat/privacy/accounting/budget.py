@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fedflat.core.checks import InputError
-from fedflat.core.cohorts import NAMES, SECRET
+from fedflat.core import NAMES, SECRET, InputError
 from fedflat.privacy.accounting.curves import ACCOUNTANTS, APPROXIMATIONS, gaussian_epsilon, gdp_mu
 from fedflat.privacy.accounting.epsilon import accounting_params, epsilon, noise_multiplier
 from fedflat.privacy.trust import guarantees

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fedflat.core.checks import InputError, in_range, insist, one_of, whole, wrong
+from fedflat.core import InputError, in_range, insist, one_of, whole, wrong
 from fedflat.privacy.accounting.composition import Floats, LossDistribution, sampled_gaussian, truncated_gaussian
 from fedflat.privacy.accounting.independent import epsilon_bounds, loss_moments
 

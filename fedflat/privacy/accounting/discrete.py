@@ -24,7 +24,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedflat.core.checks import in_range, whole
+from fedflat.core import in_range, whole
 from fedflat.core.discrete import MIN_SHARE_STD, Floats, ShareNumbers
 from fedflat.privacy.trust import Guarantee
 

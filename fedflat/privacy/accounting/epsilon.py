@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fedflat.core.checks import in_range, require, whole
-from fedflat.core.cohorts import make_sampler
+from fedflat.core import in_range, make_sampler, require, whole
 from fedflat.privacy.accounting.curves import gaussian_epsilon, gdp_mu
 from fedflat.privacy.trust import AccountingParams, default_min_cohort, headline
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fedflat.core.checks import one_of, require, whole, wrong
+from fedflat.core import one_of, require, whole, wrong
 from fedflat.core.factors import MOST_ROUNDS, Factor, Floats, cut, identity, on_grid, tree
 
 KINDS = ("independent", "tree", "banded", "toeplitz")
