@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,27 @@ def layer_faults(sources: dict[Path, str]) -> list[str]:
     return faults
 
 
+def doors(sources: dict[Path, str]) -> dict[str, set[str]]:
+    """What each room's ``__init__`` says that others may import, by room; core's finds any name of its files."""
+    found: dict[str, set[str]] = {}
+    for path, text in sources.items():
+        for node in ast.parse(text).body if path.name == "__init__.py" and room(path) in MAY_IMPORT else ():
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
+                found[room(path)] = set(ast.literal_eval(node.value))
+    return found
+
+
+def door_faults(sources: dict[Path, str], open_doors: dict[str, set[str]]) -> list[str]:
+    """Imports of what another room does not open."""
+    return [
+        f"{path.relative_to(ROOT)} imports {'.'.join(parts)}, which {parts[1]}/__init__.py does not name"
+        for path, text in sources.items() if room(path) not in TOP
+        for parts in imported(ast.parse(text), path)
+        if len(parts) > 2 and parts[1] in open_doors and parts[1] != room(path)
+        and parts[2] not in open_doors[parts[1]]
+    ]  # fmt: skip
+
+
 def habit_faults(sources: dict[Path, str]) -> list[str]:
     """Global random generators, pickled data, asserts, and names that say nothing."""
     faults = []
@@ -102,6 +124,18 @@ def sources() -> dict[Path, str]:
 
 def test_imports_point_downwards(sources: dict[Path, str]) -> None:
     assert layer_faults(sources) == []
+
+
+def test_rooms_are_entered_by_their_doors(sources: dict[Path, str]) -> None:
+    open_doors = doors(sources)
+    rooms = {name for name in MAY_IMPORT if (ROOT / name).is_dir()}
+    assert rooms - {"core", "federation"} == open_doors.keys()  # core's door is lazy; nobody enters a federation
+    for name, files in open_doors.items():
+        here = {path.stem for path in (ROOT / name).iterdir()}
+        assert all(hasattr(import_module(f"fedflat.{name}"), file) for file in files - here)
+    assert door_faults(sources, open_doors) == []
+    through_a_wall = {ROOT / "simulation" / "new.py": "from fedflat.engine.measured import add_clipped"}
+    assert len(door_faults(through_a_wall, open_doors)) == 1
 
 
 def test_no_bad_habits(sources: dict[Path, str]) -> None:

@@ -9,9 +9,11 @@ Example::
     job.parts.plan.epsilon()  # what all rounds together will have spent
     job.backend.name          # what local training runs on
 
-``inputs`` builds the federation and the module (``form``: the data's public form), ``plans`` the method, the privacy
-plan and other public numbers, and ``tasks`` the loss and the metrics; ``piece_check`` tries a user's own pieces on
-made-up numbers. ``jobs`` puts all of it together, for a simulation as for a deployment; ``planning`` says what it will
-cost. ``records`` writes down what the run is before its first draw, and ``stating`` makes its privacy statement, in the
-run and again in ``fedflat verify``.
+``inputs`` builds the federation and the module, ``plans`` the privacy plan and other public numbers, and ``tasks`` the
+loss and the metrics; ``piece_check`` tries a user's own pieces on made-up numbers. ``jobs`` puts all of it together,
+for a simulation as for a deployment; ``planning`` says what it will cost. ``records`` writes down what the run is
+before its first draw, and makes the model of a finished one again; ``stating`` makes its privacy statement, in the run
+and again in ``fedflat verify``.
 """
+
+__all__ = ["inputs", "jobs", "planning", "plans", "records", "stating", "tasks"]

@@ -6,11 +6,9 @@ example is one of them, shifted a little, under another dead-leaves image. Nobod
 """
 
 import copy
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from fedflat.config.method import algorithm_of
 from fedflat.config.reading import GIVEN, NOT_HELD
 from fedflat.config.recipe import BESIDE_CLIENTS, Recipe
 from fedflat.config.sections import DataSection, NamedSection, Partition
-from fedflat.core import CROSS_ENTROPY, Algorithm, CustomLoss, Factory, Layout, Objective, layout_of, put, stream
+from fedflat.core import CROSS_ENTROPY, Algorithm, CustomLoss, Factory, Layout, Objective, layout_of, stream
 from fedflat.core.checks import InputError, RunError, require, wrong
 from fedflat.data.clients import GIVEN as PAIRS
 from fedflat.data.clients import FederatedData, bounded, from_pairs, hold_back, with_test
@@ -165,45 +163,6 @@ def options_for(
     if preparation is not None:
         of_data["pixels"] = {"mean": preparation.get("mean", [0.0]), "std": preparation.get("std", [1.0])}
     return {key: value for key, value in of_data.items() if takes(recipe.model.name, key)} | recipe.model.options
-
-
-def module_again(
-    recipe: Recipe, weights: Mapping[str, Tensor], facts: Mapping[str, Any], model: nn.Module | str | None,
-    body: Path | None, seeded: bool,
-) -> nn.Module:  # fmt: skip
-    """Return the module of a finished run, or a given one, with the run's weights.
-
-    weights: by the names of the module's parameters. facts: what the run made its model for. body: the file of a frozen
-    body that the run kept. seeded: whether the run's seed is known; an exported folder has none.
-    """
-    if isinstance(model, str):
-        names = (facts.get("preparation") or {}).get("names")  # of a given module only its weights may say how many
-        model = build(model, tuple(facts["input_shape"]), len(names or [*weights.values()][-1]), 0)
-    module = copy.deepcopy(model) if model is not None else _built(recipe, weights, facts, body, seeded)
-    put(module, weights, "load: model", "the run")
-    return module.eval()
-
-
-def _built(
-    recipe: Recipe, weights: Mapping[str, Tensor], facts: Mapping[str, Any], body: Path | None, seeded: bool
-) -> nn.Module:
-    """Return the recipe's module. Without a seed, all that it would decide is among the weights."""
-    again = "fedflat.load(path, model=MODULE)"
-    allowed = f"{again}, or --model my_file.py:make"
-    require(recipe.model.name != GIVEN, "load: model", "none, and the run's was given in Python", allowed)
-    vocabulary, padding = (int(facts.get(name, 0)) for name in ("vocabulary", "padding"))
-    options = options_for(recipe, vocabulary, padding, facts.get("preparation"))
-    if body is not None:
-        options["path"] = str(body)
-    make = functools.partial(build, recipe.model.name, tuple(facts["input_shape"]), int(facts["classes"]), **options)
-    module = make(seed=recipe.seed)
-    if not seeded:
-        other = make(seed=recipe.seed + 1).state_dict()
-        for name, value in module.state_dict().items():
-            if name not in weights and not torch.equal(value, other[name]):
-                state = f"an exported folder without {name}, which was drawn by the run's seed"
-                raise wrong("load: model", state, f"{again}, or the run's own folder")
-    return module
 
 
 MODES = 3

@@ -1,25 +1,35 @@
-"""Write down a run before it begins: its recipe, fingerprint, versions, and what its randomness follows."""
+"""Write down what a run is: recipe, fingerprint, versions and the data's public form; make its model again of that."""
 
+from __future__ import annotations
+
+import copy
+import functools
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
+from fedflat.assembly.inputs import options_for
 from fedflat.assembly.plans import is_public
 from fedflat.config.method import server_of
-from fedflat.config.reading import dumped
+from fedflat.config.reading import GIVEN, dumped
 from fedflat.config.recipe import Recipe
-from fedflat.core import MOMENTUM, Algorithm, Identity, Layout, durable, versions, wrong
+from fedflat.core import MOMENTUM, Algorithm, Identity, Layout, durable, put, require, versions, wrong
 from fedflat.core.identity import identity_of
+from fedflat.data.clients import FederatedData
 from fedflat.engine.job import Job, RoundParts
 from fedflat.engine.problem import ModuleProblem
 from fedflat.engine.reduce import Backend
 from fedflat.engine.resume import software
 from fedflat.methods.published import Published
+from fedflat.models import build
 from fedflat.models.representation import Representation
 
 UNCHANGING = ("engine", "evaluation", "name")
@@ -137,3 +147,88 @@ def engine_facts(recipe: Recipe, problem: ModuleProblem, backend: Backend) -> st
     if not is_public(recipe.data.dataset):
         facts["found"] = software(backend, problem)
     return json.dumps(facts, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """The public form of the data: shape and type of one example, number of classes and clients."""
+
+    name: str
+    input_shape: tuple[int, ...]
+    input_dtype: str
+    classes: int
+    clients: int
+    vocabulary: int = 0
+    padding: int = 0
+
+    @classmethod
+    def of(cls, data: FederatedData) -> DataSpec:
+        """Return the form of a federation's data."""
+        kind = str(data.inputs.dtype).removeprefix("torch.")
+        return cls(data.name, data.input_shape, kind, data.classes, data.clients, data.vocabulary, data.padding)
+
+    def federation(
+        self, client: int = 0, examples: tuple[Tensor, Tensor] | None = None,
+        test: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> FederatedData:  # fmt: skip
+        """Return what one party sees of the federation: a client's own examples, the public test set if it has one."""
+        nobody = torch.zeros(0, *self.input_shape, dtype=getattr(torch, self.input_dtype))
+        inputs, targets = examples or (nobody, torch.zeros(0, dtype=torch.int64))
+        nothing = (np.empty(0, dtype=np.int64),) * self.clients
+        parts = list(nothing)
+        parts[client] = np.arange(len(inputs), dtype=np.int64)
+        return FederatedData(
+            inputs, targets, tuple(parts), nothing, *test, self.classes, self.name, self.vocabulary, self.padding,
+            stated=True,
+        )  # fmt: skip
+
+    def check(self, where: str, inputs: Tensor, targets: Tensor) -> None:
+        """Raise InputError unless a party's examples have this form."""
+        shape, wanted = tuple(inputs.shape[1:]), tuple(self.input_shape)
+        require(shape == wanted, f"{where}: inputs", f"shape {shape} per example", str(wanted))
+        kind = str(inputs.dtype).removeprefix("torch.")
+        require(kind == self.input_dtype, f"{where}: inputs", kind, self.input_dtype)
+        if targets.dtype != torch.int64 or len(targets) != len(inputs):
+            raise wrong(f"{where}: targets", f"{len(targets)} of {targets.dtype}", f"{len(inputs)} of torch.int64")
+        if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < self.classes:
+            span = f"{int(targets.min())} to {int(targets.max())}"
+            raise wrong(f"{where}: targets", span, f"0 to {self.classes - 1}")
+
+
+def module_again(
+    recipe: Recipe, weights: Mapping[str, Tensor], facts: Mapping[str, Any], model: nn.Module | str | None,
+    body: Path | None, seeded: bool,
+) -> nn.Module:  # fmt: skip
+    """Return the module of a finished run, or a given one, with the run's weights.
+
+    weights: by the names of the module's parameters. facts: what the run made its model for. body: the file of a frozen
+    body that the run kept. seeded: whether the run's seed is known; an exported folder has none.
+    """
+    if isinstance(model, str):
+        names = (facts.get("preparation") or {}).get("names")  # of a given module only its weights may say how many
+        model = build(model, tuple(facts["input_shape"]), len(names or [*weights.values()][-1]), 0)
+    module = copy.deepcopy(model) if model is not None else _built(recipe, weights, facts, body, seeded)
+    put(module, weights, "load: model", "the run")
+    return module.eval()
+
+
+def _built(
+    recipe: Recipe, weights: Mapping[str, Tensor], facts: Mapping[str, Any], body: Path | None, seeded: bool
+) -> nn.Module:
+    """Return the recipe's module. Without a seed, all that it would decide is among the weights."""
+    again = "fedflat.load(path, model=MODULE)"
+    allowed = f"{again}, or --model my_file.py:make"
+    require(recipe.model.name != GIVEN, "load: model", "none, and the run's was given in Python", allowed)
+    vocabulary, padding = (int(facts.get(name, 0)) for name in ("vocabulary", "padding"))
+    options = options_for(recipe, vocabulary, padding, facts.get("preparation"))
+    if body is not None:
+        options["path"] = str(body)
+    make = functools.partial(build, recipe.model.name, tuple(facts["input_shape"]), int(facts["classes"]), **options)
+    module = make(seed=recipe.seed)
+    if not seeded:
+        other = make(seed=recipe.seed + 1).state_dict()
+        for name, value in module.state_dict().items():
+            if name not in weights and not torch.equal(value, other[name]):
+                state = f"an exported folder without {name}, which was drawn by the run's seed"
+                raise wrong("load: model", state, f"{again}, or the run's own folder")
+    return module

@@ -10,3 +10,5 @@ clip nor sum. ``sequential`` is what the others must equal: ``workers`` and ``ra
 trains blocks at once, as products of matrices for stacks of linear layers. ``choose`` takes the one that a recipe names
 or that public shapes speak for; ``features`` computes a frozen body once.
 """
+
+__all__ = ["choose", "features", "in_process", "ray", "workers"]

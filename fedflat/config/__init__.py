@@ -9,3 +9,5 @@ Example::
 ``extends`` and ``-o key=value``; ``recipe`` checks, and says in a line what is wrong; ``method`` makes
 the method that a recipe names; ``reference`` has docs/recipe.md.
 """
+
+__all__ = ["method", "reading", "recipe", "reference", "sections"]

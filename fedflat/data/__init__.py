@@ -9,3 +9,5 @@ Example::
 and ``own`` say which columns, for recipes and for Python, and ``partition`` splits the rows among clients.
 ``preparation`` is what travels with a released model, so that it can be used on new rows.
 """
+
+__all__ = ["clients", "decoding", "encoding", "locate", "own", "partition", "preparation", "sources", "tables"]

@@ -13,3 +13,8 @@ Example, a round by hand (``examples/one_round.py`` has it without the engine)::
 ``batches``; ``reduce`` adds what clients send, vectors in factors by ``factored`` and ``measured``;
 ``round`` is the server; ``isolated`` records a user's own pieces; ``resume`` decides how a run goes on.
 """
+
+__all__ = [
+    "batches", "client", "device", "evaluate", "factored", "isolated", "job", "mlp", "problem", "reduce", "resume",
+    "round", "train",
+]  # fmt: skip

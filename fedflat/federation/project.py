@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import fedflat
-from fedflat.assembly.form import DataSpec
 from fedflat.assembly.inputs import data_of
 from fedflat.assembly.jobs import prepare
 from fedflat.assembly.plans import plan_of
-from fedflat.assembly.records import settled
+from fedflat.assembly.records import DataSpec, settled
 from fedflat.config.method import algorithm_of
 from fedflat.config.reading import dumped
 from fedflat.config.recipe import Recipe

@@ -22,7 +22,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 
-from fedflat.assembly.form import DataSpec
+from fedflat.assembly.records import DataSpec
 from fedflat.config.method import algorithm_of
 from fedflat.config.recipe import Recipe
 from fedflat.core import durable, reading, require, turning, wrong

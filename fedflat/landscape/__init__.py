@@ -11,3 +11,5 @@ Example: how flat the models of two finished runs are::
 around a point, ``flatness`` measures finished runs. ``bounds`` has the papers' formulas, each with its equation, and
 ``statements`` evaluates them for a recipe. Nothing here enters a privacy statement.
 """
+
+__all__ = ["bounds", "flatness", "statements"]

@@ -10,3 +10,5 @@ correlated over rounds. ``ddgauss`` encodes messages as whole numbers, ``votes``
 ``published`` and ``shares`` are papers' own procedures with the ε that they claim; ``plans`` are the accounts of votes
 and of ``ddgauss``. ``assembly`` makes jobs of their recipes.
 """
+
+__all__ = ["ddgauss", "noise", "plans", "published", "rounds", "shares", "votes"]

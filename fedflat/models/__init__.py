@@ -87,4 +87,7 @@ def _factory(name: str) -> tuple[Callable[..., nn.Module], list[str], bool]:
     return factory, taken, any(p.kind is p.VAR_KEYWORD for _, p in parameters)
 
 
-__all__ = ["BUILDERS", "NAMES", "build", "freeze_batch_norm", "is_sized", "refuse_unclipped_state", "takes"]
+__all__ = [
+    "BUILDERS", "NAMES", "build", "freeze_batch_norm", "is_sized", "patches", "refuse_unclipped_state",
+    "representation", "takes",
+]  # fmt: skip

@@ -15,3 +15,5 @@ recipe. ``scales`` makes recipes smaller, ``rows`` plans and trains them, ``outc
 ``board`` is the leaderboard. What measures its rows and writes its page is in ``benchmarks/`` of the repository, as are
 the records of the papers' tables and what tunes their methods.
 """
+
+__all__ = ["board", "figures", "outcome", "rows", "scales", "tables"]

@@ -9,3 +9,5 @@ Every piece works on the last axis of a flat vector, so it serves one client, a 
 ``clipping``, ``mechanisms`` draw the noise, ``server`` steps process the noisy mean, and ``state`` has the pieces of
 methods that remember something between rounds.
 """
+
+__all__ = ["clipping", "gradients", "mechanisms", "server", "state", "transforms"]

@@ -14,3 +14,5 @@ Example, the plan of 300 rounds of about 50 of 500 clients, with the noise for Î
 computes Îµ from these lines alone, by formulas of its own, and ``schedules`` how far a client moves rounds that follow a
 schedule. ``statement`` writes ``privacy.json``: what is promised, to whom, and what is not.
 """
+
+__all__ = ["accounting", "correlated", "ledger", "plan", "statement", "together", "trust", "tuning", "verify"]

@@ -264,22 +264,11 @@ def _scaled(sampler: Sampler, factor: float) -> Sampler:
 
 
 def build_plan(
-    *,
-    rounds: int,
-    noise_multiplier: float | None = None,
-    epsilon: float | None = None,
-    noise_cohort: float | None = None,
-    count_noise: float | None = None,
-    adaptive: bool = False,
-    private: bool = True,
-    mechanism: Accounted | None = None,
-    noise: str = "independent",
-    bands: int | None = None,
-    momentum: float = 0.0,
-    selection: tuning.Selection | None = None,
-    evaluation: float | None = None,
-    **accounting: Any,
-) -> Plan:
+    *, rounds: int, noise_multiplier: float | None = None, epsilon: float | None = None,
+    noise_cohort: float | None = None, count_noise: float | None = None, adaptive: bool = False, private: bool = True,
+    mechanism: Accounted | None = None, noise: str = "independent", bands: int | None = None, momentum: float = 0.0,
+    selection: tuning.Selection | None = None, evaluation: float | None = None, **accounting: Any,
+) -> Plan:  # fmt: skip
     """The checked plan of a run; σ is calibrated when ``epsilon`` is given instead of ``noise_multiplier``.
 
     Arguments as in :class:`Plan`; ``accounting`` as in :func:`fedflat.epsilon`, with its defaults. σ_b is m/20 by

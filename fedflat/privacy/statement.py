@@ -49,18 +49,10 @@ def least_noise(plan: Plan, entries: Sequence[Mapping[str, Any]]) -> float:
 
 
 def statement(
-    plan: Plan,
-    *,
-    rounds_run: int,
-    algorithm: str,
-    facts: Mapping[str, Any],
-    seeded: bool,
-    warnings: Sequence[str] = (),
-    entries: Sequence[Mapping[str, Any]] = (),
-    claimed: float | None = None,
-    proven: float | None = None,
-    reasons: Sequence[str] = (),
-) -> dict[str, Any]:
+    plan: Plan, *, rounds_run: int, algorithm: str, facts: Mapping[str, Any], seeded: bool,
+    warnings: Sequence[str] = (), entries: Sequence[Mapping[str, Any]] = (), claimed: float | None = None,
+    proven: float | None = None, reasons: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
     """The statement of a run, as plain JSON values (an infinite or missing ε is ``None`` with a reason).
 
     ``facts`` are the public facts of the recipe, kept as given; those known here: ``clip``, ``simulation`` (default

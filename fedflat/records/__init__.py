@@ -13,3 +13,5 @@ after a round, so that a kill leaves the old one or the new one. ``opening`` say
 drawn. ``keys`` has the noise keys, outside of every run's folder, and their marks, which say how far each was used.
 ``signing`` signs what a run ended with, and each round's place in the ledger.
 """
+
+__all__ = ["checkpoint", "folder", "keys", "opening", "signing"]

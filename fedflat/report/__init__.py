@@ -15,3 +15,8 @@ numbers and fills in templates; what is said stands in ``templates/`` and in the
 page of runs, ``flatness`` that of landscapes, ``live`` the one that follows a run, ``card`` the privacy card.
 A proven and a claimed ε never share a name, and a claimed one never stands alone.
 """
+
+__all__ = [
+    "card", "figures", "flatness", "groups", "html", "live", "metrics", "pages", "plates", "progress", "statement",
+    "summary", "tables", "wording",
+]  # fmt: skip

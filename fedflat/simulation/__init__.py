@@ -16,3 +16,5 @@ Example::
 ``settings`` says which. ``inspection`` checks every record against every other, with what ``recomputed`` makes again
 from the others; ``export`` makes folders to hand over.
 """
+
+__all__ = ["experiment", "export", "inspection", "result", "run", "settings", "tuning"]

@@ -173,14 +173,9 @@ class Comparison:
 
 
 def compare(
-    recipes: Sequence[RecipeLike],
-    overrides: Sequence[str] = (),
-    seeds: int = 3,
-    folder: str | Path | None = None,
-    processes: int | None = None,
-    update: Update | None = None,
-    data: Loader = data_for,
-) -> Comparison:
+    recipes: Sequence[RecipeLike], overrides: Sequence[str] = (), seeds: int = 3, folder: str | Path | None = None,
+    processes: int | None = None, update: Update | None = None, data: Loader = data_for,
+) -> Comparison:  # fmt: skip
     """Run every setting with every seed and compare them; what is done in ``folder`` already is kept.
 
     recipes: names, paths, dicts or Recipes. overrides: ``key=value`` strings; ``key=a,b`` makes settings of both.

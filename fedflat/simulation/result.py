@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fedflat.assembly.inputs import module_again
+from fedflat.assembly.records import module_again
 from fedflat.config.recipe import Recipe
 from fedflat.core import contents_of, counted, placed, require, turning, whole, wrong
 from fedflat.data.own import prepared

@@ -27,18 +27,10 @@ def default_delta(clients: int) -> float:
 
 
 def accounting_params(
-    *,
-    clients: int,
-    cohort: float,
-    noise_multiplier: float,
-    rounds: int,
-    sampling: str = "poisson",
-    max_cohort: int | None = None,
-    separation: int | None = None,
-    delta: float | None = None,
-    draws: int | None = None,
+    *, clients: int, cohort: float, noise_multiplier: float, rounds: int, sampling: str = "poisson",
+    max_cohort: int | None = None, separation: int | None = None, delta: float | None = None, draws: int | None = None,
     **more: Any,
-) -> AccountingParams:
+) -> AccountingParams:  # fmt: skip
     """The checked arguments of :func:`epsilon`; ``more`` are those that it shares with :class:`AccountingParams`.
 
     draws: of cohorts in all ``rounds``, any of which may be aborted; None: one a round.
