@@ -205,3 +205,9 @@ def test_the_norm_limit_holds_even_if_rounding_gives_up(monkeypatch):
     for update in (torch.full((100,), 0.1), torch.full((100,), 3e38)):
         steps = mech.round_to_grid(update, signs, stream(0, "rounding"))
         assert steps.any() and exact_square(steps) <= mech.norm_limit
+
+
+def test_a_clients_message_carries_its_own_noise():
+    noise, broadcast = SharedDiscreteNoise(mechanism(), seed=0, shares=8), Broadcast(0, torch.zeros(100), 1.0, 1.0)
+    first, same, other = (noise.message(updates(1, 100)[0], broadcast, bytes([key]) * 32) for key in (1, 1, 2))
+    assert np.array_equal(first, same) and not np.array_equal(first, other)
