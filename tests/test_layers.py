@@ -33,6 +33,7 @@ MAY_IMPORT = {
 }  # fmt: skip
 """Every room but the command line: it imports rooms above it in this table, and itself."""
 
+MOST_ROOMS = 8
 TOP = {"cli", "__init__", "__main__"}
 """They may import everything, and nothing imports them but one another."""
 NAMES_NOT_TO_USE = {"utils", "helpers", "common", "base", "manager"}
@@ -124,6 +125,7 @@ def sources() -> dict[Path, str]:
 
 def test_imports_point_downwards(sources: dict[Path, str]) -> None:
     assert layer_faults(sources) == []
+    assert max(map(len, MAY_IMPORT.values())) <= MOST_ROOMS
 
 
 def test_rooms_are_entered_by_their_doors(sources: dict[Path, str]) -> None:
