@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from fedflat.cli import Json, Overrides, Processes, RecipeName, columns, filled, json_text, recipe_of
-from fedflat.core import InputError, in_range, one_of, plain, wrong
+from fedflat.core import InputError, in_range, one_of, wrong
 
 Row = dict[str, Any]
 
@@ -29,10 +29,11 @@ def plan(
     """
     parsed = recipe_of(recipe, override)  # before torch takes seconds to load
     from fedflat.assembly.planning import forecast
+    from fedflat.privacy.ledger import plain_json
 
     facts, planned = forecast(parsed, trial=not no_trial)
     texts = filled("plan.txt", facts=facts, plan=planned)
-    print(json_text(plain(facts)) if as_json else "\n".join(texts))
+    print(json_text(plain_json("plan", facts)) if as_json else "\n".join(texts))
 
 
 def tune(
@@ -187,6 +188,7 @@ def _answer(options: Options, setting: Row, rows: list[Row], target: float | Non
     Raises:
         InputError: nothing applies, for the reason that it says.
     """
+    from fedflat.privacy.ledger import plain_json
     from fedflat.report.metrics import epsilon_text
 
     # A row for any sampling does not answer for one that was asked for.
@@ -196,7 +198,7 @@ def _answer(options: Options, setting: Row, rows: list[Row], target: float | Non
         raise InputError(f"{', '.join(options.only().values()) or 'every combination'}: {reason.rstrip('.')}.")
     if options.as_json:
         asked = {} if target is None else {"epsilon": target}
-        print(json_text(plain({**asked, "setting": setting, "rows": rows})))
+        print(json_text(plain_json("budget", {**asked, "setting": setting, "rows": rows})))
         return
     clients, cohort, sigma = setting["clients"], setting["cohort"], setting.get("noise_multiplier")
     numbers = [f"M = {clients:,}", f"m = {cohort:g} (q = {cohort / clients:.4g})", f"T = {setting['rounds']:,}"]

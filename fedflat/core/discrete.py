@@ -295,6 +295,8 @@ def discrete_gaussian(sigma2: Fraction | float | int, size: int, source: Source)
     Raises InputError for another sigma2 or size.
     """
     whole("size of the noise", size)
+    if not isinstance(sigma2, Fraction):
+        in_range("sigma2 of the discrete Gaussian", sigma2, 0)
     exact = Fraction(sigma2)
     if exact == 0:
         return np.zeros(size, dtype=np.int64)

@@ -12,31 +12,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from fedflat.core.checks import becoming, require
+from fedflat.core.checks import becoming
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def plain(value: Any, where: str = "") -> Any:
-    """``value`` in JSON's types: non-finite floats to ``None``; arrays and tensors to lists; other objects to text.
-
-    where: names what must be kept exactly; all that would be lost of it but +inf (an infinite ε is null) is refused.
-    """
+def plain(value: Any) -> Any:
+    """``value`` in JSON's types: non-finite floats to ``None``; arrays and tensors to lists; other objects to text."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        require(not where or math.isfinite(value) or value == math.inf, where, value, "a number or +inf")
-        return float(value) if math.isfinite(value) else None
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): plain(item, where and f"{where}.{key}") for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item, where) for item in value]
+        return [plain(item) for item in value]
     # NumPy scalars and arrays, and torch tensors.
-    if hasattr(value, "tolist"):
-        return plain(value.tolist(), where)
-    require(not where, where, type(value).__name__, "JSON values (numbers, text, lists, maps)")
-    return str(value)
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def append(path: Path, content: bytes, mode: int = 0o600) -> None:

@@ -227,6 +227,7 @@ def published_plan(
     """
     items = PAPERS[one_of("privacy.published", paper, PAPERS)]
     sampler: Sampler = Poisson(clients, cohort) if paper == "004" else FromRound(clients, cohort)
+    whole("rounds", rounds, 1)
     # The papers' δ, though it is too large: the warning says so.
     spent = 1 / clients if delta is None else delta
     check_target(noise_multiplier, epsilon)

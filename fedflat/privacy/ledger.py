@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -20,7 +21,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from fedflat.core import InputError, RunError, append, becoming, flush, lock_file, plain, whole, writing, wrong
+import numpy as np
+
+from fedflat.core import InputError, RunError, append, becoming, flush, lock_file, whole, writing, wrong
 
 HEADER = b"fedflat privacy ledger, version 1"
 CHAIN = ("line", "previous", "checksum")
@@ -51,6 +54,23 @@ class Scan(NamedTuple):
 
 def _broken(path: Path, number: int, found: str, allowed: str) -> LedgerError:
     return LedgerError(str(wrong(f"{path} line {number}", found, allowed)))
+
+
+def plain_json(where: str, value: Any) -> Any:
+    """JSON types only, with exact numbers; +inf becomes None (an infinite ε is ``null``)."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(f"{where}.{key}", inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_json(where, inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        if value == math.inf:
+            return None
+        raise wrong(where, value, "a number or +inf")
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    raise wrong(where, type(value).__name__, "JSON values (numbers, text, lists, maps)")
 
 
 def _dump(entry: Mapping[str, Any], *, canonical: bool = False) -> bytes:
@@ -207,7 +227,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
 
     def describe(self, run: Mapping[str, Any]) -> None:
         """Set the facts of the run that the next line carries, unless the newest recorded ones are the same."""
-        self._run = plain(run, "ledger run")
+        self._run = plain_json("ledger run", run)
 
     def copy_to(self, write: Callable[[bytes], None]) -> None:
         """Hand the bytes of every further line, newline included, to ``write`` too before ``append`` returns."""
@@ -264,11 +284,11 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         return str(self.entries[events]["previous"]) if events < len(self.entries) else self._tip
 
     def _normal(self, payload: Mapping[str, Any]) -> Entry:
-        line: Entry = {**plain(payload, "ledger event"), **self._key}
-        whole("ledger event.round", line.get("round"))
-        if taken := [key for key in line if key in _NO_EVENT]:
+        plain: Entry = {**plain_json("ledger event", payload), **self._key}
+        whole("ledger event.round", plain.get("round"))
+        if taken := [key for key in plain if key in _NO_EVENT]:
             raise wrong("ledger event", taken[0], f"names other than {', '.join(_NO_EVENT)}")
-        return line
+        return plain
 
     def append(self, payload: Mapping[str, Any]) -> Entry:
         """Record one event durably and return its line; only then may the round be released.
@@ -277,14 +297,14 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         recorded event is matched once, so equal events of one running round are all charged.
         Raises ``InputError`` for a payload that cannot be stored exactly, ``RunError`` if the disk refuses.
         """
-        line = self._normal(payload)
+        plain = self._normal(payload)
         for index, entry in enumerate(self._replay):
             # What a line charged again says of ε so far is from before the key changed.
             # Each recorded event may be matched once: equal events of one round are separate releases.
-            changed = {"epsilon": line["epsilon"]} if "attempt" in entry and "epsilon" in line else {}
-            if {**event(entry), **changed} == line:
+            changed = {"epsilon": plain["epsilon"]} if "attempt" in entry and "epsilon" in plain else {}
+            if {**event(entry), **changed} == plain:
                 return self._replay.pop(index)
-        return self._write(line)
+        return self._write(plain)
 
     def charge_again(self, reason: str, *, round: int) -> list[Entry]:
         """Charge a round's events once more: it is about to be drawn again with other noise.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from fedflat.core import MOST, Sampler, in_range, make_sampler, plain, require, whole, wrong
+from fedflat.core import MOST, Sampler, in_range, make_sampler, require, whole, wrong
 from fedflat.privacy import tuning
 from fedflat.privacy.accounting.epsilon import accounting_params, calibrate, default_delta, guess, largest, split_noise
 from fedflat.privacy.correlated import ScheduledPlan, scheduled_plan
@@ -213,13 +213,13 @@ class Plan(AccountingParams):
             "clients": self.sampler.clients,
             "cohort": self.sampler.size,
             "q": self.sampler.q,
-            "clip": float(clip),
-            "sensitivity": self.sensitivity(clip),
-            "std": self.std(clip),
+            "clip": _finite(clip),
+            "sensitivity": _finite(self.sensitivity(clip)),
+            "std": _finite(self.std(clip)),
             "noise_multiplier": self.event_multiplier,
             "delta": self.delta,
             "accountant": self.accountant,
-            "epsilon": self.epsilon(round + 1),
+            "epsilon": _finite(self.epsilon(round + 1)),
         }
         optional = {
             "cohort_max": self.sampler.maximum,
@@ -234,8 +234,7 @@ class Plan(AccountingParams):
             "selection": self.selection.record() if self.selection else None,
         }
         line |= {name: value for name, value in optional.items() if value is not None}
-        line = plain(line | self.account.record(self) | self.account.by_round(self, round))
-        return line
+        return line | self.account.record(self) | self.account.by_round(self, round)
 
     def standing(self, entries: Sequence[Mapping[str, Any]], key: str | None = None, start: int = 0) -> "Plan":
         """Return the plan of a run that goes on: where rounds share noise, a ledger says which ones other keys drew."""
@@ -253,6 +252,10 @@ class Plan(AccountingParams):
         lines = () if round is None else [entry for entry in entries if entry["round"] > round]
         later: dict[int, object] = {entry["round"]: entry.get("key_id") for entry in lines}
         return extra_rounds(entries) + sum(name != key for name in later.values())
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
 
 
 def _scaled(sampler: Sampler, factor: float) -> Sampler:

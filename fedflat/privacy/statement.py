@@ -20,7 +20,7 @@ import yaml
 from fedflat.core import InputError, durable, whole, writing, wrong
 from fedflat.privacy import tuning
 from fedflat.privacy.correlated import ScheduledPlan
-from fedflat.privacy.ledger import extra_rounds
+from fedflat.privacy.ledger import extra_rounds, plain_json
 from fedflat.privacy.plan import Plan
 
 SECOND_DELTA = 1e-5
@@ -113,7 +113,7 @@ def statement(
         "warnings": [*plan.warnings, *warnings],
         "facts": dict(facts),
     }  # fmt: skip
-    clean: dict[str, Any] = durable.plain(body, "privacy statement")
+    clean: dict[str, Any] = plain_json("privacy statement", body)
     return {**clean, "checklist": checklist(clean)}
 
 
@@ -298,7 +298,7 @@ def write(path: str | Path, statement: Mapping[str, Any], run: str = "", weights
     """
     path = Path(path)
     ids = {name: value for name, value in (("run", run), ("weights", weights)) if value}
-    body = durable.plain({**statement, **ids}, "privacy statement")
+    body = plain_json("privacy statement", {**statement, **ids})
     text = json.dumps({**body, "checksum": checksum(body)}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     with writing(path, "the privacy statement could not be written"):
         durable.replace(path, text, mode=0o644)

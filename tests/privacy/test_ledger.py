@@ -58,7 +58,7 @@ def test_numbers_come_back_exactly_and_an_infinite_one_is_null(path: Path) -> No
     [
         ({"round": 0, "x": float("nan")}, "ledger event.x: found nan; allowed: a number"),
         ({"round": 0, "x": -np.inf}, "ledger event.x: found -inf"),
-        ({"round": 0, "x": {"y": object()}}, "ledger event.x.y: found object; allowed: JSON values"),
+        ({"round": 0, "x": np.zeros(2)}, "ledger event.x: found ndarray"),
         ({"round": 0, "line": 7}, "ledger event: found line; allowed: names other than"),
         ({"round": 0, "attempt": 2}, "found attempt"),
         ({"kind": "gaussian"}, "ledger event.round: found None; allowed: a whole number"),

@@ -24,7 +24,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedflat.core import in_range, whole
+from fedflat.core import in_range, one_of, whole
 from fedflat.core.discrete import MIN_SHARE_STD, Floats, ShareNumbers
 from fedflat.privacy.trust import Guarantee
 
@@ -188,6 +188,7 @@ class DDGaussAccount(ShareNumbers):
         client that takes part in every round, for either adversary.
         """
         whole("rounds", rounds, 0)
+        one_of("adversary", adversary, ("recipients", "server"))
         delta = self.delta - self.abort_probability(rounds)
         if rounds == 0:
             return 0.0

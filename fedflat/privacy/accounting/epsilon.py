@@ -86,6 +86,8 @@ def approximate_epsilon(
         InputError: a value out of range.
     """
     params = accounting_params(**locals())
+    if rounds == 0:
+        return 0.0
     return gaussian_epsilon(gdp_mu(params.sampler.q, noise_multiplier, rounds), params.delta)
 
 
