@@ -18,7 +18,7 @@ from fedflat.config.method import algorithm_of
 from fedflat.config.reading import GIVEN
 from fedflat.data.clients import from_pairs
 from fedflat.privacy.statement import is_whole
-from fedflat.report.summary import NOT_COVERED, summary_rows
+from fedflat.report.summary import PRIVATE, summary_rows
 from fedflat.simulation import run as simulation
 
 pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
@@ -154,7 +154,7 @@ def test_malformed_messages_are_counted_where_their_owner_sees_it(tmp_path):
     found = simulation.run(recipe, Mine(), pairs, out=tmp_path / "run")
     assert [record["malformed"] for record in found.private_history] == [1, 1]
     assert found.notes[-1] == "2 malformed messages, counted as zero (rounds: 2)"
-    assert ("malformed", f"2 messages in 2 rounds, counted as zero ({NOT_COVERED})") in summary_rows(found)
+    assert ("malformed", f"2 messages in 2 rounds, counted as zero {PRIVATE}") in summary_rows(found)
     assert "malformed" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     sound = simulation.run(recipe | {"rounds": 1}, Mine(), clients())
     assert not sound.notes and "malformed" not in sound.private_history[0]

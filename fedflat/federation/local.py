@@ -7,6 +7,7 @@ and for tests; every process that is started here is stopped here.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -22,7 +23,8 @@ from pathlib import Path
 if __name__ == "__main__":  # until the programs' own way to end is set: no traceback of the imports
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from fedflat.core import RunError, counted, how_it_ended, lock_file, making, reading, require, turning, waiting, wrong
+from fedflat.core import free_memory, how_it_ended, lock_file, waiting
+from fedflat.core.checks import RunError, counted, making, reading, require, turning, wrong
 from fedflat.federation import processes
 from fedflat.federation.lock import ADDRESSES_FILE, Addresses
 from fedflat.federation.project import PACKAGE, REASON, STATUS, environment, superlink_command, supernode_command
@@ -75,6 +77,9 @@ class Federation:
         for address in (self.addresses.listen, self.addresses.control):
             processes.must_be_free(str(self.project / ADDRESSES_FILE), *address)
         print(f"starting {counted(len(chosen), 'client')}, each a process of about {NODE} MB", file=sys.stderr)
+        need, free = len(chosen) * NODE / 1024, (free_memory() or math.inf) / (1 << 30)
+        if need > free:
+            print(f"Warning: that is {need:.0f} GB, of {free:.0f} free: processes may be killed", file=sys.stderr)
         self.start_superlink()
         for client in chosen:
             self.start_node(client)
@@ -200,6 +205,8 @@ def _whole_run(project: Path) -> None:
     with Federation(project) as federation, lock_file(federation.logs / "local.lock", taken):
         records = _folder_of_run(project) / METRICS
         seen = len(read_lines(records))
+        if seen >= federation.task.recipe.rounds:
+            print(f"{records.parent}: {counted(seen, 'round')} done before, and no more to do", file=sys.stderr)
         federation.start()
         run = federation.run()
         print(f"run {run} started; logs in {federation.logs}", file=sys.stderr)
