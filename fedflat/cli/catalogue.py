@@ -257,7 +257,10 @@ def data(
     for name, col in columns.items():
         role = "target" if name == target else col["becomes"]
         lines.append(f"  {name}: {col['type']}, {counted(col['values'], 'value')}, {col['missing']} missing → {role}")
-    lines += [f"Fault: {fault}" for fault in facts["faults"]] or ["No faults."]
+    filled = [f"data.fill.{name}," for name in recipe["data"].get("fill", ())] if recipe else []
+    for fault in facts["faults"]:
+        lines.append(f"{'Filled below' if any(key in fault for key in filled) else 'Fault'}: {fault}")
+    lines += [] if facts["faults"] else ["No faults."]
     # In a file these lines are comments, so that the file is a recipe.
     parts = [cli.wrapped(line, later="    ") if sys.stdout.isatty() else [f"# {line}"] for line in lines]
     print("\n".join(line for part in parts for line in part))

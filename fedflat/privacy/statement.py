@@ -102,7 +102,7 @@ def statement(
         "accountant": plan.accountant,
         **({"selection": plan.selection.record()} if plan.selection else {}),
         "reasons": [
-            *reasons, *shared, *refused, *_reasons(spent, finite, charged - rounds_run),
+            *reasons, *shared, *_selected(plan), *refused, *_reasons(spent, finite, charged - rounds_run),
             *(TEXTS["reasons"]["again"].format(count=count, reason=reason) for reason, count in again.items()),
         ],
         "not_covered": not_covered(plan, facts, seeded=seeded),
@@ -145,16 +145,22 @@ def prior(fact: str) -> str:
     return f"{PRIORS[key]} ({which})" if which else PRIORS[key]
 
 
+def _selected(plan: Plan) -> list[str]:
+    if plan.selection is None:
+        return []
+    one_trial = tuning.alone(plan).epsilon()
+    return _sentences("reasons", {"selection": True}, mean=plan.selection.mean, alone=one_trial)
+
+
 def _reasons(plan: Plan, finite: bool, extra: int) -> list[str]:
     """Return why there is no finite ε, and what the figures beside it mean."""
     noised, published = plan.event_multiplier != 0, plan.protocol == "published"
-    chosen = {"mean": plan.selection.mean, "alone": tuning.alone(plan).epsilon()} if plan.selection else {}
     conditions = {
-        "selection": chosen, "published": published and not finite, "not_private": not plan.private,
+        "published": published and not finite, "not_private": not plan.private,
         "no_noise": plan.private and not noised, "not_finite": noised and not published and not finite,
         "noise_cohort": plan.noise_cohort, "extra": extra > 0,
     }  # fmt: skip
-    return _sentences("reasons", conditions, extra=extra, **chosen)
+    return _sentences("reasons", conditions, extra=extra)
 
 
 def _adjacency(guarantees: Sequence[Any]) -> str:

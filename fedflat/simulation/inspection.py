@@ -95,7 +95,9 @@ def refuse_damage(folder: Path) -> Records:
     run = Records(folder)
     run.refuse_older()
     require((folder / STATEMENT).is_file(), str(folder / STATEMENT), "no such file", "the record as it was written")
-    asked = {record: check for record, check in CHECKS.items() if record not in UNASKED}
+    # The statement last: its fields are wrong as well where a record that they follow from is.
+    ordered = sorted(CHECKS.items(), key=lambda item: item[0] == FIELDS)
+    asked = {record: check for record, check in ordered if record not in UNASKED}
     for check in (*checked(run, asked), *check_signed(run)):
         if check.verdict == "wrong" and ".damaged" not in check.record and check.record not in (REPORT, *CARDS):
             place, hint = str(folder / check.record), f"See fedflat verify {folder}."
@@ -181,6 +183,8 @@ def check_ledger(run: Records) -> Iterator[Check]:
 
 def check_account(run: Records) -> Iterator[Check]:
     """Check the stated ε by a second accountant, and that every released round has a line in the ledger."""
+    if not (run.folder / LEDGER).is_file():  # missing, which is said already
+        return
     why = _unfinished(run)
     if (run.folder / STATEMENT).is_file() and not (why and run.going):
         account = recomputed.second_account(run)
