@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedflat.config.recipe import Recipe
-    from fedflat.core import (
-        Algorithm,
-        ClientState,
-        ClientView,
-        CommonMask,
-        GradientFn,
-        GradientRule,
-        InputError,
-        RunError,
-    )
-    from fedflat.core.types import Local, MaskView, MeanView, Optimizer, Phase, ServerStep, ServerView, Transform
+    from fedflat.core import Algorithm, ClientState, ClientView, CommonMask, GradientFn, InputError, Local, RunError
+    from fedflat.core.types import GradientRule, MaskView, MeanView, Optimizer, Phase, ServerStep, ServerView, Transform
     from fedflat.data.own import clients
     from fedflat.engine.job import RoundResult
     from fedflat.estimator import PrivateClassifier, PrivateRegressor

@@ -510,7 +510,7 @@ def test_a_look_says_what_to_do_about_dates_decimal_commas_and_empty_cells(
     (tmp_path / "visits.csv").write_text("\n".join(["user;price;day;plan;void;size;note;y", *rows]), encoding="utf-8")
     look(tmp_path / "visits.csv", separator=";", target="y")
     shown = capsys.readouterr().out
-    assert "\n# Guessed: --by user\n#   price:" in shown and "\n# Fault: column plan: 30 missing" in shown
+    assert "\n# Guessed: --by user\n#   price:" in shown and "\n# Filled below: column plan: 30 missing" in shown
     look(tmp_path / "visits.csv", separator=";", as_json=True)
     found = json.loads(capsys.readouterr().out)
     price, day, plan, *void, size = found["faults"]  # none of the column of texts: a missing one is empty
