@@ -1,4 +1,7 @@
-"""Write down what a run is: recipe, fingerprint, versions and the data's public form; make its model again of that."""
+"""Write down what a run is: recipe, fingerprint, versions and the data's public form.
+
+Refuse seeded noise for clients of one's own. Make the model of a finished run again, from its recipe and its weights.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Choose the back end that trains a cohort: the one a recipe names, or the one that public shapes speak for."""
+"""Choose the back end that trains a cohort: the one a recipe names, or what public shapes and cores speak for.
+
+A block is taken where its sum of made-up clients is the plain loop's. A user's own pieces are recorded here first.
+"""
 
 import copy
 import importlib.util

@@ -1,4 +1,7 @@
-"""Make the method that a recipe names, and settle what the two decide together: server settings, momentum, protocol."""
+"""Make the method that a recipe names, and settle what the two decide together: server settings, local momentum.
+
+Options are checked against the signature of the method's function.
+"""
 
 import inspect
 import warnings

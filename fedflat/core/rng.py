@@ -1,4 +1,5 @@
-"""Draw from named random streams: (key, purpose, round, client) names each, and there is no global generator.
+"""Draw from named random streams: (key, purpose, round, client) names each. Of global generators only torch's
+is used, by what a user's module draws; ``seeded_torch`` sets it and puts it back.
 
 Two keys exist. The *seed* drives everything public or harmless (partition, initial weights, batches, public
 masks). Cohorts and noise come from the *noise key*: 256 bits of OS entropy or, with ``privacy.randomness: seeded``, a

@@ -1,4 +1,8 @@
-"""Run the rounds of a job: evaluation, checkpoints, and the stop at the budget."""
+"""Run the rounds of a job, on its ledger, from where its folder stands: evaluation, checkpoints, and where it stops.
+
+Clients are trained by the job's back end. ``write_beginning`` and ``write_ending`` write what a run leaves on disk
+before its first round and after its last one; when all rounds are over, the noise key is forgotten.
+"""
 
 import contextlib
 import functools

@@ -2,8 +2,8 @@
 
 Example, a federation of real processes on this machine::
 
-    fedflat deploy dp-fedsam --nodes 4 --out fed     # the recipe as a Flower project: keys, certificates, README.md
-    python -m fedflat.federation.local fed           # start all programs, run, stop them
+    fedflat deploy quick-start-dp-fedsam --nodes 4 -o cohort.size=4 --out fed  # a Flower project: keys, README.md, …
+    python -m fedflat.federation.local fed                                     # start all programs, run, stop them
 
 On real machines the programs are started one by one: ``superlink`` by the operator, ``supernode`` by each client,
 ``close`` to end a run for good, ``lock`` for a new operator's token, ``task`` for a client's new key.

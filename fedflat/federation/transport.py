@@ -1,7 +1,8 @@
 """How a round's broadcast reaches a cohort of SuperNodes, and how their answers reach the sum.
 
-A back end like any other (``engine.train.Backend``): it asks, waits as long as agreed, checks every reply in, and adds
-what is left to the accumulator, one by one. What it holds of clients at any time is a handful of replies.
+A back end like any other (``engine.reduce.Backend``): it asks, waits as long as agreed, checks every reply in, and
+yields what is left for the round to add, one by one. What it holds of clients at any time is a handful of replies. It
+limits what may come, and notes in the operator's file how many replies were refused.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Make what a recipe's method brings to a round: its clip, server optimiser, average and weights, beside its noise."""
+"""Make ``RoundParts``, what a recipe's method brings to each round: clip and first threshold, noise, server optimiser,
+average, whether clients count by their examples. Refuse models whose logits a method cannot adjust.
+"""
 
 import copy
 import functools

@@ -2,7 +2,9 @@
 
 Example::
 
-    from fedflat.records import checkpoint, keys
+    from pathlib import Path
+
+    from fedflat.records import checkpoint
     from fedflat.records.folder import METRICS, read_lines
 
     state, heads, facts = checkpoint.newest(Path("runs/first/checkpoints"))

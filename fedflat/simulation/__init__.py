@@ -5,12 +5,12 @@ Example::
     import fedflat
     from fedflat.simulation.experiment import compare
     from fedflat.simulation.inspection import inspect_run
-    from fedflat.simulation.result import load
 
-    fedflat.run("quick-start", out="runs/first")  # recipe, ledger, metrics and statement lie in the folder afterwards
-    compare(["quick-start"], ["algorithm=dp-fedavg,dp-fedsam"])  # settings × seeds, and a table of them
-    assert all(check.verdict != "wrong" for check in inspect_run("runs/first"))
-    fedflat.load("runs/first").predict(rows)
+    if __name__ == "__main__":  # compare starts processes, which read this file again
+        fedflat.run("quick-start", out="runs/first")  # recipe, ledger, metrics and statement lie there afterwards
+        assert all(check.verdict != "wrong" for check in inspect_run("runs/first"))
+        fedflat.load("runs/first").model  # the module with the weights after the last round
+        compare(["quick-start"], ["algorithm=dp-fedavg,dp-fedsam"])  # settings × seeds, and a table of them
 
 ``run`` gives a ``result``; ``experiment`` runs many and compares them; ``tuning`` chooses settings and pays for that;
 ``settings`` says which. ``inspection`` checks every record against every other, with what ``recomputed`` makes again

@@ -1,4 +1,6 @@
-"""A run's records, each read once, and what is made again from them: statement, metrics' figures, pages, digests."""
+"""A run's records, each read once, and what is made again from them: statement, metrics' figures, pages, digests; and
+how the two differ. A damaged record counts as missing here.
+"""
 
 import calendar
 import contextlib
