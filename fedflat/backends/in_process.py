@@ -85,8 +85,7 @@ class Sequential:
         results = train([client for client in cohort.tolist() if len(self.data.parts[client])])
         for client in cohort.tolist():
             yield self._part(client, next(results) if len(self.data.parts[client]) else None, broadcast)
-        for _ in results:  # what it does after its last client
-            pass
+        deque(results, maxlen=0)  # what it does after its last client
         refuse_change(self._pieces, "algorithm", everything=True)
 
     def _part(self, client: int, result: LocalResult | None, broadcast: Broadcast) -> Trained:

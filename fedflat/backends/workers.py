@@ -57,6 +57,7 @@ class Workers:
         self.spans = spans_of(inner)
         self.tasks: Any = context.Queue()
         self.answers: Any = context.Queue()
+        self.met: Any = context.Barrier(count, timeout=60.0)  # all are idle then; in vain only without a parent
         self.slots = torch.zeros(slots, self.spans[-1].stop).share_memory_()
         self.shared = torch.zeros(2 + vectors, layout.dimension).share_memory_()
         self.free = list(range(slots))
@@ -64,7 +65,7 @@ class Workers:
         data = replace(inner.data, inputs=inputs, targets=targets, test_inputs=None, test_targets=None)
         shared_inner = replace(inner, data=data, problem=_unbound(inner.problem))
         files = Made(load_files, user_files())  # before all else that is unpacked there
-        common = (files, shared_inner, self.tasks, self.answers, self.slots, self.shared)
+        common = (files, shared_inner, self.tasks, self.answers, self.met, self.slots, self.shared)
         with _worker_environment(), _without_main():
             for _ in range(count):
                 process = context.Process(target=_work, args=common, daemon=True)
@@ -93,12 +94,14 @@ class Workers:
             while client not in ready:
                 self._hand_out(waiting, small, heads)
                 trained, slot, outcome = self._answer()
-                if isinstance(outcome, Exception):
-                    raise outcome
                 ready[trained] = slot, [torch.tensor(number) for number in outcome]
             slot, numbers = ready.pop(client)
             yield LocalResult(self.slots[slot, message], self.slots[slot, head], *numbers)
             self.free.append(slot)
+        for _ in self.processes:
+            self.tasks.put((None, None, None))
+        for _ in self.processes:
+            self._answer()
 
     def _hand_out(self, waiting: list[int], small: Broadcast, heads: PersonalState) -> None:
         _, head, *states = self.spans
@@ -111,10 +114,13 @@ class Workers:
             self.tasks.put((client, slot, small))
 
     def _answer(self) -> Any:
-        """Return what a worker says of a client: its number and slot, then its loss and accuracy, or an error."""
+        """Return what a worker says of a client: its number and slot, then its loss and accuracy. Raises its error."""
         while True:
             try:
-                return self.answers.get(timeout=WAIT)
+                answer = self.answers.get(timeout=WAIT)
+                if isinstance(answer[-1], Exception):
+                    raise answer[-1]
+                return answer
             except queue.Empty:
                 for process in self.processes:
                     if not process.is_alive():
@@ -205,8 +211,12 @@ def _next(tasks: Any) -> Any:
                 return None
 
 
-def _work(_: None, inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Tensor) -> None:
-    """Train, in a worker, the clients it is given until it is given None."""
+def _work(_: None, inner: Sequential, tasks: Any, answers: Any, met: Any, slots: Tensor, shared: Tensor) -> None:
+    """Train, in a worker, the clients it is given until it is given None.
+
+    No client in a task: the round is over, and each process looks whether its clients changed anything. It goes on when
+    all have such a task (``met``), so none takes two.
+    """
     leave_to_parent()
     # One order of every sum, and one core for one client.
     torch.set_num_threads(1)
@@ -214,15 +224,18 @@ def _work(_: None, inner: Sequential, tasks: Any, answers: Any, slots: Tensor, s
     # Buffers arrive in memory that all workers share, and what a client's data write into them is its own.
     inner = replace(inner, problem=_unbound(inner.problem, inner.problem.module.parameters()))
     message, head, *states = spans_of(inner)
-    names = [state.name for state in inner.algorithm.client_state]
     while (task := _next(tasks)) is not None:
         client, slot, small = task
         try:
+            if client is None:
+                met.wait()
+                inner.problem.restore_and_check(everything=True)
+                answers.put((client, slot, ()))
+                continue
             mask, vectors = None if small.mask is None else shared[1].bool(), dict(zip(small.vectors, shared[2:]))
             broadcast = replace(small, shared=shared[0], vectors=vectors, mask=mask)
-            values = {name: slots[slot, where].clone() for name, where in zip(names, states)}
+            values = {kind.name: slots[slot, at].clone() for kind, at in zip(inner.algorithm.client_state, states)}
             result = inner.one(client, broadcast, torch.cat([shared[0], slots[slot, head]]), values)
-            inner.problem.restore_and_check(everything=getattr(inner.problem.module, "frozen", False) is not True)
             slots[slot, message] = result.message
             slots[slot, head] = result.personal
             answers.put((client, slot, (float(result.loss), float(result.accuracy))))

@@ -4,6 +4,7 @@ One module, so that all of it is done by one process with one Ray session and on
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ from test_contract_engines import run
 from test_contract_state import KEEPING, made, same
 from test_contract_strangers import strangers
 from test_contract_worlds import SHORT, stage, too_far
+from torch import nn
 
 import fedflat
+from fedflat.assembly.jobs import prepare
 from fedflat.audit.worlds import Engine
+from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.engine.train import train
 
@@ -87,3 +91,14 @@ def test_worker_processes_are_the_sequential_engine_bit_for_bit() -> None:
     histories = [[{**line, "seconds": 0} for line in each.private_history] for each in (shared, alone)]
     assert histories[0] == histories[1]
     assert all(torch.equal(shared.heads[i], head) for i, head in alone.heads.items())
+
+
+def test_what_one_process_keeps_of_a_client_is_found_at_the_round_s_end() -> None:
+    """A library's own code keeps it, which only a round's end looks at; two of the three processes keep nothing."""
+    layer = nn.TransformerEncoderLayer(6, 1, 4, dropout=0.0)
+    changes = {"engine": {"backend": "workers", "processes": 3}, "cohort": {"size": 1}, "local": {"steps": 1}}
+    job = prepare(Recipe.of(recipe("dp-fedavg", changes)), nn.Sequential(layer, nn.Linear(6, 3)), clients())
+    job.backend.inner.problem.module[0].activation = partial(dict.setdefault, {}, "first")  # gives back the first batch
+    with pytest.raises(InputError, match=r"model: .*activation.* was changed by a client's training"):
+        train(job)
+    job.backend.close()
