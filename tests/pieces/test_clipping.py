@@ -88,17 +88,6 @@ def test_each_tensor_has_its_own_limit() -> None:
     assert per_tensor(0.5, 3).values == (0.5, 0.5, 0.5)
 
 
-def test_the_published_clips_say_what_they_are() -> None:
-    each, median = clipping.PublishedPerTensor(2), clipping.PublishedMedian()
-    rows = torch.tensor([[3.0, 0, 4, 0, 1], [0, 0, 0, 0, 0], [math.inf, 0, 0, 1, 1]])
-    assert each.bound(0.5) == pytest.approx(0.5 * math.sqrt(2))
-    assert each.limits(rows, 0.5, TENSORS)[:, 0].tolist() == [0.5, 0.5, 0.5]
-    np.testing.assert_allclose(each.factors(rows, 0.5, TENSORS)[1].numpy(), [[0.1, 0.5], [1, 1], [0, 0]])
-    assert median.bound(0.5) == math.inf
-    np.testing.assert_allclose(median.limits(rows, 0.5, TENSORS)[:, 0].numpy(), [3.0, 0, 0])  # of 5 and 1
-    np.testing.assert_allclose(median.factors(rows, 0.5, TENSORS)[1][0].numpy(), [0.6, 1.0])
-
-
 def test_the_adaptive_clip_follows_the_quantile() -> None:
     """C_{t+1} = C_t·exp(−0.2(b̃ − γ)): at rest when the share below C_t is γ."""
     clip = Adaptive(1.0, 0.7)

@@ -201,13 +201,7 @@ def test_defaults_and_warnings() -> None:
     [
         ({"epsilon": 1.0}, "privacy: found both noise_multiplier and epsilon; allowed: exactly one of the two"),
         ({"noise_multiplier": None}, "privacy: found neither"),
-        ({"noise_multiplier": -1}, "privacy.noise_multiplier: found -1"),
         ({"noise_multiplier": None, "epsilon": 0}, "privacy.epsilon: found 0"),
-        ({"delta": 2}, "privacy.delta: found 2"),
-        ({"trust": "centrall"}, "Did you mean central?"),
-        ({"accountant": "gdp"}, "privacy.accountant: found gdp; allowed: pld, rdp, fft"),
-        ({"rounds": -1}, "rounds: found -1"),
-        ({"cohort": 101}, "cohort.size: found 101"),
         ({"sampling": "fixed", "accountant": "fft"}, "fft covers Poisson sampling"),
     ],
 )

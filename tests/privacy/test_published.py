@@ -12,7 +12,6 @@ from fedflat.methods.published import (
     PAPER_OF,
     PAPERS,
     Published,
-    formula,
     paper_of,
     published_plan,
     reproduced_paper,
@@ -33,42 +32,11 @@ def mechanism(made: Plan) -> Published:
     return made.mechanism
 
 
-@pytest.mark.parametrize(
-    ("clients", "sigma", "rounds", "rdp", "pld"),
-    [
-        (500, 0.95, 300, 10.83, 9.37),
-        (500, 0.95, 200, 8.58, 7.30),
-        (500, 0.8, 300, 15.90, 13.46),
-        (100, 0.8, 300, 14.07, 11.28),
-    ],
-)
-def test_the_claimed_figures_of_the_papers(clients: int, sigma: float, rounds: int, rdp: float, pld: float) -> None:
-    made = plan(clients=clients, cohort=clients // 10, noise_multiplier=sigma, rounds=rounds, delta=1 / clients)
-    assert mechanism(made).claimed(made, rounds) == pytest.approx(rdp, abs=0.006)
-    assert mechanism(made).claimed(made, rounds, "pld") == pytest.approx(pld, abs=0.006)
-
-
-@pytest.mark.parametrize(("tensors", "rounds", "expected"), [(62, 300, 1466), (8, 200, 92)])
-def test_a_per_tensor_clip_with_everything_else_set_aside(tensors: int, rounds: int, expected: float) -> None:
-    found = formula(plan().sampler, 0.95 / math.sqrt(tensors), 1 / 500, rounds, "pld")
-    assert found == pytest.approx(expected, rel=3e-3)
-
-
 def test_the_released_schedule_has_clients_that_take_part_12_to_50_times() -> None:
     counts = np.zeros(500, dtype=int)
     for number in range(300):  # the released code seeds numpy's old generator with the round number
         counts[np.random.RandomState(number).choice(500, 50, replace=False)] += 1
     assert (counts.min(), counts.max()) == (12, 50)
-    assert gaussian_epsilon(math.sqrt(50) / 0.95, 1 / 500) == pytest.approx(48.3, abs=0.05)
-    assert gaussian_epsilon(2 * math.sqrt(50) / 0.95, 1 / 500) == pytest.approx(152.7, abs=0.05)
-
-
-def test_towards_a_server_that_sees_each_update() -> None:
-    made = plan(tensors=1)
-    multiplier = mechanism(made).message_multiplier(made)
-    assert multiplier == pytest.approx(0.134, abs=5e-4)
-    assert gaussian_epsilon(math.sqrt(30) / multiplier, 1 / 500) == pytest.approx(947, abs=0.5)
-    assert gaussian_epsilon(2 * math.sqrt(30) / multiplier, 1 / 500) == pytest.approx(3558, abs=0.5)
 
 
 def test_proven_composes_the_busiest_clients_messages() -> None:
@@ -160,6 +128,7 @@ def test_without_noise_the_claim_is_infinite_too() -> None:
 def test_a_target_is_a_target_for_the_claim() -> None:
     made = plan(noise_multiplier=None, epsilon=10.83)
     assert mechanism(made).claimed(made, 300) == pytest.approx(10.83, rel=1e-3)
+    assert mechanism(made).claimed(made, 300, "pld") == pytest.approx(9.37, rel=1e-3)
     assert made.noise_multiplier == pytest.approx(0.95, rel=1e-3) and made.budget is None
 
 

@@ -7,16 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fedflat.core.checks import InputError
 from fedflat.core.rounding import MOST
-from fedflat.core.types import Aggregate, Broadcast
 from fedflat.methods.ddgauss import DistributedDiscreteGaussian, SharedDiscreteNoise
-from fedflat.methods.noise import CorrelatedGridNoise, CorrelatedNoise
 from fedflat.methods.plans import DDGaussPlan, VotesPlan
 from fedflat.privacy.accounting.discrete import DDGaussAccount
-from fedflat.privacy.accounting.factorisation import factor_for
 from fedflat.privacy.plan import build_plan
 from fedflat.privacy.schedules import contradictions
 from fedflat.privacy.statement import checksum, is_whole, not_covered, statement
@@ -73,17 +69,6 @@ def test_records_that_are_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "privacy.json").write_text(json.dumps({"proven_epsilon": "eight"}))
     with pytest.raises(InputError, match=r"privacy\.json: found eight"):
         second_account(Records(tmp_path))
-
-
-def test_correlated_noise_counts_nobody_and_leaves_out_what_a_mask_does() -> None:
-    factor = factor_for("toeplitz", 4, 2)
-    here = Broadcast(1, torch.zeros(6), 1.0, 1.0, mask=torch.tensor([True, False] * 3))
-    sums = Aggregate(torch.zeros(6), 4, 0.0, torch.zeros(4), torch.ones(4))
-    with pytest.raises(InputError, match="one constant clip"):
-        CorrelatedNoise(lambda bound: bound, factor=factor).noisy_count(bytes(32), 1, sums)
-    exact = CorrelatedGridNoise(lambda bound: bound, factor=factor)
-    drawn = exact._steps(bytes(32), here, 6, exact.grid(1.0, 6))
-    assert (drawn[1::2] == 0).all() and (drawn[::2] != 0).all()
 
 
 @pytest.mark.parametrize("target", [0.3, 1.0, 2.0, 4.0, 8.0, 10.0])
