@@ -5,84 +5,47 @@ import errno
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from scipy.stats import norm
 
-from fedflat.core.checks import InputError, RunError, wrong
-from fedflat.methods.plans import VotesPlan
+from fedflat.core.checks import InputError, RunError
+from fedflat.methods.plans import DDGaussPlan, VotesPlan
 from fedflat.privacy import statement as module
 from fedflat.privacy.accounting.curves import gaussian_epsilon
-from fedflat.privacy.plan import build_plan
+from fedflat.privacy.plan import Guarantee, Plan, build_plan
 from fedflat.privacy.statement import headline, rounds_charged, statement, true_positives, write
+from fedflat.privacy.trust import Accounted
 from fedflat.privacy.verify import verify
 
 
-@dataclass(frozen=True)
-class FakeGuarantee:
-    adversary: str
-    description: str
-    relation: str
-    epsilon: float
-    delta: float
-    accountant: str
+def plan_of(**change: Any) -> Plan:
+    facts = {"clients": 500, "cohort": 50, "rounds": 10, "noise_multiplier": 2.0, "delta": 0.002, **change}
+    return build_plan(**facts)
 
 
-@dataclass(frozen=True)
-class FakePlan:
-    """A plan whose ε is rounds / σ (and 1/δ-dependent), so that every figure can be followed."""
-
-    event_multiplier: float = 2.0
-    rounding: float = 0.0
-    delta: float = 0.002
-    accountant: str = "pld"
-    trust: str = "central"
-    protocol: str = "sound"
-    noise_cohort: int | None = None
-    mechanism: Any = None
-    evaluation: float | None = None
-    selection: Any = None
-    most_rounds: int = 1000
-    private: bool = True
-    warnings: tuple[str, ...] = ()
-    sampler: Any = field(default_factory=lambda: SimpleNamespace(name="poisson", clients=500, size=50))
-    relations: Sequence[str] = ("add-remove",)
-
-    def epsilon(self, rounds: int) -> float:
-        if self.delta == 1e-5 and self.trust == "distributed":
-            raise wrong("delta", self.delta, "more than the chance of an aborted round")
-        return math.inf if self.event_multiplier == 0 else rounds / self.event_multiplier * (0.002 / self.delta)
-
-    def guarantees(self, rounds: int) -> tuple[FakeGuarantee, ...]:
-        if rounds > self.most_rounds:
-            raise wrong("cohort.min", 40, "at most 39 (an aborted round uses up δ)")
-        return tuple(
-            FakeGuarantee("recipients", "all who see a model", kind, self.epsilon(rounds), self.delta, self.accountant)
-            for kind in self.relations
-        )
-
-    def at(self, multiplier: float) -> "FakePlan":
-        return dataclasses.replace(self, event_multiplier=multiplier)
-
-    def simulated_epsilon(self, rounds: int) -> float:
-        return rounds / 1000
+DISCRETE: dict[str, Any] = {"trust": "distributed", "mechanism": DDGaussPlan(dimension=8, clip=1.0)}
 
 
-def test_the_allowance_for_rounding_is_in_the_mechanism() -> None:
-    assert "noise std / clip·(1 + 0.000977), which allows for rounding" in make(FakePlan(rounding=2**-10))["mechanism"]
-    assert "noise std / clip)" in make()["mechanism"]
+class Mine(Accounted):
+    """A mechanism of one's own, whose adversaries have different neighbours."""
+
+    name = "mine"
+    relation = "add-remove"
+    kinds = ("add-remove", "replace_one", "add_remove", "odd")
+
+    def guarantees(self, plan: Plan, rounds: int) -> tuple[Guarantee, ...]:
+        (one,) = super().guarantees(plan, rounds)
+        return tuple(dataclasses.replace(one, relation=kind) for kind in self.kinds)
 
 
-def make(plan: FakePlan | None = None, **more: Any) -> dict[str, Any]:
+def make(plan: Plan | None = None, **more: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "rounds_run": 10, "algorithm": "dp-fedsam", "facts": {}, "seeded": False, **more,
     }  # fmt: skip
-    return statement(plan or FakePlan(), **arguments)
+    return statement(plan or plan_of(), **arguments)
 
 
 CONTRACT = [
@@ -94,10 +57,11 @@ CONTRACT = [
 def test_the_contracts_keys_and_the_figures_of_a_sound_run() -> None:
     found = make(facts={"clip": 0.2, "rounds": 10})
     assert not [key for key in CONTRACT if key not in found]
-    assert found["epsilon"] == found["claimed_epsilon"] == found["proven_epsilon"] == 5.0
-    assert found["epsilon_at_1e-5"] == pytest.approx(1000.0) and found["simulated_epsilon"] is None
+    assert found["epsilon"] == found["claimed_epsilon"] == found["proven_epsilon"] == plan_of().epsilon()
+    assert found["epsilon_at_1e-5"] == plan_of(delta=1e-5).epsilon() and found["simulated_epsilon"] is None
     assert found["unit"].startswith("client") and found["adjacency"].startswith("add-remove")
     assert found["adversaries"][0]["adversary"] == "recipients" and found["reasons"] == []
+    assert found["adversaries"][0]["epsilon"] == found["epsilon"] and found["warnings"]
     assert "Poisson" in found["sampling"] and "q = 0.1" in found["sampling"]
     assert "σ = 2" in found["mechanism"] and "clip 0.2" in found["mechanism"]
     assert json.loads(json.dumps(found, allow_nan=False)) == found
@@ -112,24 +76,24 @@ def test_the_reporting_items_are_all_there() -> None:
 
 
 def test_what_an_infinite_or_missing_epsilon_is() -> None:
-    silent = make(FakePlan(event_multiplier=0.0))
-    assert (
-        silent["epsilon"] is None
-        and silent["proven_epsilon"] is None
-        and "noise multiplier is 0" in silent["reasons"][0]
-    )
-    plain = make(FakePlan(private=False))
+    silent = make(plan_of(noise_multiplier=0.0))
+    assert silent["epsilon"] is None and silent["proven_epsilon"] is None
+    assert "noise multiplier is 0" in silent["reasons"][0]
+    plain = make(plan_of(private=False))
     assert plain["epsilon"] is None and plain["adversaries"] == [] and plain["adjacency"] == "none proven"
     assert "no differential privacy" in plain["reasons"][0] and plain["mechanism"].startswith("None")
     assert plain["epsilon_at_1e-5"] is None
-    far = make(FakePlan(event_multiplier=1e-320))
+    far = make(plan_of(trust="distributed", mechanism=DDGaussPlan(dimension=8, clip=1.0, granularity=1e6)))
     assert far["epsilon"] is None and "no finite ε" in far["reasons"][0]
 
 
 def test_the_rounding_that_the_sensitivity_allows_for() -> None:
-    assert make()["rounding"] is None
-    assert make(entries=[{"round": 0, "rounding": 2**-10}, {"round": 1}])["rounding"] == 2**-10
-    assert make(FakePlan(private=False), entries=[{"round": 0, "rounding": 2**-10}])["rounding"] is None
+    assert make()["rounding"] == 2**-10
+    assert "noise std / clip·(1 + 0.000977), which allows for rounding" in make()["mechanism"]
+    whole_numbers = plan_of(**DISCRETE)
+    assert make(whole_numbers)["rounding"] is None and "noise std / clip)" in make(whole_numbers)["mechanism"]
+    assert make(whole_numbers, entries=[{"round": 0, "rounding": 0.5}, {"round": 1}])["rounding"] == 0.5
+    assert make(plan_of(private=False), entries=[{"round": 0, "rounding": 0.5}])["rounding"] is None
 
 
 def test_what_a_seeded_key_and_held_out_examples_do_not_cover() -> None:
@@ -165,7 +129,7 @@ def test_examples_taken_from_clients_are_known_from_the_recipe(
 
 
 def test_published_shows_claimed_and_proven_together() -> None:
-    plan = FakePlan(protocol="published")
+    plan = dataclasses.replace(plan_of(), protocol="published")
     found = make(plan, claimed=9.37, proven=1466.0, reasons=["per-tensor clip"], facts={"paper_items": [1, 5]})
     assert (found["claimed_epsilon"], found["proven_epsilon"], found["epsilon"]) == (9.37, 1466.0, 1466.0)
     assert found["reasons"] == ["per-tensor clip"] and [item["item"] for item in found["paper_items"]] == [1, 5]
@@ -179,16 +143,19 @@ def test_published_shows_claimed_and_proven_together() -> None:
 
 @pytest.mark.parametrize("proven", [None, 1466.0])
 def test_no_sentence_gives_the_claimed_figure_without_the_proven_one(proven: float | None) -> None:
-    found = make(FakePlan(protocol="published"), claimed=9.3719, proven=proven, reasons=["item 1"])
+    plan = dataclasses.replace(plan_of(), protocol="published")
+    found = make(plan, claimed=9.3719, proven=proven, reasons=["item 1"])
     for text in (headline(found), "\n".join(found["checklist"].values())):
         hits = [line for line in text.splitlines() if "9.37" in line]
         assert hits and all("proven ε = " in line for line in hits)
 
 
 def test_a_simulated_population_is_named_and_is_not_the_proven_figure() -> None:
-    found = make(FakePlan(noise_cohort=1000))
-    assert found["simulated_epsilon"] == 0.01 and found["proven_epsilon"] == 5.0
-    assert headline(found) == "proven ε = 5 at δ = 0.002; ε = 0.01 for the simulated larger population"
+    plan = plan_of(noise_cohort=100)
+    found = make(plan)
+    assert found["simulated_epsilon"] == plan.simulated_epsilon() < found["proven_epsilon"] == plan.epsilon()
+    proven, simulated = f"{plan.epsilon():.4g}", f"{plan.simulated_epsilon():.4g}"
+    assert headline(found) == f"proven ε = {proven} at δ = 0.002; ε = {simulated} for the simulated larger population"
     assert any("noise_cohort" in reason for reason in found["reasons"])
 
 
@@ -196,7 +163,7 @@ def test_rounds_charged_counts_open_rounds_and_repeated_attempts() -> None:
     lines = [{"round": 0}, {"round": 1}, {"round": 1, "attempt": 2}, {"round": 2}]
     assert rounds_charged(2, lines) == 4 and rounds_charged(3, []) == 3
     found = make(rounds_run=2, entries=lines)
-    assert found["rounds"] == 2 and found["rounds_charged"] == 4 and found["epsilon"] == 2.0
+    assert found["rounds"] == 2 and found["rounds_charged"] == 4 and found["epsilon"] == plan_of().epsilon(4)
     assert any("2 events beyond the rounds run" in reason for reason in found["reasons"])
 
 
@@ -262,7 +229,7 @@ def test_what_is_not_covered_follows_from_what_ran() -> None:
         assert word in simulated, word
     assert "Personal parts" not in simulated and "server itself" in simulated
     deployed = make(
-        FakePlan(trust="distributed"), facts={"simulation": False, "secure": True, "personal": True},
+        plan_of(trust="distributed", min_cohort=28), facts={"simulation": False, "secure": True, "personal": True},
         seeded=False,
     )  # fmt: skip
     text = " ".join(deployed["not_covered"])
@@ -270,13 +237,13 @@ def test_what_is_not_covered_follows_from_what_ran() -> None:
     assert "whoever knows the seed" not in text and "floating-point" not in text
     assert "operating-system entropy" in deployed["noise_source"] and "withstands" in deployed["floating_point"]
     assert deployed["epsilon_at_1e-5"] is None  # the chance of an abort alone exceeds it
-    local = " ".join(make(FakePlan(trust="local"), facts={"finetuned": True})["not_covered"])
+    local = " ".join(make(plan_of(trust="local"), facts={"finetuned": True})["not_covered"])
     assert "server itself" not in local and "secure aggregation" not in local and "fine-tuned" in local
     assert make(seeded=True)["noise_source"].startswith("simulation: noise reproducible from the seed")
 
 
 def test_every_relation_of_the_guarantees_is_named() -> None:
-    both = make(FakePlan(relations=("add-remove", "replace_one", "add_remove", "odd")))
+    both = make(plan_of(mechanism=Mine()))
     assert [part.split(" ")[0].rstrip(":") for part in both["adjacency"].split("; ")] == [
         "add-remove", "replace-one", "add-remove", "odd",
     ]  # fmt: skip
@@ -308,26 +275,17 @@ def test_write_is_atomic_and_readable(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_charges_that_use_up_delta_leave_nothing_proven_and_say_why() -> None:
-    found = make(FakePlan(most_rounds=10), rounds_run=10, entries=[{"round": 9, "attempt": 2}])
+    again = [{"round": r % 10, "attempt": 1 + r // 10} for r in range(100)]
+    found = make(plan_of(trust="distributed", min_cohort=28), entries=again)
     assert found["proven_epsilon"] is None and found["adversaries"] == []
-    assert "uses up δ" in found["reasons"][0] and "proven ε = none" in headline(found)
+    assert "an aborted round has chance" in found["reasons"][0] and "proven ε = none" in headline(found)
 
 
 def test_the_mechanism_that_ran_is_named() -> None:
     assert "Gaussian noise on the sum" in make()["mechanism"]
-    assert make(FakePlan(mechanism=SimpleNamespace(name="ddgauss")))["mechanism"].startswith("Discrete Gaussian shares")
-    assert make(FakePlan(mechanism=SimpleNamespace(name="mine")))["mechanism"].startswith("mine (")
+    assert make(plan_of(**DISCRETE))["mechanism"].startswith("Discrete Gaussian shares")
+    assert make(plan_of(mechanism=Mine()))["mechanism"].startswith("mine (")
     assert make(facts={"mechanism": "Votes."})["mechanism"].startswith("Votes. (")
-
-
-def test_a_real_plan_is_stated_as_it_accounts() -> None:
-    from fedflat.privacy.plan import build_plan
-
-    plan = build_plan(clients=500, cohort=50, rounds=300, noise_multiplier=0.95, delta=1 / 500)
-    found = statement(plan, rounds_run=300, algorithm="dp-fedsam", facts={"clip": 0.2}, seeded=True)
-    assert found["proven_epsilon"] == pytest.approx(9.37, abs=0.01) and found["epsilon_at_1e-5"] > 12
-    assert found["adversaries"][0]["epsilon"] == found["epsilon"] and found["warnings"]
-    assert found["adjacency"].startswith("add-remove") and "q = 0.1" in found["sampling"]
 
 
 def test_a_seeded_run_of_ones_own_clients_is_not_handed_over() -> None:
