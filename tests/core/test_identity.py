@@ -283,8 +283,10 @@ def test_the_same_in_another_process() -> None:
         "from fedflat.core.identity import identity_of\n"
         "from fedflat.algorithms import dp_fedsam\n"
         "def rule(x, y=3):\n    return (lambda z: z in {'a', 'b', 'c'})(x)\n"
-        "print(identity_of((dp_fedsam(0.3), rule, {'x', 'y'})))"
+        "found = identity_of((dp_fedsam(0.3), rule, {'x', 'y'}))"
     )
-    runs = [[sys.executable, "-c", code]] * 2
-    found = [subprocess.run(words, capture_output=True, text=True, check=True, env=None).stdout for words in runs]
-    assert found[0] == found[1] and len(found[0].strip()) == 64
+    here: dict[str, Any] = {"__name__": "__main__"}
+    exec(code, here)
+    words = [sys.executable, "-c", f"{code}\nprint(found)"]
+    there = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    assert there == here["found"] and len(there) == 64

@@ -29,7 +29,7 @@ def test_a_random_mask_has_exactly_its_share(keep: float, count: int) -> None:
 
 def test_a_random_mask_is_uniform() -> None:
     """Every coordinate equally often, and pairs as a uniform subset has them."""
-    masks = np.stack([random_mask(0.4)(view(round)).numpy() for round in range(4000)])
+    masks = np.stack([random_mask(0.4)(view(round)).numpy() for round in range(1500)])
     assert stats.chisquare(masks.sum(0)).pvalue > 1e-6  # conservative: a subset's counts vary less
     assert (masks[:, 0] & masks[:, 7]).mean() == pytest.approx(8 / 20 * 7 / 19, abs=0.04)
     assert abs(np.corrcoef(masks[:-1, 0], masks[1:, 0])[0, 1]) < 0.08  # rounds are independent
@@ -48,7 +48,7 @@ def test_without_public_data_a_share_explores() -> None:
     moved = torch.zeros(20)
     moved[[3, 9, 14, 18]] = torch.tensor([5.0, -6.0, 7.0, 8.0])
     explored = np.zeros(20)
-    for round in range(2000):
+    for round in range(800):
         mask = top_mask(0.4, 0.5)(view(round, moved))
         assert int(mask.sum()) == 8
         assert bool(mask[[3, 9, 14, 18]].all())
@@ -61,7 +61,7 @@ def test_without_public_data_a_share_explores() -> None:
 def test_extreme_exploring() -> None:
     moved = torch.arange(20.0)
     assert top_mask(0.4, 0.0)(view(0, moved)).nonzero().squeeze().tolist() == list(range(12, 20))
-    everywhere = np.sum([top_mask(0.4, 1.0)(view(round, moved)).numpy() for round in range(2000)], axis=0)
+    everywhere = np.sum([top_mask(0.4, 1.0)(view(round, moved)).numpy() for round in range(800)], axis=0)
     assert stats.chisquare(everywhere).pvalue > 1e-6
 
 

@@ -232,12 +232,13 @@ def test_the_independent_accountant_brackets_pld(q: float, sigma: float, rounds:
     assert low <= tight <= high * (1 + 1e-4)
     assert high - low < 5e-3 * high + 1e-3
     assert tight <= compose_epsilon(event, rounds, delta, "rdp")
-    assert compose_epsilon(event, rounds, delta, "fft") == high
 
 
 def test_the_independent_accountant_notices_a_wrong_sampling_rate() -> None:
-    low, high = epsilon_bounds(0.1, 0.95, 300, 2e-3)
-    assert not low <= compose_epsilon(poisson(0.101, 0.95), 300, 2e-3) <= high
+    low, high = epsilon_bounds(0.1, 0.95, 30, 2e-3)
+    assert low <= compose_epsilon(poisson(0.1, 0.95), 30, 2e-3) <= high
+    assert not low <= compose_epsilon(poisson(0.101, 0.95), 30, 2e-3) <= high
+    assert compose_epsilon(poisson(0.1, 0.95), 30, 2e-3, "fft") == high
 
 
 def test_the_independent_accountant_at_certainty_is_the_plain_gaussian() -> None:
@@ -357,9 +358,8 @@ def test_notes_of_orders_that_do_not_converge_are_not_shown(caplog: pytest.LogCa
 
 def test_the_wider_grid_of_orders_never_hurts() -> None:
     assert set(GRID_000) <= set(RDP_ORDERS)
-    for sigma in (0.5, 30.0):
-        small = rdp.RdpAccountant(GRID_000).compose(poisson(0.1, sigma), 10).get_epsilon(1e-4)
-        assert compose_epsilon(poisson(0.1, sigma), 10, 1e-4, "rdp") <= small + 1e-12
+    small = rdp.RdpAccountant(GRID_000).compose(poisson(0.1, 30.0), 10).get_epsilon(1e-4)
+    assert compose_epsilon(poisson(0.1, 30.0), 10, 1e-4, "rdp") <= small + 1e-12
 
 
 def test_central_limit_approximation() -> None:
@@ -464,16 +464,10 @@ def test_calibrated_noise_meets_its_target_from_below(target: float) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [
-        {"accountant": "rdp"},
-        {"sampling": "truncated", "max_cohort": 70},
-        {"sampling": "fixed"},
-        {"trust": "distributed"},
-        {"trust": "distributed", "min_cohort": 10, "colluders": 5},
-        {"trust": "local", "max_participations": 12},
-    ],
+    [{"trust": "distributed", "min_cohort": 10, "colluders": 5}, {"trust": "local", "max_participations": 12}],
 )
-def test_calibration_covers_every_setting(setting) -> None:
+def test_calibration_counts_colluders_and_participations(setting) -> None:
+    """Every accountant, cohort law and trust model is in the table of ``test_plan``."""
     sigma = noise_multiplier(epsilon=3.0, rounds=40, **PAPER, **setting)
     assert 3.0 * (1 - 1e-3) <= epsilon(rounds=40, noise_multiplier=sigma, **PAPER, **setting) <= 3.0
 
