@@ -123,10 +123,6 @@ def penalised(gradient: Gradient, start: Vector, lam: float, threshold: float) -
     return with_penalty
 
 
-def blur(w, batches, gradient, lr, momentum, lam, threshold) -> Vector:
-    return sgd(w, batches, penalised(gradient, w, lam, threshold), lr, momentum)
-
-
 def sam(w: Vector, batches: Sequence[Batch], gradient: Gradient, lr: float, momentum: float, rho: float) -> Vector:
     w, buf = w.copy(), np.zeros_like(w)
     for batch in batches:
@@ -146,10 +142,6 @@ def adaptive_sam(w: Vector, batches: Sequence[Batch], gradient: Gradient, lr: fl
         buf = momentum * buf + gradient(w + size * rho * in_u / norm(in_u), batch)
         w = w - lr * buf
     return w
-
-
-def sam_over_blur(w, batches, gradient, lr, momentum, rho, lam, threshold) -> Vector:
-    return sam(w, batches, penalised(gradient, w, lam, threshold), lr, momentum, rho)
 
 
 def pgn(w: Vector, batches, gradient: Gradient, lr: float, memory: Vector, rho: float, beta: float) -> Vector:
@@ -342,12 +334,10 @@ class Setting:
 
 @dataclass
 class Outcome:
-    """Final weights (a head entry is w^0's), heads by client, weights after every round, recorded numbers, what clients
-    keep by client."""
+    """Final weights (a head entry is w^0's), heads by client, recorded numbers, what clients keep by client."""
 
     weights: Vector
     heads: dict[int, Vector]
-    trace: list[Vector]
     norms: list[list[float]]
     personal: list[float]
     kept: dict[int, Vector] = field(default_factory=dict)
@@ -383,9 +373,9 @@ def local_update(s, net, start, batches, head_batches, gradient, rate, memory, l
     if m in ("fedsam", "dp-fedsam", "dp-fedsam-topk", "dp-fedsam-ft"):
         return (adaptive_sam if s.adaptive else sam)(start, batches, gradient, lr, s.momentum, s.rho)
     if m in ("dp-fedavg-blur", "dp-fedavg-blurs"):
-        return blur(start, batches, gradient, lr, s.momentum, s.lam, s.clip)
+        return sgd(start, batches, penalised(gradient, start, s.lam, s.clip), lr, s.momentum)
     if m == "dp-fedsam-blur":
-        return sam_over_blur(start, batches, gradient, lr, s.momentum, s.rho, s.lam, s.clip)
+        return sam(start, batches, penalised(gradient, start, s.lam, s.clip), lr, s.momentum, s.rho)
     if m == "dp-fedprox":
         return proximal(start, batches, gradient, lr, s.momentum, s.mu)
     if m == "dp-fednsam":
@@ -439,7 +429,7 @@ def scaffold(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) ->
     own = {i: np.zeros(net.length) for i in range(len(clients))}
     gradient = loss_gradient(net, s.weight_decay, s.max_grad_norm)
     optimiser, population, cohort = Optimiser(**s.server), len(clients), s.cohort or len(clients)
-    trace, norms = [], []
+    norms = []
     for t in range(s.rounds):
         eta, updates, changes, lengths = s.lr * s.lr_decay**t, [], [], []
         for i, data in enumerate(clients):
@@ -459,8 +449,7 @@ def scaffold(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) ->
         w = optimiser.step(w, sum(updates) / cohort)
         c = c + sum(changes) / population
         np.testing.assert_allclose(c, sum(own.values()) / population, atol=1e-12)  # what the algebra promises
-        trace.append(w.copy())
-    return Outcome(w, {}, trace, norms, [], own)
+    return Outcome(w, {}, norms, [], own)
 
 
 def normec(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) -> Outcome:
@@ -469,7 +458,7 @@ def normec(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) -> O
     own = {i: np.zeros(net.length) for i in range(len(clients))}
     gradient = loss_gradient(net, s.weight_decay, s.max_grad_norm)
     optimiser, population = Optimiser(**s.server), len(clients)
-    trace, norms = [], []
+    norms = []
     for t in range(s.rounds):
         eta, lengths = s.lr * s.lr_decay**t, []
         sent = np.zeros(net.length)
@@ -484,8 +473,7 @@ def normec(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) -> O
         norms.append(lengths)
         memory = memory + sent / population
         w = optimiser.step(w, memory)
-        trace.append(w.copy())
-    return Outcome(w, {}, trace, norms, [], own)
+    return Outcome(w, {}, norms, [], own)
 
 
 def disk(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) -> Outcome:
@@ -495,7 +483,7 @@ def disk(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) -> Out
     """
     w, estimate, last = initial.astype(np.float64).copy(), None, initial.astype(np.float64).copy()
     plain = loss_gradient(net, s.weight_decay, s.max_grad_norm)
-    trace, norms = [], []
+    norms = []
     for t in range(s.rounds):
         move = w - last
 
@@ -512,8 +500,7 @@ def disk(s: Setting, net: Net, initial: Vector, clients: Sequence[Batch]) -> Out
         mean = sum(clip(m, s.clip) for m in messages) / (s.cohort or len(clients))
         estimate = mean if estimate is None else estimate + s.kappa * (mean - estimate)
         last, w = w, w + s.server.get("lr", 1.0) * estimate
-        trace.append(w.copy())
-    return Outcome(w, {}, trace, norms, [])
+    return Outcome(w, {}, norms, [])
 
 
 def simulate(
@@ -534,7 +521,7 @@ def simulate(
     gradient = loss_gradient(net, s.weight_decay, s.max_grad_norm)
     heads = {i: w[~shared].copy() for i in range(len(clients))}
     memory, optimiser = np.zeros(int(shared.sum())), Optimiser(**s.server)
-    trace, norms = [], []
+    norms = []
     cohort = s.cohort or len(clients)
     freed = FreedAdam(s.server.get("lr", 0.03), s.beta1, s.beta2, s.floor)
 
@@ -568,8 +555,7 @@ def simulate(
             w = freed.step(w, mean, (std / cohort) ** 2)
         else:
             w[shared] = optimiser.step(w[shared], mean)
-        trace.append(w.copy())
-    return Outcome(w, heads, trace, norms, personal_accuracies(s, net, w, clients, heads, held, gradient, shared))
+    return Outcome(w, heads, norms, personal_accuracies(s, net, w, clients, heads, held, gradient, shared))
 
 
 def personal_accuracies(s, net, w, clients, heads, held, gradient, shared) -> list[float]:

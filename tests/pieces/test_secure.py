@@ -11,8 +11,7 @@ from scipy import stats
 from fedflat.core.checks import InputError
 from fedflat.core.discrete import SecureBits, exact_square
 from fedflat.core.rng import stream
-from fedflat.core.types import Aggregate, Broadcast
-from fedflat.pieces.mechanisms import GridGaussian, GridNoise
+from fedflat.pieces.mechanisms import GridGaussian
 
 torch.set_num_threads(1)
 KEY = bytes(32)
@@ -132,12 +131,3 @@ def test_the_norm_limit_holds_even_if_rounding_gives_up(monkeypatch, attempts):
     assert exact_square(grid.quantize(row)) <= grid.norm_limit
     tiny = GridGaussian(1.0, 1.0, 4, 0)  # limit 1: half of (1, 1, 1, 1)·C cut towards zero is the zero vector
     assert exact_square(tiny.quantize(torch.ones(4))) <= tiny.norm_limit
-
-
-@pytest.mark.parametrize(("trust", "growth"), [("central", 1.0), ("local", 3.0)])
-def test_the_total_std_is_that_of_what_is_drawn(trust, growth):
-    noise, size = GridNoise(lambda bound: 0.3 * bound, trust), 4000
-    aggregate = Aggregate(torch.zeros(size), 9, 0.0, torch.zeros(9), torch.ones(9))
-    drawn = noise.release(bytes(32), Broadcast(0, torch.zeros(size), 2.0, 1.0), aggregate, 2.0)
-    assert noise.total_std(2.0, 9) == pytest.approx(0.6 * growth)
-    assert float(drawn.std()) == pytest.approx(noise.total_std(2.0, 9), rel=0.06)

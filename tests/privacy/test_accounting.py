@@ -35,7 +35,6 @@ from fedflat.privacy.accounting.epsilon import (
     approximate_epsilon,
     calibrate,
     epsilon,
-    largest,
     noise_multiplier,
     split_noise,
 )
@@ -494,11 +493,6 @@ def test_calibration_of_awkward_functions() -> None:
         calibrate(lambda s: 2.0, 1.0)
     with pytest.raises(InputError, match=r"privacy.epsilon: found -1"):
         calibrate(lambda s: 1 / s, -1)
-
-
-@pytest.mark.parametrize(("limit", "most"), [(0, 10), (1, 10), (7, 10), (10, 10), (3, 3), (5, 0), (5, 1)])
-def test_largest(limit: int, most: int) -> None:
-    assert largest(lambda n: n <= limit, most) == min(limit, most)
 
 
 def test_split_noise_composes_back() -> None:

@@ -174,9 +174,11 @@ def test_a_line_that_says_anything_else_is_seen(sampling: str, kind: str, field:
 
 
 def test_the_tree_of_an_ended_run_is_checked_too() -> None:
-    plan = plan_of(noise="tree")
-    entries = lines(plan, 5)
-    assert verify(entries, plan.epsilon()).ok
+    """It follows from the number of rounds; of other factors the columns that are there contradict nothing."""
+    for kind in ("banded", "tree"):
+        plan = plan_of(noise=kind)
+        entries = lines(plan, 5)
+        assert verify(entries, plan.epsilon()).ok
     assert not verify([line | {"factor": "0" * 64} for line in entries], plan.epsilon()).ok
 
 
@@ -187,7 +189,6 @@ def test_statement_says_what_is_and_what_is_not() -> None:
     found = statement(plan, rounds_run=12, entries=entries, **arguments)
     assert found["epsilon"] == pytest.approx(plan.epsilon())
     assert "zero-out in place" in found["adjacency"]
-    assert "correlated" not in found["mechanism"] or found["mechanism"]
     assert any("exchanging its data" in text for text in found["not_covered"])
     early = statement(plan, rounds_run=3, entries=entries[:3], **arguments)
     assert early["epsilon"] == pytest.approx(plan.epsilon())

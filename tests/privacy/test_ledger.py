@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -113,48 +114,33 @@ def test_every_edited_byte_is_found(path: Path) -> None:
                 read(path)
 
 
-def edit(lines: list[bytes], kind: str) -> list[bytes]:
-    one = json.loads(lines[1])
-    if kind == "digit":
-        return [lines[0], lines[1].replace(b"0.95", b"0.96"), *lines[2:]]
-    if kind == "swapped":
-        return [lines[1], lines[0], *lines[2:]]
-    if kind == "dropped":
-        return [lines[0], *lines[2:]]
-    if kind == "doubled":
-        return [lines[0], lines[1], *lines[1:]]
-    if kind == "resealed":  # a forger who recomputes the line's own checksum breaks the next one's link
-        forged = seal({**event(one), "noise": 9.5}, 1, one["previous"])
-        return [lines[0], json.dumps(forged, separators=(",", ":")).encode(), *lines[2:]]
-    if kind == "spaced":
-        return [lines[0], json.dumps(one).encode(), *lines[2:]]
-    if kind == "infinite":
-        return [lines[0], lines[1].replace(b"0.95", b"1e999"), *lines[2:]]
-    if kind == "list":
-        return [lines[0], b"[1]", *lines[2:]]
-    if kind == "deep":
-        return [lines[0], b"[" * 100_000, *lines[2:]]
-    return [lines[0], b"", *lines[2:]]
+def resealed(line: bytes) -> bytes:
+    """A forger who recomputes the line's own checksum breaks the next one's link."""
+    one = json.loads(line)
+    return json.dumps(seal({**event(one), "noise": 9.5}, 1, one["previous"]), separators=(",", ":")).encode()
 
 
-@pytest.mark.parametrize(
-    ("kind", "line", "found"),
-    [
-        ("digit", 1, "'checksum'"),
-        ("swapped", 0, "event number 1"),
-        ("dropped", 1, "event number 2"),
-        ("doubled", 2, "event number 1"),
-        ("resealed", 2, "'previous'"),
-        ("spaced", 1, "not a ledger line"),
-        ("infinite", 1, "not a ledger line"),
-        ("list", 1, "not a ledger line"),
-        ("deep", 1, "not a ledger line"),
-        ("blank", 1, "not a ledger line"),
-    ],
-)
-def test_an_edited_moved_or_missing_line_is_named(path: Path, kind: str, line: int, found: str) -> None:
+EDITS: dict[str, tuple[Callable[[bytes, bytes], list[bytes]], int, str]] = {
+    "digit": (lambda a, b: [a, b.replace(b"0.95", b"0.96")], 1, "'checksum'"),
+    "swapped": (lambda a, b: [b, a], 0, "event number 1"),
+    "dropped": (lambda a, b: [a], 1, "event number 2"),
+    "doubled": (lambda a, b: [a, b, b], 2, "event number 1"),
+    "resealed": (lambda a, b: [a, resealed(b)], 2, "'previous'"),
+    "spaced": (lambda a, b: [a, json.dumps(json.loads(b)).encode()], 1, "not a ledger line"),
+    "infinite": (lambda a, b: [a, b.replace(b"0.95", b"1e999")], 1, "not a ledger line"),
+    "list": (lambda a, b: [a, b"[1]"], 1, "not a ledger line"),
+    "deep": (lambda a, b: [a, b"[" * 100_000], 1, "not a ledger line"),
+    "blank": (lambda a, b: [a, b""], 1, "not a ledger line"),
+}
+"""What is done to the first two lines of four; the line that is named, and as what."""
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_an_edited_moved_or_missing_line_is_named(path: Path, kind: str) -> None:
+    edit, line, found = EDITS[kind]
     filled(path, 4)
-    path.write_bytes(b"\n".join(edit(path.read_bytes().splitlines(), kind)) + b"\n")
+    first, second, *others = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([*edit(first, second), *others]) + b"\n")
     before = path.read_bytes()
     for action in (lambda: read(path), lambda: Ledger.open(path)):
         with pytest.raises(LedgerError, match=rf"ledger.jsonl line {line}: found .*{found}"):
@@ -357,7 +343,6 @@ def test_a_folder_that_cannot_be_made_or_locked(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="the ledger cannot be opened for writing"):
         Ledger.open(tmp_path / "file" / "ledger.jsonl")
-    import fcntl
 
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

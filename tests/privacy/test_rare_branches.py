@@ -5,27 +5,15 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fedflat.core.checks import InputError
 from fedflat.core.rounding import MOST
 from fedflat.methods.ddgauss import DistributedDiscreteGaussian, SharedDiscreteNoise
 from fedflat.methods.plans import DDGaussPlan, VotesPlan
-from fedflat.privacy.accounting.discrete import DDGaussAccount
 from fedflat.privacy.plan import build_plan
-from fedflat.privacy.schedules import contradictions
 from fedflat.privacy.statement import checksum, is_whole, not_covered, statement
 from fedflat.simulation.recomputed import Records, second_account
-
-
-def test_too_little_noise_per_share_amplifies_nothing() -> None:
-    plan = build_plan(clients=100, cohort=50, sampling="poisson", rounds=5, noise_multiplier=1.0, trust="distributed")
-    account = DDGaussAccount(
-        clients=plan.sampler.clients, cohort=plan.sampler.size, noise_multiplier=1e-6, clip=1.0, granularity=1.0,
-        dimension=8, min_cohort=10, n_max=20, delta=1e-3,
-    )  # fmt: skip
-    assert np.isinf(account.amplified(20)).all()
 
 
 def test_votes_beyond_the_plan_and_without_noise() -> None:
@@ -34,12 +22,6 @@ def test_votes_beyond_the_plan_and_without_noise() -> None:
     assert votes.spent(plan, 5) == votes.queries == 10 and votes.facts["clip"] == "of one vote 1, of a draw's votes 1"
     assert votes.spent(plan, 6) == 12
     assert math.isinf(plan.epsilon())
-
-
-def test_calibrated_is_the_same_plan_with_its_least_noise() -> None:
-    setting: dict[str, Any] = {"clients": 100, "cohort": 20, "rounds": 4, "delta": 1e-3}
-    found = build_plan(noise_multiplier=1.0, **setting).calibrated(2.0)
-    assert found.noise_multiplier == build_plan(epsilon=2.0, **setting).noise_multiplier and found.epsilon() <= 2.0
 
 
 def test_cohorts_beyond_the_rounding_bound_are_refused() -> None:
@@ -93,13 +75,3 @@ def test_a_rounded_message_is_hardly_longer_than_the_clip() -> None:
         dimension=100, clip=1.0, noise_multiplier=1.0, min_cohort=8, granularity=0.001
     )
     assert 1.0 <= SharedDiscreteNoise(mechanism, seed=0, shares=1).longest(1.0) <= 1.5
-
-
-@pytest.mark.parametrize("kind", ["banded", "tree"])
-def test_a_schedule_that_ended_early_contradicts_nothing(kind: str) -> None:
-    plan = build_plan(
-        clients=12, cohort=3, rounds=6, sampling="min-separation", noise=kind, noise_multiplier=1.0, delta=1e-3
-    )
-    lines = [{**plan.record(t, 1.0), "round": t} for t in range(6)]
-    assert contradictions(lines[:4]) == contradictions(lines) == []
-    assert contradictions([{**line, "factor": "0" * 64} for line in lines])
