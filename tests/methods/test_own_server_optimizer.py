@@ -1,5 +1,6 @@
 """A method may bring its own server optimiser: what it is told of the noise is the plan's, and nothing else is set."""
 
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -155,16 +156,9 @@ def test_a_settled_recipe_names_no_optimiser_that_is_not_used() -> None:
 @pytest.mark.parametrize("method", ["dp-fedadam", "dp-fednsam", "dp-disk"])
 def test_stopped_and_resumed_it_ends_as_if_never_stopped(method: str, tmp_path: Path) -> None:
     """The moments, the number of updates, the filter and the last move are in the checkpoint."""
-    small = {"data": {"dataset": "digits", "clients": 10}, "model": "mlp", "rounds": 4, "server": {}}
-    small = {key: value for key, value in (recipe(method) | small).items() if value != {}}
-    whole, count = fedflat.run(small, out=tmp_path / "whole"), 0
-
-    def stop() -> bool:
-        nonlocal count
-        count += 1
-        return count > 2
-
-    fedflat.run(small, out=tmp_path / "stopped", should_stop=stop)
-    found = fedflat.run(small, out=tmp_path / "stopped", resume=True)
+    run = functools.partial(fedflat.run, recipe(method, rounds=4), model=nn.Linear(4, 3), clients=clients())
+    whole, turns = run(out=tmp_path / "whole"), iter([False, False, True])
+    run(out=tmp_path / "stopped", should_stop=lambda: next(turns))
+    found = run(out=tmp_path / "stopped", resume=True)
     for a, b in zip(whole.model.parameters(), found.model.parameters()):
         assert torch.equal(a, b)

@@ -6,28 +6,42 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fedflat
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.types import AVERAGE, Aggregate, RoundState
+from fedflat.engine.job import Job
 from fedflat.engine.round import _aborted, broadcast_of
 from fedflat.engine.train import train
 from fedflat.pieces.server import MovingAverage, TailAverage
 from fedflat.records import checkpoint
-from fedflat.simulation.result import export
+from fedflat.simulation.result import Result, export
 
-pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
+PRIVACY = {"clip": 0.5, "noise_multiplier": 1.0}
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
     return {
-        "rounds": 5, "data": {"dataset": "digits", "clients": 10}, "model": "linear", "algorithm": "dp-fedavg",
-        "local": {"steps": 1, "batch_size": 20}, "cohort": {"size": 5},
-        "privacy": {"clip": 0.5, "noise_multiplier": 1.0}, "engine": {"backend": "sequential"}, **changes,
+        "rounds": 5, "algorithm": "dp-fedavg", "local": {"steps": 1, "batch_size": 20}, "cohort": {"size": 5},
+        "privacy": PRIVACY, "engine": {"backend": "sequential"}, **changes,
     }  # fmt: skip
+
+
+DRAW = torch.Generator().manual_seed(0)
+MODEL = nn.Linear(4, 3)
+CLIENTS = [(torch.randn(8, 4, generator=DRAW), torch.arange(8) % 3) for _ in range(10)]
+TEST = (torch.randn(60, 4, generator=DRAW), torch.arange(60) % 3)
+
+
+def job(**changes: Any) -> Job:
+    return prepare(Recipe.of(recipe(**changes)), MODEL, CLIENTS)
+
+
+def run(folder: Path, *, resume: bool = False, **changes: Any) -> Result:
+    return fedflat.run(recipe(**changes), MODEL, CLIENTS, TEST, folder / "run", resume=resume)
 
 
 def iterates(average: Any, count: int) -> list[Tensor | None]:
@@ -66,56 +80,51 @@ def test_averages_never_share_memory_with_the_iterate() -> None:
 @pytest.mark.parametrize("average", ["tail", "ema"])
 def test_training_goes_on_from_the_last_iterate(average: str) -> None:
     """One key: the iterates are those of the run without, and only what is given back differs."""
-    jobs = [prepare(Recipe.of(recipe(server={"average": name}))) for name in ("none", average)]
-    for job in jobs:
-        job.key = bytes(32)
-    plain, averaged = (train(job).state for job in jobs)
+    jobs = [job(server={"average": name}) for name in ("none", average)]
+    for one in jobs:
+        one.key = bytes(32)
+    plain, averaged = (train(one).state for one in jobs)
     assert torch.equal(plain.shared, averaged.shared) and AVERAGE not in plain.slots
     assert torch.equal(plain.released, plain.shared) and not torch.equal(averaged.released, averaged.shared)
 
 
 def test_a_broadcast_of_the_average_would_be_noticed() -> None:
     """The broken twin: clients that start from the average send other updates."""
-    job = prepare(Recipe.of(recipe(server={"average": "ema"})))
-    state = train(job).state
-    sent = broadcast_of(job.parts, state, 0)
-    broken = broadcast_of(job.parts, replace(state, shared=state.released), 0)
+    made = job(server={"average": "ema"})
+    state = train(made).state
+    sent = broadcast_of(made.parts, state, 0)
+    broken = broadcast_of(made.parts, replace(state, shared=state.released), 0)
     assert torch.equal(sent.shared, state.shared) and not torch.equal(broken.shared, sent.shared)
     assert AVERAGE not in sent.vectors
 
 
 def test_everything_that_is_given_back_is_the_average(tmp_path: Path) -> None:
-    result = fedflat.run(recipe(server={"average": "tail"}), out=tmp_path / "run")
+    result = run(tmp_path, server={"average": "tail"})
     newest = checkpoint.newest(tmp_path / "run" / "checkpoints")
     assert newest is not None
     state, _, _ = newest
     export(tmp_path / "run", tmp_path / "out")
-    for model in (result.model, fedflat.load(tmp_path / "run").model, fedflat.load(tmp_path / "out").model):
+    loaded = [fedflat.load(tmp_path / name, MODEL).model for name in ("run", "out")]
+    for model in (result.model, *loaded):
         flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
         assert torch.equal(flat, state.released) and not torch.equal(flat, state.shared)
-    inputs, targets = _test()
-    accuracy = float((result.model(inputs).argmax(1) == targets).float().mean())
+    accuracy = float((result.model(TEST[0]).argmax(1) == TEST[1]).float().mean())
     assert result.history[-1]["test_accuracy"] == pytest.approx(accuracy)
 
 
-def _test() -> tuple[Tensor, Tensor]:
-    data = prepare(Recipe.of(recipe())).data
-    assert data.test_inputs is not None and data.test_targets is not None
-    return data.test_inputs, data.test_targets
-
-
+@pytest.mark.usefixtures("noise_of_the_seed")
 @pytest.mark.parametrize("server", [{"average": "tail"}, {"average": "ema", "decay": 0.6}])
 def test_a_resumed_run_ends_bit_for_bit_the_same(server: dict[str, Any], tmp_path: Path) -> None:
-    whole = fedflat.run(recipe(server=server), out=tmp_path / "run")
+    whole = run(tmp_path, server=server)
     for path in sorted((tmp_path / "run" / "checkpoints").glob("*.safetensors"))[1:]:
         path.unlink()
-    again = fedflat.run(recipe(server=server), out=tmp_path / "run", resume=True)
+    again = run(tmp_path, server=server, resume=True)
     for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 def test_an_aborted_round_counts_as_the_same_iterate_once_more() -> None:
-    parts = prepare(Recipe.of(recipe(server={"average": "tail"}))).parts
+    parts = job(server={"average": "tail"}).parts
     shared = torch.ones(parts.layout.dimension)
     state = RoundState(3, shared, 0.5, {AVERAGE: 3 * shared})
     nothing = Aggregate(torch.zeros(0), 0, 0.0, torch.zeros(0), torch.zeros(0))
@@ -131,15 +140,11 @@ def test_an_aborted_round_counts_as_the_same_iterate_once_more() -> None:
         ({"server": {"average": "ema", "decay": 1.0}}, "server.decay"),
         ({"server": {"average": "tail"}, "algorithm": {"name": "ae-dpfl", "queries": 20}}, "none for ae-dpfl"),
         (
-            {
-                "server": {"average": "tail"},
-                "algorithm": "dp-fedsam",
-                "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "protocol": "published", "published": "000"},
-            },
+            {"server": {"average": "tail"}, "algorithm": "dp-fedsam", "privacy": {**PRIVACY, "protocol": "published"}},
             "tail with privacy.protocol: published",
         ),
     ],
 )
 def test_mistakes_are_one_sentence(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError, match=told):
-        prepare(Recipe.of(recipe(**changes)))
+        job(**changes)
