@@ -11,7 +11,7 @@ from torch import nn
 from fedflat.core import checks, rng
 from fedflat.core.checks import InputError
 from fedflat.core.loss import CROSS_ENTROPY, IGNORE, weighted_mean
-from fedflat.core.params import flatten, last_linear, layout_of, put
+from fedflat.core.params import flatten, layout_of, put
 from fedflat.pieces.transforms import count_of
 
 
@@ -80,10 +80,6 @@ def test_frozen_parameters_are_not_in_the_vector() -> None:
 def test_impossible_layouts_are_refused(module: nn.Module, head: tuple[str, ...] | None, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         layout_of(module, head)
-
-
-def test_the_last_linear_layer() -> None:
-    assert last_linear(network()) == "4"
 
 
 def test_streams_depend_on_every_part_of_their_name() -> None:
@@ -177,15 +173,13 @@ def test_whole_numbers_and_names() -> None:
 
 @pytest.mark.parametrize(
     ("share", "size", "count"),
-    [(0.3, 10, 3), (1 - 0.7, 10, 3), (1 / 3, 3, 1), (2 / 3, 3, 2), (0.4, 7, 3), (1 - 0.7, 10**8, 3 * 10**7), (1, 5, 5)],
-)
+    [
+        (0.3, 10, 3), (1 - 0.7, 10, 3), (1 / 3, 3, 1), (2 / 3, 3, 2), (0.4, 7, 3), (1 - 0.7, 10**8, 3 * 10**7),
+        (1, 5, 5), (0.0, 5, 0), (0.5, 0, 0), (1e-15, 5, 1),
+    ],
+)  # fmt: skip
 def test_shares_count_what_was_meant(share: float, size: int, count: int) -> None:
     assert count_of(share, size) == count
-
-
-def test_share_edges() -> None:
-    assert count_of(0.0, 5) == count_of(0.5, 0) == 0
-    assert count_of(1e-15, 5) == 1
 
 
 def test_sequence_loss_counts_only_marked_tokens() -> None:

@@ -35,11 +35,3 @@ def test_sums_are_those_at_once_to_the_bit(length: int) -> None:
     assert torch.equal(total, before)
     rounding.add_scaled(total, v, 0.3)
     assert torch.equal(total, before.add_(v.double(), alpha=0.3))
-
-
-@pytest.mark.parametrize("place", [0, rounding.CACHED + 3])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_one_entry_that_is_not_finite_shows(place: int, bad: float) -> None:
-    v = vector(2 * rounding.CACHED)
-    v[place] = bad
-    assert not math.isfinite(float(rounding.norm(v)))

@@ -195,6 +195,10 @@ def test_the_norm_limit_holds_even_if_rounding_gives_up(monkeypatch):
         assert steps.any() and exact_square(steps) <= mech.norm_limit
 
 
+def test_a_rounded_message_is_hardly_longer_than_the_clip():
+    assert 1.0 <= SharedDiscreteNoise(mechanism(granularity=0.001), seed=0, shares=1).longest(1.0) <= 1.5
+
+
 def test_a_clients_message_carries_its_own_noise():
     noise, broadcast = SharedDiscreteNoise(mechanism(), seed=0, shares=8), Broadcast(0, torch.zeros(100), 1.0, 1.0)
     first, same, other = (noise.message(updates(1, 100)[0], broadcast, bytes([key]) * 32) for key in (1, 1, 2))

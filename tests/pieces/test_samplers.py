@@ -113,15 +113,6 @@ def test_events_are_those_of_the_law() -> None:
     assert Fixed(50, 50).event(0.9) == plain
 
 
-def test_names_and_relations() -> None:
-    for name in ("poisson", "fixed"):
-        assert make_sampler(name, 10, 4).name == name
-    assert make_sampler("truncated", 10, 4, 5) == Truncated(10, 4, 5)
-    assert Poisson.relation == Truncated.relation == "add-remove"
-    assert Fixed.relation == "replace-one"
-    assert Truncated(10, 4, 5).q == Fixed(10, 4).q == 0.4
-
-
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [

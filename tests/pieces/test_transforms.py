@@ -75,15 +75,7 @@ def test_rescaling_multiplies() -> None:
     assert torch.equal(Rescale(2.5)(torch.ones(10), view()), torch.full((10,), 2.5))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: top_k(0.0),
-        lambda: top_k(1.1),
-        lambda: lus(1.0),
-        lambda: lus(-0.1),
-    ],
-)
+@pytest.mark.parametrize("make", [lambda: top_k(0.0), lambda: top_k(1.1), lambda: lus(1.0), lambda: lus(-0.1)])
 def test_impossible_values_are_refused(make: object) -> None:
     with pytest.raises(InputError, match="allowed: a number"):
         make()  # type: ignore[operator]

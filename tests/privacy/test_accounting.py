@@ -376,17 +376,16 @@ def test_what_is_called_epsilon_is_proven() -> None:
     """An approximation has a name of its own: asked for as an accountant it once lay 2.1 under what is proven."""
     small: dict[str, Any] = {"clients": 10_000, "cohort": 100, "rounds": 10}
     assert approximate_epsilon(noise_multiplier=0.6, **small) < 0.5 < 2.5 < epsilon(noise_multiplier=0.6, **small)
-    for name in ACCOUNTANTS:
-        if name in PROVEN:
-            assert epsilon(noise_multiplier=0.6, accountant=name, **small) > 2.5
-            continue
-        for ask in (
-            lambda: epsilon(noise_multiplier=0.6, accountant=name, **small),  # noqa: B023
-            lambda: noise_multiplier(epsilon=2.0, accountant=name, **small),  # noqa: B023
-            lambda: compose_epsilon(poisson(0.01, 0.6), 10, 1e-5, name),  # noqa: B023
-        ):
-            with pytest.raises(InputError, match="found gdp; allowed: pld, rdp, fft"):
-                ask()
+    for name in PROVEN:
+        assert epsilon(noise_multiplier=0.6, accountant=name, **small) > 2.5
+    assert set(ACCOUNTANTS) - set(PROVEN) == {"gdp"}
+    for ask in (
+        lambda: epsilon(noise_multiplier=0.6, accountant="gdp", **small),
+        lambda: noise_multiplier(epsilon=2.0, accountant="gdp", **small),
+        lambda: compose_epsilon(poisson(0.01, 0.6), 10, 1e-5, "gdp"),
+    ):
+        with pytest.raises(InputError, match="found gdp; allowed: pld, rdp, fft"):
+            ask()
 
 
 def test_the_server_of_distributed_knows_the_cohort() -> None:
@@ -525,9 +524,7 @@ def test_split_noise_composes_back() -> None:
         ({"colluders": 1}, "colluders: found 1; allowed: nothing unless"),
         ({"max_participations": 5}, "allowed: nothing unless privacy.trust is local"),
         ({"max_participations": 0, "trust": "local"}, "cohort.max_participations: found 0"),
-        ({"sampling": "fixed", "accountant": "fft"}, "fft covers Poisson sampling"),
         ({"sampling": "truncated", "max_cohort": 60, "accountant": "rdp"}, "rdp has no bound for truncated"),
-        ({"trust": "local", "accountant": "gdp"}, "found gdp; allowed: pld, rdp, fft"),
     ],
 )
 def test_every_wrong_argument_is_one_line(change, sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""The distributed discrete Gaussian inside a plan: the numbers it derives, and the calibration through it."""
+"""The distributed discrete Gaussian and votes inside a plan: the numbers they derive, calibration through them."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from fedflat.core.checks import InputError
-from fedflat.methods.plans import DDGaussPlan, most_messages
+from fedflat.methods.plans import DDGaussPlan, VotesPlan, most_messages
 from fedflat.privacy.accounting.discrete import DDGaussAccount
 from fedflat.privacy.plan import build_plan
 
@@ -53,3 +53,11 @@ def test_settling_twice_changes_nothing():
     plan = plan_of(DDGaussPlan(1000, 0.5))
     once = plan.mechanism.settled(plan)
     assert once.settled(plan) == once and once.most == plan.mechanism.n_max(plan)
+
+
+def test_votes_beyond_the_plan_and_without_noise():
+    votes = VotesPlan(labels=1, total=10)
+    plan = build_plan(clients=100, cohort=50, rounds=5, noise_multiplier=0.0, mechanism=votes)
+    assert votes.spent(plan, 5) == votes.queries == 10 and votes.facts["clip"] == "of one vote 1, of a draw's votes 1"
+    assert votes.spent(plan, 6) == 12
+    assert math.isinf(plan.epsilon())

@@ -279,6 +279,7 @@ def test_a_run_that_promises_nothing_needs_no_ledger(run: Path) -> None:
         ("privacy.json", "[]", "privacy.json: found a damaged record"),
         ("privacy.json", f'{{"proven_epsilon": {10**400}}}', "privacy.json: found 1000"),
         ("privacy.json", '{"proven_epsilon": NaN}', "privacy.json: found nan"),
+        ("privacy.json", '{"proven_epsilon": "eight"}', "privacy.json: found eight"),
         ("metrics.jsonl", '{"round": Infinity}\n', "metrics.jsonl: found a damaged record"),
         ("metrics.jsonl", '{"round": 0, "epsilon": "1"}\n', "metrics.jsonl: found 1"),
         ("metrics.jsonl", '{"round": 0}\n[1]\n', "metrics.jsonl: found a damaged record"),
