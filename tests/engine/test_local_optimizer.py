@@ -59,6 +59,7 @@ def test_adam_is_torchs_and_begins_anew_each_round() -> None:
     assert torch.allclose(trained("sequential", rounds=2), vector, atol=2e-6)
 
 
+@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedsam"])
 def test_back_ends_agree(method: str) -> None:
     alone = trained("sequential", method, rounds=2, batch_size=2)

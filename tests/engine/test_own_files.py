@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fedflat
+from fedflat.backends import workers
 from fedflat.core.checks import InputError, RunError
 from fedflat.core.imports import imported
 from fedflat.core.process import how_it_ended
@@ -88,7 +89,9 @@ def test_a_file_that_is_gone_still_shows_the_text_that_ran(folder: Path) -> None
 
 
 @pytest.mark.parametrize(("number", "words"), [(6, "its compiled code crashed (SIGABRT)"), (9, "killed by SIGKILL")])
-def test_a_worker_that_dies_says_how(folder: Path, number: int, words: str) -> None:
+@pytest.mark.usefixtures("quick_workers")
+def test_a_worker_that_dies_says_how(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str) -> None:
+    monkeypatch.setattr(workers, "WAIT", 0.2)
     with pytest.raises(RunError) as told:
         _ran(folder, {"backend": "workers", "processes": 1}, fatal=number)
     assert words in str(told.value) and "\n" not in str(told.value)

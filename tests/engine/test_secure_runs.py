@@ -98,9 +98,16 @@ def test_killed_and_resumed_with_the_key_ends_bit_for_bit(tmp_path, state_home):
             assert secret not in content and secret.hex().encode() not in content, file
 
 
+def charged_and_not_saved(recipe: dict, folder: Path) -> None:
+    """Leave what a kill leaves after round 2 was charged and before it is saved."""
+    seen: list[int] = []
+    simulation.run(recipe, out=folder, on_round=lambda *_: seen.append(1), should_stop=lambda: len(seen) == 3)
+    (folder / "checkpoints" / "round-000003.safetensors").unlink()
+
+
 def test_resumed_without_the_key_the_open_round_is_charged_again(tmp_path, state_home):
     folder = tmp_path / "run"
-    assert start(folder, kill_at=2) == -signal.SIGKILL
+    charged_and_not_saved(RECIPE, folder)
     first = released(folder)
     key_files(state_home)[0].unlink()
     result = simulation.run(Recipe.load(folder), out=folder, resume=True)
@@ -129,10 +136,9 @@ def test_killed_twice_the_second_resume_with_its_key_charges_no_more(tmp_path, s
 
 def test_a_run_charged_twice_stops_within_its_budget(tmp_path, state_home):
     recipe = {**RECIPE, "privacy": {"clip": 0.5, "epsilon": 5.0, "secure_rng": True}}
-    folder, seen = tmp_path / "run", []
-    simulation.run(recipe, out=folder, on_round=lambda *_: seen.append(1), should_stop=lambda: len(seen) == 3)
+    folder = tmp_path / "run"
+    charged_and_not_saved(recipe, folder)
     assert len(key_files(state_home)) == 1, "an unfinished run keeps its key"
-    (folder / "checkpoints" / "round-000003.safetensors").unlink()  # so that round 2 is drawn again
     key_files(state_home)[0].unlink()
     result = simulation.run(Recipe.load(folder), out=folder, resume=True)
     assert len(result.history) == ROUNDS - 1 and "exceed the budget" in result.stopped

@@ -107,9 +107,9 @@ def test_a_run_keeps_the_network_and_needs_its_file_no_more(network: Path, tmp_p
     file = tmp_path / "mine.safetensors"
     file.write_bytes(network.read_bytes())
     recipe = {
-        "rounds": 2, "data": {"dataset": "digits", "clients": 20},
+        "rounds": 2, "data": {"dataset": "digits", "clients": 20, "max_examples": 200, "max_test": 20},
         "model": {"name": "representation", "body": body(file)}, "algorithm": "dp-fedavg-la",
-        "local": {"steps": 1, "batch_size": 100, "lr": 1.0, "momentum": 0.0}, "cohort": {"size": 20},
+        "local": {"steps": 1, "batch_size": 10, "lr": 1.0, "momentum": 0.0}, "cohort": {"size": 20},
         "privacy": {"clip": 0.5, "epsilon": 8},
     }  # fmt: skip
     result = fedflat.run(recipe, out=tmp_path / "run")
