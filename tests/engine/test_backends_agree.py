@@ -97,7 +97,7 @@ def test_bf16_in_blocks_is_bf16_of_one_client() -> None:
 def test_bf16_in_blocks_of_linear_layers_on_every_method(method: str) -> None:
     """Nearer to one client in bf16 than float32 is; and what is said to stay in float32 does, bit for bit.
 
-    The median of three seeds, since rounding that moves an entry across a method's threshold counts as much as the rest.
+    The median of three seeds, for rounding that moves an entry across a method's threshold counts as much as the rest.
     """
     to_one, to_exact = [], []
     for seed in range(1, 4):
