@@ -146,27 +146,17 @@ def test_weights_that_cannot_be_had_are_one_line_with_the_remedy(name: str) -> N
     assert ("FacebookAI/roberta-base" if name == "roberta-base" else "google/vit-base-patch16-224-in21k") in text
 
 
-def test_a_tokenizer_that_cannot_be_had_is_one_line_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(InputError) as error:
-        made(tiny.reviews(tmp_path), tokenizer="FacebookAI/roberta-base")
-    text = str(error.value)
-    assert text.startswith("data.tokenizer: found FacebookAI/roberta-base") and "HF_HOME" in text and "\n" not in text
-
-
-@pytest.mark.parametrize("content", [None, b"no weights at all"])
-def test_broken_weights_are_one_line(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize("kept", ["nothing", "no weights at all", "a pickle"])
+def test_missing_broken_and_pickled_weights_are_one_line(tmp_path: Path, kept: str) -> None:
     path = Path(saved(tmp_path / "weights"))
-    (path / "model.safetensors").unlink() if content is None else (path / "model.safetensors").write_bytes(content)
+    weights = (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    if kept != "a pickle":
+        weights.unlink()
+    if kept == "no weights at all":
+        (path / "model.safetensors").write_bytes(b"no weights at all")
     with pytest.raises(InputError, match="no readable weights at") as error:
         build("roberta-base", (10,), 2, 0, path=str(path))
     assert "\n" not in str(error.value)
-
-
-def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
-    path = Path(saved(tmp_path / "weights"))
-    (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    with pytest.raises(InputError, match="no readable weights at"):
-        build("roberta-base", (10,), 2, 0, path=str(path))
 
 
 def test_the_hub_is_left_as_it_was() -> None:

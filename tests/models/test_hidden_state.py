@@ -46,6 +46,7 @@ class Keeps(nn.Module):
         self.own, self.numpy = torch.Generator(), np.random.default_rng(3)
         self.array = np.zeros(6)
         self.register_buffer("buffer", torch.zeros(6))
+        self.register_buffer("unsaved", torch.zeros(6), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.layer(x)
@@ -95,6 +96,7 @@ WAYS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "set": (lambda m, x: m.few.add(float(x.sum())), "is changed"),
     "array": (lambda m, x: m.array.__iadd__(x.mean(0).numpy()), "model: array is changed"),
     "buffer": (lambda m, x: m.buffer.add_(x.mean(0)), "model: buffer is changed"),
+    "unsaved buffer": (lambda m, x: setattr(m, "unsaved", m.unsaved + x.mean(0)), "model: unsaved is changed"),
     "generator": (lambda m, x: torch.rand(1, generator=m.own), "model: own is changed"),
     "numpy's generator": (lambda m, x: m.numpy.random(), "model: numpy is changed"),
     "backward hook": (_backwards, "is changed"),

@@ -321,11 +321,6 @@ def test_a_network_of_ones_own_inherits_no_prior() -> None:
     assert fedflat.run(without, model=Mine()).privacy["prior"].startswith("unknown")
 
 
-def test_another_seed_is_another_body() -> None:
-    first, second = (body_of({**SMALL, "seed": seed}, SHAPE).saved()["maps.filters"] for seed in (0, 1))
-    assert not torch.equal(first, second)
-
-
 @pytest.mark.parametrize("engine", [Engine("sequential"), Engine("vectorized"), Engine("lowrank")], ids=str)
 @pytest.mark.parametrize("method", ["dp-fedavg", "class-statistics"])
 def test_one_client_s_images_move_a_release_by_the_clip_at_most(method: str, engine: Engine) -> None:
