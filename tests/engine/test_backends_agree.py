@@ -70,7 +70,7 @@ def trained(method: str, seed: int = 2, **engine: Any) -> Tensor:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_back_end_agrees_on_every_method(method: str) -> None:
     expected = final(method, 2, backend="sequential")
-    others: list[dict[str, Any]] = [{"backend": "vectorized"}, {"backend": "vectorized", "block": 2}]
+    others: list[dict[str, Any]] = [{"backend": "vectorized"}]  # blocks of other sizes: contract 6
     if method not in WRITTEN:
         others += [{"backend": "lowrank"}, {"backend": "lowrank", "block": 2}]
     for engine in others:

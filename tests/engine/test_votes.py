@@ -196,7 +196,7 @@ def test_the_budget_stops_between_rounds() -> None:
 def test_a_student_learns_digits() -> None:
     changes = {
         "rounds": 2, "data": {"dataset": "digits", "clients": 20}, "model": {"name": "mlp", "hidden": 32},
-        "local": {"steps": 60, "batch_size": 16, "lr": 0.1}, "cohort": {"size": 15},
+        "local": {"steps": 30, "batch_size": 16, "lr": 0.2}, "cohort": {"size": 15},
         "privacy": {"noise_multiplier": 2.0},
     }  # fmt: skip
     options = {"queries": 300, "student_epochs": 20}
