@@ -78,6 +78,14 @@ def test_only_the_same_run_has_the_same_key() -> None:
     assert set(same) == {first} and len({first, *others}) == len(others) + 1
 
 
+def test_two_runs_of_one_seed_do_not_subtract_to_the_truth() -> None:
+    """As every compare does: the difference of two runs holds two draws of the noise, not none."""
+    still = {"local": {"steps": 1, "batch_size": 4, "momentum": 0.0, "lr": 1e-9}, "rounds": 1}
+    both = ({**RECIPE, **still, "algorithm": {"name": name}} for name in ("dp-fedavg", "dp-fedsam"))
+    one, two = (flat(run(recipe, clients=clients()).model.state_dict()) for recipe in both)
+    assert float((one - two).std()) == pytest.approx(0.5 / 4 * 2**0.5, rel=0.5)
+
+
 def test_what_cannot_be_identified_gets_fresh_noise_and_says_so(tmp_path: Path) -> None:
     found = [run(WITHOUT_MODEL, Odd(), clients(), out=tmp_path / name) for name in ("one", "two")]
     assert "cannot be identified" in found[0].privacy["noise_source"]
