@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 LONG = (
     "test_federation_processes", "test_federation_doors", "test_federation_partition",
     "test_federation_turns_processes", "test_ray_tasks", "test_audit_mechanism",
-    "test_contract_processes", "test_contract_worlds", "test_documented", "test_docs", "test_published_runs",
+    "test_contract_processes", "test_contract_worlds", "test_documented", "test_published_runs",
     "test_secure_runs", "test_experiment",
 )  # fmt: skip
 """Modules that take long, some mostly by waiting for processes: begun first, so that none is left alone at the end."""

@@ -36,7 +36,7 @@ def code_cells(path: Path) -> list[dict[str, list[str]]]:
     return [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("sphinx", "myst_parser", "furo")),
     reason="the site needs the extra docs",
