@@ -9,12 +9,15 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from pages import LANGUAGES, NOTEBOOKS, PAGES, ROOT, blocks, fences, make_targets
+from typer.main import get_command
 
 from fedflat.algorithms import ALGORITHMS
+from fedflat.cli.main import _assemble, app
 from fedflat.config.recipe import Recipe
 
 OTHERS = {"performance.md", "language.md"}
@@ -49,24 +52,18 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     for page in [*(ROOT / "docs").glob("*.md"), *NOTEBOOKS]:
         assert (site / page.relative_to(ROOT / "docs")).with_suffix(".html").is_file(), page.name
     reference = (site / "api.html").read_text(encoding="utf-8")
-    for name in (
-        "fedflat.run",
-        "fedflat.algorithms.dp_fedpgn",
-        "fedflat.pieces.gradients.sam",
-        "fedflat.config.recipe.Recipe",
-    ):
-        assert f'id="{name}"' in reference, name
+    for name in ("run", "algorithms.dp_fedpgn", "pieces.gradients.sam", "config.recipe.Recipe"):
+        assert f'id="fedflat.{name}"' in reference, name
+
+
+def known_commands() -> dict[str, Any]:
+    _assemble()
+    return get_command(app).commands  # type: ignore[attr-defined, no-any-return]
 
 
 def test_every_command_teaches_by_example() -> None:
     """``--help`` of each command has an example whose command and options exist."""
-    from typer.main import get_command
-
-    from fedflat.cli.main import _assemble, app
-
-    _assemble()
-    commands = get_command(app).commands  # type: ignore[attr-defined]
-    for name, command in commands.items():
+    for name, command in known_commands().items():
         examples = re.findall(r"^ *Example: fedflat (.+?)\n *(?:\n|$)", f"{command.help}\n\n", re.MULTILINE | re.DOTALL)
         assert examples, f"{name} --help has no example"
         options = {option for parameter in command.params for option in parameter.opts}
@@ -85,12 +82,7 @@ def test_recipes_shown_are_valid() -> None:
 
 def test_commands_that_are_shown_only_are_right() -> None:
     """Those of ``console`` blocks take hours or data: their words, options, recipes and keys exist."""
-    from typer.main import get_command
-
-    from fedflat.cli.main import _assemble, app
-
-    _assemble()
-    known = get_command(app).commands  # type: ignore[attr-defined]
+    known = known_commands()
     shown = "".join(text for page in PAGES for text in blocks(page, "console")).replace("\\\n", " ")
     lines = re.findall(r"^\$ fedflat (.+)", shown, re.MULTILINE)
     assert len(lines) > 20

@@ -22,7 +22,6 @@ from fedflat.cli import main as cli
 from fedflat.core.checks import InputError
 from fedflat.report.progress import RunEvent
 from fedflat.simulation import experiment
-from fedflat.simulation import experiment as worker
 from fedflat.simulation.experiment import Comparison, compare
 from fedflat.simulation.settings import axis, check_folders, claim, expand, split_top, tasks
 
@@ -131,12 +130,12 @@ def test_runs_of_something_else_are_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_data_are_kept_for_the_next_run_of_the_same_seed_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_DATA", {})
+    monkeypatch.setattr(experiment, "_DATA", {})
     first, second = expand([TINY], METHODS, 1)
-    kept = worker.data_for(first.recipe)
-    assert worker.data_for(second.recipe) is kept
-    other = worker.data_for(first.recipe.model_copy(update={"seed": 1}))
-    assert other is not kept and len(worker._DATA) == 1
+    kept = experiment.data_for(first.recipe)
+    assert experiment.data_for(second.recipe) is kept
+    other = experiment.data_for(first.recipe.model_copy(update={"seed": 1}))
+    assert other is not kept and len(experiment._DATA) == 1
     assert other.fingerprint() != kept.fingerprint()
 
 
@@ -164,23 +163,16 @@ def test_an_experiment_leaves_every_file(done: tuple[Comparison, list[RunEvent]]
     assert found.complete and found.total == 4 and found.notes == ()
     for name in ("tiny_dp-fedavg/seed-0", "tiny_dp-fedavg/seed-1", "tiny_dp-fedsam/seed-0", "tiny_dp-fedsam/seed-1"):
         run = found.folder / name
-        for file in (
-            "recipe.yaml",
-            "metrics.jsonl",
-            "private/private.jsonl",
-            "ledger.jsonl",
-            "privacy.json",
-            "report.html",
-        ):
+        records = ("recipe.yaml", "metrics.jsonl", "private/private.jsonl", "ledger.jsonl")
+        for file in (*records, "privacy.json", "report.html"):
             assert (run / file).is_file()
         assert [e.state for e in events if e.run == name] == ["waiting", *["running"] * 4, "done"]
     for file in ("table.md", "table.json", "table.tex", "report.html"):
         assert (found.folder / file).stat().st_size > 100 < (found.folder / "private" / file).stat().st_size
     rows = [*json.loads((found.folder / "table.json").read_text())["rows"]]
     hidden = json.loads((found.folder / "private/table.json").read_text())["rows"]
-    assert all(row["seconds"] is row["gap"] is None for row in rows) and all(
-        row["seconds"] and row["gap"] for row in hidden
-    )
+    assert all(row["seconds"] is row["gap"] is None for row in rows)
+    assert all(row["seconds"] and row["gap"] for row in hidden)
     assert (found.folder / "private").stat().st_mode & 0o077 == 0
 
 

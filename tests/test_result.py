@@ -1,6 +1,7 @@
 """A model in hand: the result of a run, the same from its folder, and the warnings that both carry."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,12 @@ def test_warnings_reach_the_report(ran: fedflat.Result) -> None:
     assert page.index("<strong>Warnings</strong>") < page.index("Guarantee</h2>")
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "privacy.json", "recipe.yaml", "checkpoint"])
-def test_a_damaged_record_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    fedflat.run({**RECIPE, "rounds": 1}, out=tmp_path / "a")
-    path = next((tmp_path / "a" / "checkpoints").iterdir()) if name == "checkpoint" else tmp_path / "a" / name
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "ledger.jsonl", "privacy.json", "recipe.yaml", "checkpoints/round-000003.safetensors"]
+)
+def test_a_damaged_record_is_refused_by_name(ran: fedflat.Result, tmp_path: Path, name: str) -> None:
+    shutil.copytree(ran.folder, tmp_path / "a")
+    path = tmp_path / "a" / name
     content = path.read_bytes()
     path.write_bytes(content[:-20] + bytes([content[-20] ^ 1]) + content[-19:])
     with pytest.raises(InputError) as error:
@@ -201,14 +204,14 @@ def test_an_export_without_what_the_seed_drew_says_so(tmp_path: Path) -> None:
         _ = fedflat.load(tmp_path / "out").model
 
 
-def test_what_is_no_ended_run(tmp_path: Path) -> None:
+def test_what_is_no_ended_run(ran: fedflat.Result, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the folder of a run"):
         fedflat.load(tmp_path)
     for call, place in ((fedflat.load, "load"), (lambda given: fedflat.export(tmp_path, given), "export: out")):
         for given in (5, None):
             with pytest.raises(InputError, match=f"{place}: found {given}; allowed: the path of a folder"):
                 call(given)  # type: ignore[operator]
-    fedflat.run({**RECIPE, "rounds": 1}, out=tmp_path / "a")
+    shutil.copytree(ran.folder, tmp_path / "a")
     (tmp_path / "a" / "privacy.json").unlink()
     with pytest.raises(InputError, match="--resume"):
         fedflat.load(tmp_path / "a")

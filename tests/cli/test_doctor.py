@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,12 +79,8 @@ def test_keys_that_others_may_see(said: Any, tmp_path: Path) -> None:
 
 
 def test_a_full_disk(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: _Usage())
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     assert findings(said, 1)["disk"]["state"] == "broken"
-
-
-class _Usage:
-    free = 1000
 
 
 def test_a_folder_one_may_not_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
