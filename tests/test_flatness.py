@@ -1,6 +1,7 @@
 """``fedflat landscape`` on tiny runs: files, table, JSON, local models, one-line errors."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,6 @@ def test_any_number_of_threads_gives_the_same_numbers(runs: Path) -> None:
 
 
 def test_a_wrong_record_is_reported(runs: Path, tmp_path: Path) -> None:
-    import shutil
-
     other = tmp_path / "other"
     shutil.copytree(runs / "both" / "dp-fedavg-0", other)
     lines = (other / "metrics.jsonl").read_text().splitlines()

@@ -186,17 +186,12 @@ def test_other_cohorts_keep_their_law() -> None:
 
 
 def test_where_nothing_is_tried() -> None:
-    for other in (
-        {"noise_cohort": 100.0},
-        {"private": False, "epsilon": None},
-        {"noise_multiplier": 0, "epsilon": None},
-    ):
+    without = {"epsilon": None}
+    for other in ({"noise_cohort": 100.0}, {"private": False, **without}, {"noise_multiplier": 0, **without}):
         assert alternatives(plan_of(**other), 1000, noise) == []
     everybody = alternatives(plan_of(cohort=200, rounds=1), 1000, noise)
-    assert [other["what"] for other in everybody] == [
-        "twice the clients, twice the cohort",
-        "a tenth of the parameters",
-    ]
+    twice, tenth = (other["what"] for other in everybody)
+    assert (twice, tenth) == ("twice the clients, twice the cohort", "a tenth of the parameters")
 
 
 def test_a_way_that_is_not_possible_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,8 @@ class Here:
         data = data_of(recipes[0], None, None)
         for number, task in enumerate(every):
             tuned = folder.parent.parent
-            self.seen.append(
-                [(tuned / name).is_file() and (tuned / name).read_text() for name in (CHARGE, tuning.DRAW)]
-            )
+            files = (tuned / CHARGE, tuned / tuning.DRAW)
+            self.seen.append([file.is_file() and file.read_text() for file in files])
             if number == self.stop_before:
                 raise KeyboardInterrupt
             if not finished(task):
@@ -178,9 +177,8 @@ def test_given_noise_gives_the_total() -> None:
     found = asked(privacy=one)
     plain = plan_of(Recipe.of({**SMALL, "privacy": one}), algorithm_of(Recipe.of(SMALL)), 20)
     assert found.plan.noise_multiplier == 3 and found.plan.epsilon() > plain.epsilon() * 1.3
-    assert "budget" not in one and tuning.trial_recipe(
-        found, {"name": "a" * 16, "settings": {}}
-    ).privacy.budget == pytest.approx(found.plan.epsilon())
+    trial = tuning.trial_recipe(found, {"name": "a" * 16, "settings": {}})
+    assert "budget" not in one and trial.privacy.budget == pytest.approx(found.plan.epsilon())
 
 
 def test_the_noise_of_two_trials_with_one_setting_is_their_own() -> None:
@@ -455,9 +453,8 @@ def test_the_command(command: Callable[..., Any], tmp_path: Path, here: Callable
     assert json.loads(again.out)["winner"] == "runs/tune-small/winner" and json.loads(again.out)["epsilon"] <= 8
     assert command("verify", "runs/tune-small").status == 0
     said = command(*words, "--on", "proxy")
-    assert (
-        said.status == 0 and "no ε is spent" in said.out and "fedflat run runs/tune-small-proxy/chosen.yaml" in said.out
-    )
+    assert said.status == 0 and "no ε is spent" in said.out
+    assert "fedflat run runs/tune-small-proxy/chosen.yaml" in said.out
     assert len(json.loads(command(*words, "--on", "proxy", "--json").out)["rows"]) == 2
 
 

@@ -156,19 +156,10 @@ def test_unknown_statement_keys_are_shown(tmp_path: Path) -> None:
 def test_user_text_is_escaped(tmp_path: Path) -> None:
     evil = "</script></style><img src=x onerror=alert(1)>\"'&"
     statement = {"unit": evil, evil: [evil, {evil: evil}], "reasons": [evil], "proven_epsilon": None}
-    folders = [
-        write_run(
-            tmp_path / "run",
-            evil,
-            rounds=3,
-            statement=statement,
-            name=evil,
-            model={"name": evil},
-            versions={evil: evil},
-        ),
-        write_run(tmp_path / "other", rounds=3),
-    ]
-    for page in (page_of(folders[:1], tmp_path), page_of(folders, tmp_path)):
+    named = {"name": evil, "model": {"name": evil}, "versions": {evil: evil}}
+    one = write_run(tmp_path / "run", evil, rounds=3, statement=statement, **named)
+    other = write_run(tmp_path / "other", rounds=3)
+    for page in (page_of([one], tmp_path), page_of([one, other], tmp_path)):
         check_page(page)
         assert "<img" not in page and str(escape(evil)) in page
 
@@ -307,8 +298,7 @@ def test_the_epsilon_of_a_seeded_run_is_called_that_of_the_mechanism_wherever_it
             "page": page, "comparison": together, "terminal": tables.to_terminal(table),
             "table": tables.files(table)["table.md"], "runs": capsys.readouterr().out,
         }  # fmt: skip
-        assert {what: "of the mechanism" in text or PLAINLY in text for what, text in said.items()} == dict.fromkeys(
-            said, mechanism
-        )
+        for what, text in said.items():
+            assert ("of the mechanism" in text or PLAINLY in text) == mechanism, what
         for text in (page, together):
             assert ('<div class="mark"' in text) == mechanism and ("<dt>Proven ε</dt>" in text) != mechanism

@@ -73,9 +73,8 @@ def test_runs_that_differ_in_what_they_minimise_are_no_seeds_of_each_other(key: 
 
 
 def test_label_names_the_key_that_differs(tmp_path: Path) -> None:
-    folders = [
-        write_run(tmp_path / f"rho{rho}", rounds=2, server={"optimizer": "sgd", "lr": rho}) for rho in (0.5, 1.0)
-    ]
+    servers = [{"optimizer": "sgd", "lr": lr} for lr in (0.5, 1.0)]
+    folders = [write_run(tmp_path / str(server["lr"]), rounds=2, server=server) for server in servers]
     assert [group.label for group in grouped(folders)] == ["dp-fedsam (lr=0.5)", "dp-fedsam (lr=1)"]
 
 
@@ -149,12 +148,8 @@ def test_no_epsilon_is_said_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_the_largest_epsilon_of_the_seeds_stands_for_the_group(tmp_path: Path) -> None:
-    folders = [
-        write_run(
-            tmp_path / str(seed), seed=seed, rounds=3, statement={"proven_epsilon": value, "claimed_epsilon": None}
-        )
-        for seed, value in enumerate((3.0, None, 5.0))
-    ]
+    said = [{"proven_epsilon": value, "claimed_epsilon": None} for value in (3.0, None, 5.0)]
+    folders = [write_run(tmp_path / str(n), seed=n, rounds=3, statement=one) for n, one in enumerate(said)]
     assert tables.comparison_table(grouped(folders)).rows[0].proven_epsilon is None
     assert tables.comparison_table(grouped([folders[0], folders[2]])).rows[0].proven_epsilon == 5.0
 
