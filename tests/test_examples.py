@@ -25,29 +25,21 @@ def _load(name: str) -> ModuleType:
 def test_the_readable_twin_equals_the_engine() -> None:
     twin = _load("one_round")
     generator = torch.Generator().manual_seed(3)
-    clients = [
-        (torch.randn(6 + i, 4, generator=generator), torch.randint(3, (6 + i,), generator=generator)) for i in range(7)
-    ]
+    sizes = range(6, 13)
+    clients = [(torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes]
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    settings = {"steps": 3, "lr": 0.2, "momentum": 0.5, "rho": 0.1}
+    settings = {"steps": 3, "lr": 0.2, "momentum": 0.5, "rho": 0.1, "threshold": 0.05}
     w = start
     for _ in range(4):
-        w = twin.one_round(
-            model, w, clients, q=1.0, noise_multiplier=0.0, threshold=0.05, generator=generator, **settings
-        )
+        w = twin.one_round(model, w, clients, q=1.0, noise_multiplier=0.0, generator=generator, **settings)
     nn.utils.vector_to_parameters(start, model.parameters())
-    result = fedflat.run(
-        {
-            "rounds": 4,
-            "algorithm": {"name": "dp-fedsam", "rho": 0.1},
-            "local": {"steps": 3, "batch_size": 100, "lr": 0.2, "momentum": 0.5},
-            "cohort": {"size": 7},
-            "privacy": {"clip": 0.05, "noise_multiplier": 0},
-        },
-        model=model,
-        clients=clients,
-    )
+    recipe = {
+        "rounds": 4, "algorithm": {"name": "dp-fedsam", "rho": 0.1}, "cohort": {"size": 7},
+        "local": {"steps": 3, "batch_size": 100, "lr": 0.2, "momentum": 0.5},
+        "privacy": {"clip": 0.05, "noise_multiplier": 0},
+    }  # fmt: skip
+    result = fedflat.run(recipe, model=model, clients=clients)
     ours = nn.utils.parameters_to_vector(result.model.parameters())
     assert torch.linalg.vector_norm(ours - start) > 0.02
     torch.testing.assert_close(ours, w, rtol=1e-5, atol=1e-6)

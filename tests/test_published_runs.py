@@ -21,8 +21,7 @@ from fedflat.core.types import Broadcast, Local
 from fedflat.engine.job import Job
 from fedflat.engine.reduce import PlainSum
 from fedflat.engine.round import accumulator_of, finish_round, noisy_sum, select_cohort
-from fedflat.methods.published import Published
-from fedflat.methods.shares import NoiseShares, SharesAccumulator
+from fedflat.methods.shares import NoiseShares
 from fedflat.pieces.clipping import PublishedMedian, PublishedPerTensor
 from fedflat.pieces.transforms import TopK, top_k
 from fedflat.simulation.recomputed import Records, second_account
@@ -296,9 +295,3 @@ def test_accepted_spellings() -> None:
 def test_a_method_without_privacy_has_no_published_protocol() -> None:
     found = fedflat.run(recipe("fedavg", rounds=1)).privacy
     assert found["protocol"] == "sound" and found["proven_epsilon"] is None and found["claimed_epsilon"] is None
-
-
-def test_published_plans_have_published_pieces() -> None:
-    assert not isinstance(job(privacy={"protocol": "sound"}).parts.plan.mechanism, Published)
-    assert isinstance(job().parts.plan.mechanism, Published)
-    assert isinstance(accumulator_of(job().parts, Broadcast(0, torch.zeros(650), 0.2, 1.0), KEY), SharesAccumulator)

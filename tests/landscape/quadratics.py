@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.landscape.objective import Objective
@@ -62,3 +63,10 @@ def small(threads: int = 1, examples: int = 130, smooth: bool = False) -> tuple[
     layout = layout_of(module)
     x, y = drawn(examples, 1, 5, 5, seed=4).float(), torch.arange(examples) % 3
     return Objective(module, layout, x, y, threads=threads), flatten(module, layout), layout, module
+
+
+def plain(module: nn.Module, layout: Layout, at: Tensor, x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Loss and accuracy at these weights by one call of the module on all examples."""
+    with torch.no_grad():
+        logits = torch.func.functional_call(module.eval(), dict(layout.views(at)), (x,))
+    return float(F.cross_entropy(logits, y)), float((logits.argmax(-1) == y).double().mean())

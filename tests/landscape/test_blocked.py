@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from quadratics import drawn
+from quadratics import drawn, plain
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.landscape.objective import Objective
@@ -21,13 +20,6 @@ def images(name: str, seed: int = 0) -> tuple[nn.Module, Layout, Tensor, Tensor,
     layout = layout_of(module)
     x = drawn(EXAMPLES, *shape, seed=seed).float().contiguous(memory_format=torch.channels_last)
     return module, layout, flatten(module, layout), x, torch.arange(EXAMPLES) % 4
-
-
-def plain(module: nn.Module, layout: Layout, at: Tensor, x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Loss and accuracy by one call of the module on all examples."""
-    with torch.no_grad():
-        logits = torch.func.functional_call(module.eval(), dict(layout.views(at)), (x,))
-    return float(F.cross_entropy(logits, y)), float((logits.argmax(-1) == y).double().mean())
 
 
 @pytest.mark.parametrize("name", ["cnn", "cnn-2-layers", "cnn-3"])

@@ -1,28 +1,16 @@
 """Surfaces against direct evaluation, filter normalisation, and results that do not depend on the number of threads."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
-from quadratics import drawn, small
-from torch import Tensor, nn
+from quadratics import drawn, plain, small
 from torch.nn import functional as F
 
 from fedflat.core.checks import InputError
-from fedflat.core.params import flatten, layout_of, put
+from fedflat.core.params import flatten, layout_of
 from fedflat.landscape.objective import Objective, weights_at
 from fedflat.landscape.surfaces import directions, steps_of, surface
 from fedflat.models import build
-
-
-def direct(module: nn.Module, weights: Tensor, x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Loss and accuracy the plain way: load the weights into a copy, one pass."""
-    other = copy.deepcopy(module).eval()
-    put(other, dict(layout_of(other).views(weights)), "the copy", "the weights")
-    with torch.no_grad():
-        logits = other(x)
-    return float(F.cross_entropy(logits, y)), float((logits.argmax(-1) == y).double().mean())
 
 
 def test_a_direction_has_the_norm_of_each_filter() -> None:
@@ -69,7 +57,7 @@ def test_surface_and_line_equal_direct_evaluation(name: str) -> None:
     for i, a in enumerate(steps):
         for j, b in enumerate(steps):
             at = weights + float(a) * pair[0] + float(b) * pair[1]
-            loss, accuracy = direct(module, at, objective.inputs, objective.targets)
+            loss, accuracy = plain(module, layout, at, objective.inputs, objective.targets)
             assert plane["loss"][i][j] == pytest.approx(loss, rel=2e-5)
             assert plane["accuracy"][i][j] == pytest.approx(accuracy)
     # The line is the surface's middle column; the middle is the model itself.
@@ -113,9 +101,8 @@ def test_points_do_not_depend_on_chunks() -> None:
 
 def test_a_single_example_and_no_example() -> None:
     objective, weights, layout, module = small(examples=1)
-    assert objective.value(weights)[0] == pytest.approx(
-        direct(module, weights, objective.inputs, objective.targets)[0], rel=1e-5
-    )
+    loss, _ = plain(module, layout, weights, objective.inputs, objective.targets)
+    assert objective.value(weights)[0] == pytest.approx(loss, rel=1e-5)
     with pytest.raises(InputError, match="at least one"):
         Objective(module, layout, objective.inputs[:0], objective.targets[:0])
 

@@ -13,8 +13,7 @@ from fedflat.cli.reproduce import as_dict, lines
 from fedflat.core.checks import InputError
 from fedflat.papers.rows import claimed_epsilon, dry, fill
 from fedflat.papers.scales import SCALES, differences, scaled, sigma_of
-from fedflat.papers.tables import COUNTED, MEASURES, Table, find, load, names
-from fedflat.papers.tables import printed as parsed
+from fedflat.papers.tables import COUNTED, MEASURES, Table, find, load, names, printed
 
 TABLES = {name: load(name.replace(" ", "-")) for name in names()}
 SIZES = {
@@ -23,11 +22,6 @@ SIZES = {
     "003 table-4": 12, "004 table-1": 32, "004 table-2": 32, "004 table-3": 22,
 }  # fmt: skip
 NUMBER = r"[+-]?\d+(\.\d\d?)?( ± \d\.\d\d?)?|\d(\.\d)?×|–"
-
-
-def printed(paper: str, table: str, column: str, method: str) -> str:
-    [cell] = [c for c in find(paper, table).cells if (c.column, c.method) == (column, method)]
-    return cell.published
 
 
 def test_every_table_is_whole() -> None:
@@ -70,7 +64,9 @@ def test_every_table_is_whole() -> None:
     ],
 )
 def test_values_as_printed(where: tuple[str, str, str, str], value: str) -> None:
-    assert printed(*where) == value
+    paper, table, column, method = where
+    [cell] = [c for c in find(paper, table).cells if (c.column, c.method) == (column, method)]
+    assert cell.published == value
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
@@ -202,8 +198,8 @@ def test_a_column_by_its_whole_name_and_whole_numbers() -> None:
 
 
 def test_printed_numbers() -> None:
-    assert parsed("53.92 ± 0.55") == (53.92, 0.55) and parsed("+1.04") == (1.04, None)
-    assert parsed("3.3×") == (3.3, None) and parsed("118") == (118.0, None) and parsed("–") is None
+    assert printed("53.92 ± 0.55") == (53.92, 0.55) and printed("+1.04") == (1.04, None)
+    assert printed("3.3×") == (3.3, None) and printed("118") == (118.0, None) and printed("–") is None
 
 
 def test_numbers_of_the_same_runs_share_them() -> None:

@@ -1,13 +1,12 @@
 """The page of landscapes in a real browser: no console message, keys turn the surfaces."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_report_browser import CHROMIUM, browse
+from test_report_browser import CHROMIUM, browse, probe
 
 from fedflat.report import plates
 from fedflat.report.flatness import difference_notes, pair_text, render
@@ -123,15 +122,8 @@ def test_in_a_browser(tmp_path: Path) -> None:
     page.write_text(render(found(group("a", 0), group("b", 1), group("b", 1, "client 3"))), encoding="utf-8")
     _, messages = browse(page, tmp_path, f"--screenshot={(tmp_path / 'page.png')}")
     assert messages == []  # under the page's own policy
-    text = re.sub(r"<meta http-equiv[^>]*>", "", page.read_text(encoding="utf-8"))
     # Without a screen frames come when they like: let timers stand for them.
     frames = "<script>window.requestAnimationFrame = (paint) => setTimeout(paint, 1);</script></head>"
-    text = text.replace("</head>", frames)
-    copy = tmp_path / "probe.html"
-    copy.write_text(text.replace("</body>", f"<script>{PROBE}</script></body>"), encoding="utf-8")
-    dom, messages = browse(copy, tmp_path)
-    assert messages == []
-    seen = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
-    assert seen is not None
-    state = json.loads(seen[1])
+    page.write_text(page.read_text(encoding="utf-8").replace("</head>", frames), encoding="utf-8")
+    state = probe(page, tmp_path, PROBE)
     assert state["turned"] and state["home"] and state["linear"] and state["colours"] > 100 and state["overflow"] <= 0

@@ -64,12 +64,17 @@ def browse(page: Path, scratch: Path, *more: str) -> tuple[str, list[str]]:
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-def probe(page: Path, tmp_path: Path, *more: str) -> dict[str, Any]:
-    """Use the page as a reader would; its policy lets no other script in, so the probe's copy goes without it."""
+def scripted(page: Path, script: str) -> Path:
+    """A copy of a page with this script; the page's policy lets no other script in, so the copy goes without it."""
     text = re.sub(r"<meta http-equiv[^>]*>", "", page.read_text(encoding="utf-8"))
-    copy = tmp_path / "probe.html"
-    copy.write_text(text.replace("</body>", f"<script>{PROBE}</script></body>"), encoding="utf-8")
-    dom, messages = browse(copy, tmp_path, *more)
+    copy = page.with_name("scripted.html")
+    copy.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    return copy
+
+
+def probe(page: Path, scratch: Path, script: str = PROBE) -> dict[str, Any]:
+    """Use the page as a reader would; return what the script found."""
+    dom, messages = browse(scripted(page, script), scratch)
     assert messages == []
     found = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
     assert found is not None
@@ -110,12 +115,11 @@ def test_a_phone_scrolls_one_way_only(tmp_path: Path, kind: str) -> None:
         none = {"proven_epsilon": None, "reasons": ["A" * 90]} if kind == "published" else {}
         write_run(tmp_path / "runs" / ("a-long-name-of-a-run-" * 4), rounds=8, statement=none)
     page = write_report([tmp_path / "runs"], tmp_path / "report.html")
-    inside = page.read_text(encoding="utf-8").replace("</body>", "<script>document.title = 'x'</script></body>")
-    (tmp_path / "framed.html").write_text(re.sub(r"<meta http-equiv[^>]*>", "", inside), encoding="utf-8")
+    framed = scripted(page, "document.title = 'x'")
     # Headless windows are never narrower than 500 px: a frame of 360 px stands for the phone.
     measure = "const d = f.contentDocument.documentElement; document.title = d.scrollWidth + '/' + d.clientWidth"
     outer = tmp_path / "outer.html"
-    outer.write_text(f'<iframe id="f" src="framed.html" width="360" height="900" onload="{measure}"></iframe>')
+    outer.write_text(f'<iframe id="f" src="{framed.name}" width="360" height="900" onload="{measure}"></iframe>')
     dom, _ = browse(outer, tmp_path, "--allow-file-access-from-files")
     width = re.search(r"<title>(\d+)/(\d+)</title>", dom)
     assert width is not None and int(width[1]) <= int(width[2]) <= 360
