@@ -55,9 +55,8 @@ def test_every_figure_is_the_runs_own(folder: Path) -> None:
     for told in (f"ε = {proven:.2f}", "δ = 0.005", "may be right about all of those who did"):
         assert told in found.sentence
     assert found.text("Guarantee", "Any attacker") == "at most 100 % true positives at 1 % false positives"
-    assert found.text("Checks", "Ledger").endswith(
-        hashlib.sha256((folder / "one" / "ledger.jsonl").read_bytes()).hexdigest()
-    )
+    digest = hashlib.sha256((folder / "one" / "ledger.jsonl").read_bytes()).hexdigest()
+    assert found.text("Checks", "Ledger").endswith(digest)
     assert found.text("How", "As executed") == "3 events in the ledger (poisson, q = 0.5)"
     assert found.text("What is released", "Not covered") == " ".join(run.privacy["not_covered"])
     assert found.text("Tuning, preprocessing and public data", "Tuning").startswith("Not counted")
