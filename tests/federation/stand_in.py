@@ -1,14 +1,17 @@
 """A grid in memory: what a SuperLink does with messages, without processes, and small deployments to run on it."""
 
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from fedflat.config.recipe import Recipe
+from fedflat.engine.job import Job
 from fedflat.federation.bounds import REFUSES, Limit
 from fedflat.federation.client import Client, Refused
 from fedflat.federation.project import PACKAGE, client_folder, write_project
@@ -37,10 +40,20 @@ def small(**changes: Any) -> Recipe:
     return Recipe.of(found)
 
 
+_WRITTEN: dict[str, tuple[TemporaryDirectory[str], Task]] = {}
+_JOBS: dict[tuple[str, int, bytes], Job] = {}
+"""Projects by what their recipe says, and what clients train with, by pin, number and examples: each is made once."""
+
+
 def deployed(folder: Path, recipe: Recipe) -> tuple[Task, list[Client]]:
-    """A project of the recipe, its task and its clients."""
-    write_project(recipe, folder)
-    task = Task.read(folder / "app" / PACKAGE)
+    """A project of the recipe (a copy: two files of settings name the place of the first), its task and its clients."""
+    said = recipe.model_dump_json(exclude_unset=True)
+    if said not in _WRITTEN:
+        place = TemporaryDirectory()
+        write_project(recipe, Path(place.name) / "fed")
+        _WRITTEN[said] = place, Task.read(Path(place.name) / "fed" / "app" / PACKAGE)
+    place, task = _WRITTEN[said]
+    shutil.copytree(Path(place.name) / "fed", folder, dirs_exist_ok=True)
     return task, [client_at(folder, task, number) for number in range(task.form.clients)]
 
 
@@ -52,8 +65,8 @@ def client_at(folder: Path, task: Task, number: int) -> Client:
 
 def settings(folder: Path, **changes: Any) -> Settings:
     """Settings of a server that does not wait for long."""
-    usual = {"out": folder / "run", "test": folder / "server" / "test.safetensors", "answer_seconds": 0.2, "poll": 0.01}
-    return Settings(**{**usual, "start_seconds": 0.2, "wait_for_nodes": 0, **changes})
+    usual = {"out": folder / "run", "test": folder / "server" / "test.safetensors", "poll": 0.01}
+    return Settings(**{**usual, "answer_seconds": 0.05, "start_seconds": 0.2, "wait_for_nodes": 0, **changes})
 
 
 def pem(key: str) -> bytes:
@@ -132,7 +145,13 @@ def honest(client: Client) -> Handler:
 
 
 def grid_of(task: Task, clients: Iterable[Client]) -> Grid:
-    """A grid of honest clients."""
+    """A grid of honest clients, each with the job that the first of its kind built."""
+    clients = list(clients)
+    for client in clients:
+        kind = task.pin, client.number, client.data.read_bytes()
+        if kind not in _JOBS:
+            _JOBS[kind] = client.job
+        client.__dict__["job"] = _JOBS[kind]
     return Grid(task, {client.number: honest(client) for client in clients})
 
 

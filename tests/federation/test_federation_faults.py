@@ -38,33 +38,15 @@ FORK = multiprocessing.get_context("fork")
 ROUNDS = 3
 
 
-_JOBS: dict[tuple[str, int], Any] = {}
-"""What clients of a task train with, for every forked server: the server is killed here, not they."""
-
-
-def made_ready(task: Task, clients: list[Client]) -> None:
-    _JOBS.update({(task.pin, client.number): client.job for client in clients})
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults") / "fed"
-    made_ready(*deployed(folder, small(rounds=ROUNDS, privacy={"noise_multiplier": 1.0})))
-    return folder
-
-
 @pytest.fixture
-def federation(project: Path, tmp_path: Path) -> tuple[Path, Task]:
-    shutil.copytree(project, tmp_path / "fed")
-    return tmp_path / "fed", Task.read(tmp_path / "fed" / "app" / PACKAGE)
+def federation(tmp_path: Path) -> tuple[Path, Task]:
+    task, _ = deployed(tmp_path / "fed", small(rounds=ROUNDS, privacy={"noise_multiplier": 1.0}))
+    return tmp_path / "fed", task
 
 
 def watching(folder: Path, task: Task) -> Any:
     """A grid that notes what leaves the server: round, hash of w, and the rounds that the ledger holds by then."""
-    clients = [client_at(folder, task, number) for number in range(4)]
-    for client in clients:
-        client.__dict__["job"] = _JOBS[task.pin, client.number]
-    grid = grid_of(task, clients)
+    grid = grid_of(task, [client_at(folder, task, number) for number in range(4)])
     push = grid.push_messages
 
     def noted(messages: Any) -> Any:
@@ -82,13 +64,20 @@ def watching(folder: Path, task: Task) -> Any:
     return grid
 
 
-def serve_in_a_process(folder: Path, task: Task, spoil: Callable[[], None] = lambda: None) -> int | None:
-    """Serve in a forked process; its exit status (−9: it killed itself)."""
+def serve_in_a_process(
+    folder: Path, task: Task, spoil: Callable[[], None] = lambda: None, away: int | None = None
+) -> int | None:
+    """Serve in a forked process; its exit status (−9: it killed itself). away: a client that answers with an error."""
+    from flwr.app import Error, Message
+
+    grid = watching(folder, task)
+    if away is not None:
+        grid.handlers[away] = lambda message: Message(Error(code=0, reason="away"), reply_to=message)
 
     def work() -> None:
         spoil()
         try:
-            serve(watching(folder, task), task, settings(folder))
+            serve(grid, task, settings(folder))
         except (RunError, OSError):
             os._exit(3)
         os._exit(0)
@@ -253,7 +242,6 @@ def test_a_run_ended_under_a_distrusted_server_is_charged_a_round_that_may_be_op
 
     folder = tmp_path / "fed"
     task, clients = deployed(folder, small(rounds=3, **DISTRUSTED[trust]))
-    made_ready(task, clients)
     assert serve_in_a_process(folder, task, STAGES["before the ledger line"]) == -signal.SIGKILL
     assert [entry["round"] for entry in read_ledger(folder / "run" / "ledger.jsonl")] == [0]
     for key in ("deleted", "gone"):
@@ -418,8 +406,7 @@ def test_a_server_killed_in_secure_aggregation_learns_no_second_sum(step: str, t
     """Once a masked vector has left, clients refuse the round: it is aborted and charged. Before, it is done again."""
     from fedflat.federation.secagg.rounds import SecureFlower
 
-    task, clients = deployed(tmp_path / "fed", small(rounds=2, **DISTRUSTED["distributed"]))
-    made_ready(task, clients)
+    task, _ = deployed(tmp_path / "fed", small(rounds=2, **DISTRUSTED["distributed"]))
     killed = serve_in_a_process(tmp_path / "fed", task, lambda: around(SecureFlower, step, before=True, when=0))
     assert killed == -signal.SIGKILL and not (tmp_path / "fed" / "run" / "ledger.jsonl").read_text()
     assert serve_in_a_process(tmp_path / "fed", task) == 0
@@ -459,33 +446,12 @@ def test_a_client_whose_disk_is_full_sends_nothing(trust: str, tmp_path: Path) -
         return Message(Error(code=0, reason="no answer"), reply_to=message)
 
     said: list[str] = []
-    made_ready(task, clients)
     grid.handlers[0] = full
     serve(grid, task, settings(tmp_path / "fed"))
     assert said and "answered" not in said and ("nothing is sent" in said[0] or ".part" in said[0])
     operator = next((keys.folder().parent / "operator").glob("*.jsonl"))
     assert json.loads(operator.read_text()) == {"round": 0, "failed": 1}
     assert len(read_ledger(tmp_path / "fed" / "run" / "ledger.jsonl")) == 1
-
-
-def _goes_on(
-    folder: Path, task: Task, silent: int | None = None, spoil: Callable[[], None] = lambda: None
-) -> int | None:
-    """Serve in a forked process; one client answers with an error."""
-    from flwr.app import Error, Message
-
-    def work() -> None:
-        spoil()
-        grid = watching(folder, task)
-        if silent is not None:
-            grid.handlers[silent] = lambda message: Message(Error(code=0, reason="away"), reply_to=message)
-        serve(grid, task, settings(folder))
-        os._exit(0)
-
-    process = FORK.Process(target=work)
-    process.start()
-    process.join(60)
-    return process.exitcode
 
 
 def _restored(folder: Path, task: Task, *others: Path) -> float:
@@ -500,16 +466,16 @@ def _restored(folder: Path, task: Task, *others: Path) -> float:
     def after_one() -> None:
         around(checkpoint, "save", after=True, when=0)
 
-    assert _goes_on(folder, task, spoil=after_one) == -signal.SIGKILL
+    assert serve_in_a_process(folder, task, after_one) == -signal.SIGKILL
     places = (folder / "run", *others)
     for number, place in enumerate(places):
         shutil.copytree(place, folder / f"backup-{number}")
-    assert _goes_on(folder, task, spoil=after_one) == -signal.SIGKILL
+    assert serve_in_a_process(folder, task, after_one) == -signal.SIGKILL
     first = final_shared(folder / "run")
     for number, place in enumerate(places):
         shutil.rmtree(place)
         shutil.copytree(folder / f"backup-{number}", place)
-    assert _goes_on(folder, task, silent=2) == 0
+    assert serve_in_a_process(folder, task, away=2) == 0
     second = load_file(folder / "run" / "checkpoints" / "round-000002.safetensors")["shared"]
     return float((second - first).norm()) / (0.1 / 4)
 

@@ -6,7 +6,7 @@ The twins are the code without the verification: a false share gives a random su
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -31,29 +31,27 @@ from fedflat.federation.secagg.dealing import Deal
 from fedflat.federation.secagg.protocol import Aborted, Secrets
 from fedflat.federation.secagg.rounds import ClientsSum, SecureFlower
 from fedflat.federation.server import Settings, serve
-from fedflat.federation.store import Store
 from fedflat.federation.supernode import taking_over
 from fedflat.federation.task import Task
 
 N, LIAR = 5, 1
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Task, list[Client]]]:
-    """Five clients; three are needed at every step. Their training is replaced by vectors that the test knows."""
-    recipe = small(
-        algorithm="ddgauss", rounds=9, data={"clients": N}, cohort={"size": N, "min": 2},
-        privacy={"noise_multiplier": 1.0},
-    )  # fmt: skip
-    task, clients = deployed(tmp_path_factory.mktemp("culprits") / "fed", recipe)
-    _ = [client.job for client in clients]
+RECIPE = small(
+    algorithm="ddgauss", rounds=9, data={"clients": N}, cohort={"size": N, "min": 2},
+    privacy={"noise_multiplier": 1.0},
+)  # fmt: skip
+"""Five clients; three are needed at every step."""
+
+
+@pytest.fixture(autouse=True)
+def known_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clients' training is replaced by vectors that the test knows."""
 
     def encoded(client: Client, broadcast: Broadcast) -> np.ndarray:
         return vector_of(client.number, client.job.parts.mechanism.mechanism.padded)  # type: ignore[attr-defined]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(secure_client, "_encoded", encoded)
-        yield task, clients
+    monkeypatch.setattr(secure_client, "_encoded", encoded)
 
 
 def vector_of(client: int, size: int) -> np.ndarray:
@@ -73,16 +71,13 @@ class Federation:
     sums: list[ClientsSum] = field(default_factory=list)
 
     @classmethod
-    def of(cls, folder: Path, project: tuple[Task, list[Client]], **limits: int) -> Self:
-        task, made = project
-        clients = [replace(client, store=Store(folder / f"state-{client.number}")) for client in made]
-        for client, whole in zip(clients, made):
-            client.__dict__["job"] = whole.job
-        parts, grid = made[0].job.parts, grid_of(task, clients)
+    def of(cls, folder: Path) -> Self:
+        task, clients = deployed(folder / "fed", RECIPE)
+        grid, parts = grid_of(task, clients), clients[0].job.parts
         refusals: list[Counter[str]] = []
         server = SecureFlower(
-            grid, task.roster, task.pin, parts.layout.dimension, 0.2, lambda round, found: refusals.append(found),
-            Culprits(folder / "run.excluded.jsonl", **limits), poll=0.01, plan=parts.plan,
+            grid, task.roster, task.pin, parts.layout.dimension, 0.05, lambda round, found: refusals.append(found),
+            Culprits(folder / "run.excluded.jsonl"), poll=0.01, plan=parts.plan,
             mechanism=parts.mechanism.mechanism,  # type: ignore[attr-defined]
         )  # fmt: skip
         return cls(folder, task, clients, grid, server, refusals)
@@ -118,8 +113,8 @@ def is_sum_of(found: ClientsSum, clients: list[int], bits: int = 16) -> bool:
 
 
 @pytest.fixture
-def federation(tmp_path: Path, project: tuple[Task, list[Client]]) -> Federation:
-    return Federation.of(tmp_path, project)
+def federation(tmp_path: Path) -> Federation:
+    return Federation.of(tmp_path)
 
 
 def instead(client: Client, stage: str, change: Callable[[Any, Any], Any]) -> Handler:
@@ -212,9 +207,11 @@ def false_dealer(client: Client, kind: str, victims: list[int]) -> Handler:
 LIES: dict[str, tuple[str, Callable[[Any, Any], Any], str, bool]] = {
     # what -> step, lie, what it is called, whether the liar's own vector is in the sum all the same
     "no keys": (dealing.KEYS, with_facts(keys=b""), "form", False),
+    "keys of another": (dealing.KEYS, with_facts(keys=wire.write_map({2: b"x" * 100})), "form", False),
     "cut keys": (dealing.KEYS, with_facts(keys=lambda data: data[:-1]), "form", False),
     "unsigned keys": (dealing.KEYS, with_facts(keys=lambda data: data[:-9] + bytes(9)), "form", False),
     "no boxes": (dealing.SHARES, with_facts(boxes=b""), "form", False),
+    "cut boxes": (dealing.SHARES, with_facts(boxes=b"x" * 30), "form", False),
     "unsigned boxes": (dealing.SHARES, with_facts(boxes=lambda data: data[:-9] + bytes(9)), "false signature", False),
     "no commitments": (dealing.SHARES, with_facts(commitments=b""), "false signature", False),
     "complaints of another form": (dealing.CHECK, with_facts(complaints=b"x"), "form", False),
@@ -309,11 +306,12 @@ def test_two_false_holders_in_league_cannot_frame_a_third(federation: Federation
     assert federation.named() == {0: "false share", 1: "false share"}
 
 
-def test_too_many_false_shares_are_no_sum_and_name_all_of_them(federation: Federation) -> None:
+@pytest.mark.parametrize(("seeds", "why"), [(other_shares, "false share"), (b"", "form")])
+def test_too_many_false_shares_are_no_sum_and_name_all_of_them(seeds: Any, why: str, federation: Federation) -> None:
     for liar in (0, 1, 2):
-        federation.lie(liar, dealing.REVEAL, with_facts(seeds=other_shares))
+        federation.lie(liar, dealing.REVEAL, with_facts(seeds=seeds))
     assert federation.round().count == 0
-    assert federation.named() == dict.fromkeys((0, 1, 2), "false share")
+    assert federation.named() == dict.fromkeys((0, 1, 2), why)
 
 
 @pytest.mark.parametrize("stage", STEPS)
@@ -580,9 +578,8 @@ def test_a_client_takes_no_other_keys_for_its_own(federation: Federation) -> Non
 
 
 def test_a_client_that_was_excluded_three_times_is_asked_no_more_also_after_a_restart(
-    tmp_path: Path, project: tuple[Task, list[Client]], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, federation: Federation, caplog: pytest.LogCaptureFixture
 ) -> None:
-    federation = Federation.of(tmp_path, project)
     liar = false_dealer(federation.clients[LIAR], "false share", [0])
     asked: list[int] = []
 
@@ -596,7 +593,7 @@ def test_a_client_that_was_excluded_three_times_is_asked_no_more_also_after_a_re
     assert set(asked) == {0, 1, 2} and "one or more are asked no more" in caplog.text
     # Who it was is the operator's to know.
     assert "1 client broke the protocol" in caplog.text and f"client {LIAR}" not in caplog.text
-    again = Federation.of(tmp_path, project)
+    again = Federation.of(tmp_path)
     again.grid.handlers[LIAR] = counted
     assert is_sum_of(again.round(4), [0, 2, 3, 4]) and set(asked) == {0, 1, 2}
     path = again.server.culprits.path  # type: ignore[union-attr]

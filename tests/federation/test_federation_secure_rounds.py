@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
 from stand_in import client_at, deployed, final_shared, grid_of, honest, settings, small
 
 from fedflat.core.types import Broadcast
@@ -269,42 +268,6 @@ def test_what_a_client_refuses_of_a_server(tmp_path: Path) -> None:
     _, others = deployed(tmp_path / "plain", small())
     with pytest.raises(Refused, match="not distributed"):
         others[0].answer(question(others[0], dealing.KEYS))
-
-
-def test_hostile_answers_to_the_steps_end_in_an_abort_or_a_dropout(tmp_path: Path) -> None:
-    def spoil(stage: str, facts: dict[str, bytes], vector: np.ndarray | None = None) -> Any:
-        def of(client: Client) -> Callable[[Any], Any]:
-            def handle(message: Any) -> Any:
-                if message.content["facts"].get("stage") != stage:
-                    return honest(client)(message)
-                asked = message.content["facts"]
-                content = wire.write_answer(wire.Answer(asked["round"], asked["nonce"], vector, facts=facts))
-                return Message(content, reply_to=message)
-
-            return handle
-
-        return of
-
-    cases = {
-        "keys of another": (dealing.KEYS, {"keys": wire.write_map({1: b"x" * 100})}), "no keys": (dealing.KEYS, {}),
-        "unsigned keys": (dealing.KEYS, {"keys": wire.write_map({0: b"x" * 100})}),
-        "no boxes": (dealing.SHARES, {"boxes": b""}), "cut boxes": (dealing.SHARES, {"boxes": b"x" * 30}),
-        "float vector": (dealing.VECTOR, {}, np.ones(512, np.float32)),
-        "short vector": (dealing.VECTOR, {}, np.ones(3, np.int64)), "no signature": (dealing.CONSENT, {}),
-        "false signature": (dealing.CONSENT, {"signature": b"x" * 64}),
-    }  # fmt: skip
-    for name, (stage, facts, *vector) in cases.items():
-        task, clients = deployed(tmp_path / name, ddgauss())
-        grid = grid_of(task, clients)
-        grid.handlers[0] = spoil(stage, facts, *vector)(clients[0])
-        serve(grid, task, settings(tmp_path / name))
-        assert rows(tmp_path / name / "run" / "metrics.jsonl")[0]["aborted"] is False, name
-    task, clients = deployed(tmp_path / "false shares", ddgauss())
-    grid = grid_of(task, clients)
-    for i in (0, 1, 2):
-        grid.handlers[i] = spoil(dealing.REVEAL, {"seeds": b"", "masks": b""})(clients[i])
-    serve(grid, task, settings(tmp_path / "false shares"))
-    assert rows(tmp_path / "false shares" / "run" / "metrics.jsonl")[0]["aborted"] is True
 
 
 def test_the_statement_says_what_a_server_that_chooses_cohorts_learns(tmp_path: Path) -> None:
