@@ -42,7 +42,9 @@ def small(**changes: Any) -> Recipe:
 
 _WRITTEN: dict[str, tuple[TemporaryDirectory[str], Task]] = {}
 _JOBS: dict[tuple[str, int, bytes], Job] = {}
-"""Projects by what their recipe says, and what clients train with, by pin, number and examples: each is made once."""
+_FITTING: set[tuple[Any, ...]] = set()
+"""Projects by what their recipe says; what clients train with, by pin, number and examples; forms of messages that fit:
+each is made, or looked at, once."""
 
 
 def deployed(folder: Path, recipe: Recipe) -> tuple[Task, list[Client]]:
@@ -84,10 +86,16 @@ def objects_of(message: Any) -> tuple[Any, dict[str, bytes]]:
 
 
 def fits(limit: Limit, message: Any) -> None:
-    """Hold an honest message against the deployment's limits, as every SuperLink, SuperNode and ServerApp does."""
-    tree, contents = objects_of(message)
-    limit.names(tree)
-    limit.check(contents)
+    """Hold an honest message against the deployment's limits, as every SuperLink, SuperNode and ServerApp does. Of
+    messages with the same entries and sizes, the first."""
+    entries = [entry for record in message.content.values() for entry in record.items()]
+    held = [(name, getattr(value, "data", value)) for name, value in entries]
+    form = (limit, *((name, len(part) if isinstance(part, bytes) else 0) for name, part in held))
+    if form not in _FITTING:
+        tree, contents = objects_of(message)
+        limit.names(tree)
+        limit.check(contents)
+        _FITTING.add(form)
 
 
 @dataclass

@@ -336,13 +336,13 @@ def test_a_full_disk_releases_nothing_more(place: str, federation: tuple[Path, T
 def test_two_servers_on_one_run(federation: tuple[Path, Task]) -> None:
     """The second is refused before it touches key, ledger or clients; the first is not disturbed."""
     folder, task = federation
+    refused, take = FORK.Event(), ReplyTracker.take
 
-    def slow() -> None:
-        take = ReplyTracker.take
-        ReplyTracker.take = lambda self, reply: (time.sleep(0.1), take(self, reply))[1]  # type: ignore[method-assign]
+    def waiting() -> None:
+        ReplyTracker.take = lambda self, reply: (refused.wait(60), take(self, reply))[1]  # type: ignore[method-assign]
 
     first = FORK.Process(
-        target=lambda: (slow(), serve(watching(folder, task), task, settings(folder, answer_seconds=5)))
+        target=lambda: (waiting(), serve(watching(folder, task), task, settings(folder, answer_seconds=60)))
     )
     first.start()
     until = time.monotonic() + 30
@@ -352,6 +352,7 @@ def test_two_servers_on_one_run(federation: tuple[Path, Task]) -> None:
     with pytest.raises(RunError, match="another process"):
         serve(grid_of(task, []), task, settings(folder))
     assert {path.name: path.read_bytes() for path in keys.folder().iterdir()} == held
+    refused.set()
     first.join(60)
     assert first.exitcode == 0
     check_books(folder, 0)

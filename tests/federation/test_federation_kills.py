@@ -29,11 +29,7 @@ ROUNDS, LAST = 3, 100
 """Rounds of a run, and how many of its operations a kill is drawn from: all but the last, the clients' among them."""
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("project") / "fed"
-    deployed(folder, small(rounds=ROUNDS, cohort={"size": 4, "sampling": "full"}, privacy={"noise_multiplier": 1.0}))
-    return folder
+RECIPE = small(rounds=ROUNDS, cohort={"size": 4, "sampling": "full"}, privacy={"noise_multiplier": 1.0})
 
 
 def watched(folder: Path) -> Grid:
@@ -57,12 +53,13 @@ def watched(folder: Path) -> Grid:
 
 def serve_and_die(folder: Path, at: int, after: bool) -> int:
     """Serve in a child that kills itself at its ``at``-th durable operation, before or after it; the signal, or 0."""
+    grid = watched(folder)
     child = os.fork()
     if not child:
         try:
             private()
             _count_down(at, after)
-            server.serve(watched(folder), Task.read(folder / "app" / PACKAGE), settings(folder, answer_seconds=60))
+            server.serve(grid, Task.read(folder / "app" / PACKAGE), settings(folder, answer_seconds=60))
             os._exit(0)
         except BaseException:
             traceback.print_exc()
@@ -107,12 +104,10 @@ def uncharged(folder: Path) -> dict[int, int]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="fork and SIGKILL")
 @pytest.mark.parametrize("seed", range(10))
-def test_a_server_killed_anywhere_owes_nothing(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_a_server_killed_anywhere_owes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Killed twice; what is left is ended for good in a copy, and goes on to its end in place: both hold."""
     folder = tmp_path / "fed"
-    shutil.copytree(project, folder)
+    deployed(folder, RECIPE)
     (folder / "seen").touch()
     draw = random.Random(seed)
     killed = [serve_and_die(folder, draw.randint(1, last), draw.random() < 0.5) for last in (LAST, LAST // 2)]

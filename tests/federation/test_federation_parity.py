@@ -10,7 +10,6 @@ import pytest
 import torch
 from stand_in import client_at, deployed, final_shared, grid_of, settings, small
 
-from fedflat.assembly.jobs import prepare
 from fedflat.engine import resume
 from fedflat.federation.server import serve
 from fedflat.privacy.ledger import read as read_ledger
@@ -58,7 +57,7 @@ def test_without_noise_the_numbers_agree(name: str, tmp_path: Path) -> None:
     serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
     simulated = simulation.run(task.recipe, out=tmp_path / "sim")
     found, wanted = final_shared(tmp_path / "fed" / "run"), final_shared(tmp_path / "sim")
-    assert (wanted - prepare(task.recipe).initial_weights[: wanted.numel()]).norm() > 1e-3  # it moved at all
+    assert (wanted - clients[0].job.initial_weights[: wanted.numel()]).norm() > 1e-3  # it moved at all
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(records(tmp_path / "fed" / "run" / "metrics.jsonl"), simulated.history, strict=True):
         assert (ours["clip"] or 0) == pytest.approx(theirs["clip"] or 0, rel=1e-6)
@@ -93,7 +92,7 @@ def test_local_trust_the_clients_noise_is_the_sum(tmp_path: Path) -> None:
     changes = {"local": {"lr": 1e-6}, "model": {"name": "mlp", "hidden": 32}, "rounds": 1}
     task, clients = deployed(tmp_path / "fed", small(**changes, privacy={"trust": "local", "noise_multiplier": 2.0}))
     serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
-    moved = final_shared(tmp_path / "fed" / "run") - prepare(task.recipe).initial_weights
+    moved = final_shared(tmp_path / "fed" / "run") - clients[0].job.initial_weights
     std = 2.0 * 0.1 * np.sqrt(4) / 4  # σC·√n / m
     assert moved.std().item() == pytest.approx(std, rel=0.1)
 
