@@ -18,15 +18,15 @@ def peak(clients: int, twin: bool, answer: Any) -> None:
     if twin:
         add = Accumulator.add
         Accumulator.add = lambda self, messages, *rest: (kept.append(messages), add(self, messages, *rest))[1]
-    load.measure(50_000, 20)
-    answer.send(load.measure(50_000, clients)[1])
+    load.measure(200_000, 20)
+    answer.send(load.measure(200_000, clients)[1])
 
 
 @pytest.mark.parametrize("twin", [False, True], ids=["server", "twin that keeps messages"])
 def test_memory_is_that_of_a_model(twin: bool) -> None:
     here, there = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=peak, args=(1500, twin, there))
+    process = CONTEXT.Process(target=peak, args=(375, twin, there))
     process.start()
     grown = here.recv()
     process.join()
-    assert (grown > 250) == twin and (grown < 10) == (not twin)  # 1,500 updates of 0.19 MiB are 286 MiB
+    assert (grown > 250) == twin and (grown < 10) == (not twin)  # 375 updates of 0.76 MiB are 286 MiB

@@ -314,12 +314,38 @@ def test_too_many_false_shares_are_no_sum_and_name_all_of_them(seeds: Any, why: 
     assert federation.named() == dict.fromkeys((0, 1, 2), why)
 
 
-@pytest.mark.parametrize("stage", STEPS)
-def test_silence_is_nobodys_fault(stage: str, federation: Federation) -> None:
-    federation.grid.handlers[LIAR] = silent_from(federation.clients[LIAR], stage)
-    there = [i for i in range(N) if i != LIAR or stage in (dealing.CONSENT, dealing.REVEAL)]
+GONE: dict[str, dict[int, str]] = {
+    **{f"one before {stage}": {LIAR: stage} for stage in STEPS},
+    "two before their vectors": {0: dealing.VECTOR, 3: dealing.VECTOR},
+    "two before they sign": {0: dealing.CONSENT, 4: dealing.CONSENT},
+    "two before they reveal": {2: dealing.REVEAL, 4: dealing.REVEAL},
+    "two at different steps": {2: dealing.VECTOR, 3: dealing.REVEAL},
+    "two in turn": {1: dealing.SHARES, 2: dealing.CONSENT},
+}
+
+
+@pytest.mark.parametrize("when", GONE)
+def test_silence_is_nobodys_fault(when: str, federation: Federation) -> None:
+    gone = GONE[when]
+    for client, stage in gone.items():
+        federation.grid.handlers[client] = silent_from(federation.clients[client], stage)
+    there = [i for i in range(N) if gone.get(i, dealing.REVEAL) in (dealing.CONSENT, dealing.REVEAL)]
     assert is_sum_of(federation.round(), there)
+    assert federation.refusals == [Counter({"missing": len(gone)})]
     assert federation.named() == {} and federation.secrets() == []
+
+
+@pytest.mark.parametrize("stage", STEPS)
+def test_fewer_than_the_threshold_is_no_sum(stage: str, federation: Federation) -> None:
+    for client in (0, 1, 2):
+        federation.grid.handlers[client] = silent_from(federation.clients[client], stage)
+    few = stage != dealing.KEYS  # two that are alone from the start are a small cohort, with a threshold of its own
+    assert federation.round().count == (0 if few else 2)
+    assert federation.named() == {} and federation.secrets() == []
+
+
+def test_two_clients(federation: Federation) -> None:
+    assert is_sum_of(federation.round(cohort=[0, 1]), [0, 1])
 
 
 @pytest.mark.parametrize("stage", STEPS)
