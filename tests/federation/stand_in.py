@@ -1,17 +1,21 @@
 """A grid in memory: what a SuperLink does with messages, without processes, and small deployments to run on it."""
 
+import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from fedflat.config.recipe import Recipe
 from fedflat.engine.job import Job
+from fedflat.federation import server
 from fedflat.federation.bounds import REFUSES, Limit
 from fedflat.federation.client import Client, Refused
 from fedflat.federation.project import PACKAGE, client_folder, write_project
@@ -19,6 +23,7 @@ from fedflat.federation.server import Settings
 from fedflat.federation.store import Store
 from fedflat.federation.task import Task
 from fedflat.federation.wire import Answered
+from fedflat.records import checkpoint
 
 BASE: dict[str, Any] = {
     "name": "small", "rounds": 2,
@@ -163,9 +168,44 @@ def grid_of(task: Task, clients: Iterable[Client]) -> Grid:
     return Grid(task, {client.number: honest(client) for client in clients})
 
 
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSON Lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def after_rounds(act: Callable[[int], None]) -> Iterator[None]:
+    """What happens when a server has released a round and said so."""
+    announce = server._announce
+
+    def announced(released: dict[str, Any], hidden: dict[str, Any]) -> None:
+        announce(released, hidden)
+        act(released["round"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "_announce", announced)
+        yield
+
+
+def stopped(task: Task, grid: Grid, given: Settings, after: int, act: Callable[[int], None] = lambda _: None) -> None:
+    """A server that its operator stops after a round. act: what happens after each."""
+
+    def stop(round: int) -> None:
+        act(round)
+        if round == after:
+            raise KeyboardInterrupt
+
+    with after_rounds(stop), pytest.raises(KeyboardInterrupt):
+        server.serve(grid, task, given)
+
+
+def put_back(backup: Path, folder: Path) -> None:
+    """An older copy takes a folder's place."""
+    shutil.rmtree(folder)
+    shutil.copytree(backup, folder)
+
+
 def final_shared(folder: Path) -> torch.Tensor:
     """w after the last checkpoint of a run."""
-    from fedflat.records import checkpoint
-
     found = checkpoint.newest(folder / "checkpoints")
     return found[0].shared if found else torch.empty(0)

@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("flwr.superlink")
-
 from fork_server import CONTEXT
 from forked import Forked, programs
 from ports import free_port

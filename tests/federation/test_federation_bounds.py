@@ -12,6 +12,19 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from flwr.app import Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.app.message.arraychunk import ArrayChunk
+from flwr.common.serde import message_to_proto
+from flwr.proto.message_pb2 import PullObjectResponse
+from flwr.proto.node_pb2 import Node
+from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+from flwr.server.superlink.linkstate import LinkStateFactory
+from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.federation.noop_federation_manager import NoOpFederationManager
 from fork_server import CONTEXT
 from stand_in import deployed, objects_of, small
 
@@ -29,22 +42,16 @@ LIMIT = Limit(4 * D + 1000, 4000)
 
 @pytest.fixture(autouse=True)
 def a_task_of_its_own() -> None:
-    from flwr.supercore.task_identity import TaskIdentity
-
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 
 
 def question(node: int = 7) -> Any:
-    from flwr.app import Message, RecordDict
-
     asked = Message(RecordDict(), node, "train", group_id="0")
     asked.metadata.__dict__["_message_id"] = asked.object_id
     return asked
 
 
 def answer_to(asked: Any, update: np.ndarray | None = None) -> Any:
-    from flwr.app import Message
-
     update = np.linspace(-1, 1, D, dtype=np.float32) if update is None else update
     reply = Message(write_answer(Answer(0, b"n" * 16, update)), reply_to=asked)
     reply.metadata.__dict__["_message_id"] = reply.object_id
@@ -53,8 +60,6 @@ def answer_to(asked: Any, update: np.ndarray | None = None) -> Any:
 
 def repeated(asked: Any, times: int, chunk: int = 1 << 20) -> tuple[Any, dict[str, bytes]]:
     """A reply whose array is one chunk of zeros, many times: stored once, unpacked to all of it."""
-    from flwr.app.message.arraychunk import ArrayChunk
-
     reply = answer_to(asked)
     array, one = reply.content["arrays"]["update"], ArrayChunk(memoryview(bytes(chunk)))
     array.data, array.shape = b"", (1,)
@@ -64,9 +69,6 @@ def repeated(asked: Any, times: int, chunk: int = 1 << 20) -> tuple[Any, dict[st
 
 def unpack(bounded: bool, times: int, grown: Any) -> None:
     """Send by how many MiB a process grows that unpacks the attack; the twin does it without a limit."""
-    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-    from flwr.supercore.task_identity import TaskIdentity
-
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
     tree, contents = repeated(question(), times)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -138,16 +140,11 @@ class Runtime:
         self.confirmed: list[str] = []
 
     def PullMessages(self, request: Any) -> Any:
-        from flwr.common.serde import message_to_proto
-        from flwr.proto.runtime_pb2 import PullAppMessagesResponse
-
         given, self.replies = self.replies, []
         bare = [message_to_proto(message) for message, _, _ in given]
         return PullAppMessagesResponse(messages_list=bare, message_object_trees=[tree for _, tree, _ in given])
 
     def PullObject(self, request: Any) -> Any:
-        from flwr.proto.message_pb2 import PullObjectResponse
-
         self.pulled.append(request.object_id)
         found = self.objects.get(request.object_id)
         return PullObjectResponse(object_found=True, object_available=found is not None, object_content=found or b"")
@@ -157,15 +154,11 @@ class Runtime:
 
 
 def inbox(*replies: tuple[Any, Any, dict[str, bytes]]) -> tuple[Any, Runtime]:
-    from flwr.proto.node_pb2 import Node
-
     link = Runtime(*replies)
     return limit_replies(SimpleNamespace(_runtime_client=link, node=Node(node_id=1)), LIMIT), link
 
 
 def sent(reply: Any, contents: dict[str, bytes] | None = None, tree: Any = None) -> tuple[Any, Any, dict[str, bytes]]:
-    from flwr.app.message import remove_content_from_message
-
     own_tree, own = objects_of(reply)
     return remove_content_from_message(reply), own_tree if tree is None else tree, own if contents is None else contents
 
@@ -202,11 +195,6 @@ def test_a_hostile_reply_is_its_sender_s_alone_and_the_others_count() -> None:
 
 def states() -> Any:
     """A real state of Flower's SuperLink, in memory."""
-    from flwr.server.superlink.linkstate import LinkStateFactory
-    from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME
-    from flwr.supercore.object_store import ObjectStoreFactory
-    from flwr.superlink.federation.noop_federation_manager import NoOpFederationManager
-
     store = ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME)
     return LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), store).state()
 

@@ -1,9 +1,14 @@
 """The client's own checks, its disk, the roster, and the project that deploy writes."""
 
 import errno
+import importlib
+import io
 import json
 import os
+import shutil
 import stat
+import tomllib
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,19 +16,28 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Error, Message
+from flwr.cli.build import build_fab_from_disk
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
 from stand_in import deployed, grid_of, pem, settings, small
 
+from fedflat.cli.training import deploy
 from fedflat.core.checks import InputError
 from fedflat.core.types import Broadcast
+from fedflat.data.sources import load
 from fedflat.engine.reduce import Trained
 from fedflat.federation import client as client_module
-from fedflat.federation import lock, server, transport, wire
+from fedflat.federation import lock, server, superlink, transport, wire
 from fedflat.federation import project as project_module
+from fedflat.federation import task as tasks
 from fedflat.federation.client import Client, Refused, client_of, reply_to
 from fedflat.federation.lock import write_client_keys
 from fedflat.federation.project import PACKAGE, client_folder, write_project
+from fedflat.federation.server import serve
 from fedflat.federation.store import Store, read_examples, write_examples
+from fedflat.federation.supernode import taking_over
 from fedflat.federation.task import Roster, Task
 
 
@@ -157,10 +171,6 @@ def test_a_wrong_node_config_is_one_sentence(
 
 def test_a_supernode_takes_over_from_the_last_and_no_other_does(tmp_path: Path) -> None:
     """That a killed one is let in is in the processes' test; a SuperLink that does not answer is no error here."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    from fedflat.federation.supernode import taking_over
-
     store, key = Store(tmp_path / "state"), ec.generate_private_key(ec.SECP384R1())
     given: Any = (store, ("127.0.0.1:9", False, None), (key, key.public_key()))
     store.note_node(77)
@@ -174,8 +184,6 @@ def test_a_supernode_takes_over_from_the_last_and_no_other_does(tmp_path: Path) 
 
 
 def test_a_changed_recipe_has_another_pin(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "app"
     shutil.copytree(project[0] / "app" / PACKAGE, copy)
     recipe = copy / "recipe.yaml"
@@ -257,8 +265,6 @@ def test_secrets_of_a_project_are_for_their_owner(project: tuple[Path, Task, lis
 
 
 def test_each_client_has_its_own_examples_only(project: tuple[Path, Task, list[Client]]) -> None:
-    from fedflat.data.sources import load
-
     folder, task, _ = project
     data = load(small().data, 0)
     for number in range(4):
@@ -320,8 +326,6 @@ def test_a_full_disk_leaves_no_half_project_and_the_former_token(
 
 
 def test_another_task_does_not_go_on_in_a_runs_folder(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:
-    from fedflat.federation.server import serve
-
     folder, task, clients = project
     serve(grid_of(task, clients), task, settings(folder))
     other, others = deployed(tmp_path / "other", small(rounds=3))
@@ -330,8 +334,6 @@ def test_another_task_does_not_go_on_in_a_runs_folder(project: tuple[Path, Task,
 
 
 def test_the_deploy_command_makes_a_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fedflat.cli.training import deploy
-
     changes = ["cohort.size=2", "rounds=3", "model.hidden=4"]
     deploy("quick-start", out=tmp_path / "fed", nodes=3, override=changes)
     said = capsys.readouterr().out
@@ -344,21 +346,11 @@ def test_the_deploy_command_makes_a_project(tmp_path: Path, capsys: pytest.Captu
         assert command in readme
     assert Task.read(tmp_path / "fed" / "app" / PACKAGE).pin in readme
     flower = (tmp_path / "fed" / "app" / "pyproject.toml").read_text()
-    import tomllib
-
     assert tomllib.loads(flower)["tool"]["flwr"]["app"]["components"]["serverapp"] == "fedflat_app.server_app:app"
 
 
 def test_flower_builds_the_app_and_loads_both_sides(project: tuple[Path, Task, list[Client]], monkeypatch: Any) -> None:
     """What `flwr run` packs holds recipe, task and roster and no secret; its modules give Flower's app objects."""
-    import importlib
-    import io
-    import zipfile
-
-    from flwr.cli.build import build_fab_from_disk
-    from flwr.clientapp import ClientApp
-    from flwr.serverapp import ServerApp
-
     names = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(project[0] / "app"))).namelist()
     assert {f"{PACKAGE}/{name}" for name in ("recipe.yaml", "task.json", "roster.json", "server_app.py")} <= set(names)
     assert not any(name.endswith((".key", ".safetensors", ".crt")) for name in names)
@@ -375,8 +367,6 @@ DAMAGE = (b"", b"{", b"\0" * 100, b"[1]", b'"x"', b"[" * 5000, b"\xff\xfe")
 )
 def test_a_clients_damaged_file_is_a_line_or_none(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever lies in its state folder, a client answers or says in one line why not; it never ends in a traceback."""
-    from fedflat.federation.server import serve
-
     task, clients = deployed(tmp_path, small(rounds=1))
     grid = grid_of(task, clients)
     serve(grid, task, settings(tmp_path))
@@ -393,9 +383,6 @@ def test_a_clients_damaged_file_is_a_line_or_none(name: str, tmp_path: Path, cap
 
 
 def test_a_damaged_file_of_a_project_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fedflat.federation import superlink
-    from fedflat.federation import task as tasks
-
     deployed(tmp_path, small(rounds=1))
     app = tmp_path / "app" / PACKAGE
     for path in (app / "task.json", app / "roster.json", app / "recipe.yaml", tmp_path / "server" / "superlink.toml"):

@@ -4,8 +4,10 @@ The attacker's app reads the server's noise keys and a client's own key, and its
 to find on a disk. Everything that fails against what ``fedflat deploy`` makes works against the open configuration.
 """
 
+import asyncio
 import base64
 import json
+import shlex
 import socket
 import ssl
 import struct
@@ -21,12 +23,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from zipfile import ZipFile
 
+import httpx
 import numpy as np
 import pytest
-
-pytest.importorskip("flwr.superlink")
-
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Message, RecordDict
+from flwr.cli.build import build_fab_from_disk
+from flwr.common.constant import ACCESS_TOKEN_KEY, ErrorCode
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLWR_IN_MEMORY_DB_NAME
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+from flwr.supernode import fleet_http_connection as connection
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from forked import Forked, finished
 from ports import free_port
 from stand_in import deployed, objects_of, small
@@ -109,7 +123,7 @@ def hostile_app(folder: Path, keys: Path, loot: Path) -> Path:
     return package.parent
 
 
-def connection(folder: Path, address: str, authority: Path) -> Path:
+def flower_home(folder: Path, address: str, authority: Path) -> Path:
     """A FLWR_HOME of somebody who knows an address and the authority."""
     folder.mkdir()
     text = f'[superlink]\ndefault = "fedflat"\n[superlink.fedflat]\naddress = "{address}"\n'
@@ -158,7 +172,7 @@ def test_only_the_operator_gives_orders_and_only_for_this_app(place: Path) -> No
         addresses = lock.Addresses.read(federation.project)
         network, inside = (f"127.0.0.1:{port}" for port in (addresses.listen[1], addresses.control[1]))
         public, own = place / "fed" / "certificates" / "ca.crt", place / "fed" / "flower" / "control" / "ca.crt"
-        for home in [connection(place / "a", network, public), connection(place / "b", inside, own)]:
+        for home in [flower_home(place / "a", network, public), flower_home(place / "b", inside, own)]:
             refused = flwr(home, federation, "run", str(app), "fedflat")
             assert refused.returncode, refused.stdout
         assert "Created run" not in logs(federation)
@@ -187,7 +201,7 @@ def test_a_node_runs_nothing_that_comes_with_a_run(place: Path) -> None:
         old = ["flower-superlink", "--host", "127.0.0.1", "--port", str(federation.port), "--enable-supernode-auth"]
         old += ["--disable-runtime-dependency-installation", "--database", str(place / "fed" / "server" / "links.db")]
         federation._spawn("open", [*old, *tls])
-        home = connection(place / "anybody", address, held / "ca.crt")
+        home = flower_home(place / "anybody", address, held / "ca.crt")
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until and not listening(federation.port):
             time.sleep(0.1)
@@ -360,9 +374,6 @@ def test_a_node_looks_at_its_files_before_the_start(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize("patient", [True, False], ids=["ours", "twin: Flower's own"])
 def test_a_handshake_that_was_cut_is_tried_again(patient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flooded server closes connections in mid-handshake; a certificate of another authority stays an end."""
-    import httpx
-    from flwr.supernode import fleet_http_connection as connection
-
     for name in ("make_simple_http_retry_invoker", "NodeAuthHttpInterceptor", "flwr_exit"):  # put back after the test
         monkeypatch.setattr(connection, name, getattr(connection, name))
     if patient:
@@ -385,8 +396,6 @@ def test_a_handshake_that_was_cut_is_tried_again(patient: bool, monkeypatch: pyt
 
 def test_a_node_that_the_superlink_does_not_know_ends_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flower interrupts the process after a 401, and shows a page where there is no connection."""
-    from flwr.supernode import fleet_http_connection as connection
-
     answers = mock.Mock(**{"return_value.intercept.return_value.status_code": 412})
     monkeypatch.setattr(connection, "NodeAuthHttpInterceptor", type("Signer", (), {"intercept": answers().intercept}))
     for name in ("flwr_exit", "make_simple_http_retry_invoker"):  # put back after the test
@@ -409,11 +418,6 @@ def test_a_message_whose_objects_are_on_their_way_is_waited_for(
     patient: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Flower hands one out, once, when the ServerApp declares it; what a killed process leaves is answered, too."""
-    from flwr.app import Message, RecordDict
-    from flwr.common.constant import ErrorCode
-    from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
-    from flwr.supercore.task_identity import TaskIdentity
-
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
     message, limit, got = Message(RecordDict(), 1, "train"), Limit(1, 1 << 16), list[Any]()
     message.metadata.__dict__["_message_id"] = message.object_id
@@ -433,8 +437,6 @@ def test_a_message_whose_objects_are_on_their_way_is_waited_for(
 
 
 def fab_of(files: dict[str, bytes], folder: Path) -> bytes:
-    from zipfile import ZipFile
-
     with ZipFile(folder / "fab", "w") as written:
         for name, text in files.items():
             written.writestr(name, text)
@@ -442,8 +444,6 @@ def fab_of(files: dict[str, bytes], folder: Path) -> bytes:
 
 
 def test_a_bundle_is_compared_file_by_file_and_never_unpacked(tmp_path: Path) -> None:
-    from flwr.cli.build import build_fab_from_disk
-
     fed = tmp_path / "fed"
     deployed(fed, small())
     app = fed / "app" / PACKAGE
@@ -462,8 +462,6 @@ def test_a_bundle_is_compared_file_by_file_and_never_unpacked(tmp_path: Path) ->
 
 
 def ask(door: Any, path: str, kind: str = "http", headers: dict[str, str] | None = None) -> list[Any]:
-    import asyncio
-
     send = mock.AsyncMock()
     raw = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
     asyncio.run(door({"type": kind, "path": path, "headers": raw, "client": ("127.0.0.1", 1)}, None, send))
@@ -472,9 +470,6 @@ def ask(door: Any, path: str, kind: str = "http", headers: dict[str, str] | None
 
 def headers_of(key: Any) -> dict[str, str]:
     """How Flower's SuperNode signs a request."""
-    import httpx
-    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
-
     request = httpx.Request("POST", "https://x")
     NodeAuthHttpInterceptor(key, key.public_key()).intercept(SimpleNamespace(request=request), lambda context: None)  # type: ignore[arg-type, return-value]
     return {name: value for name, value in request.headers.items() if name.startswith("flwr-")}
@@ -482,10 +477,6 @@ def headers_of(key: Any) -> dict[str, str]:
 
 def test_the_network_s_door_passes_the_nodes_interface_alone() -> None:
     """Nothing but Fleet, and nothing without the signature of a key in the roster."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-
     reached: list[str] = []
     app = mock.AsyncMock(side_effect=lambda scope, *_: reached.append(scope["path"]))
     ours, stranger = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
@@ -520,11 +511,6 @@ def test_the_network_s_door_passes_the_nodes_interface_alone() -> None:
 def test_a_connection_that_was_cut_makes_no_culprit(what: str, most: int) -> None:
     """A client whose connection died in mid-upload, or before it had read what it asked for, asks again while the dead
     one still counts: it has to wait."""
-    import asyncio
-
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-
     key, blamed, sent, parted = ec.generate_private_key(ec.SECP384R1()), list[bytes](), list[Any](), asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -629,8 +615,6 @@ def test_nothing_is_read_on_this_machine_without_a_credential() -> None:
 
 
 def test_a_gate_keeps_few_strangers_and_each_for_a_short_time(caplog: pytest.LogCaptureFixture) -> None:
-    import asyncio
-
     gate = doors.Gate("listen", "127.0.0.1", 0, strangers=3, seconds=0.0)
     gate.listen()
 
@@ -665,11 +649,9 @@ def test_a_gate_keeps_few_strangers_and_each_for_a_short_time(caplog: pytest.Log
 
 
 def test_one_token_and_no_other(tmp_path: Path) -> None:
-    from flwr.common.constant import ACCESS_TOKEN_KEY as name
-    from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
-
     for folder in ("server", "flower"):
         (tmp_path / folder).mkdir()
+    name = ACCESS_TOKEN_KEY
     path, credentials = tmp_path / "server" / lock.LOCK, tmp_path / "flower" / "credentials.yaml"
     lock.write_lock(path, credentials, "127.0.0.1:1")
     assert {file.stat().st_mode & 0o777 for file in (path, credentials)} == {0o600}
@@ -691,10 +673,6 @@ def test_one_token_and_no_other(tmp_path: Path) -> None:
 
 def test_the_search_finds_an_answer_in_a_database_and_none_in_memory(tmp_path: Path) -> None:
     """The twin of the searches in the process tests: a real answer, as Flower stored it before (a file)."""
-    from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME
-    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-    from flwr.supercore.object_store import ObjectStoreFactory
-
     deployed(tmp_path / "fed", small())
     update = first_updates(tmp_path / "fed")[1][0]
     answer = write_answer(Answer(0, b"0" * 16, update, 0))
@@ -708,8 +686,6 @@ def test_the_search_finds_an_answer_in_a_database_and_none_in_memory(tmp_path: P
 
 
 def test_the_readme_s_commands_fit_a_terminal_and_are_the_real_ones(tmp_path: Path) -> None:
-    import shlex
-
     task, _ = deployed(tmp_path / "fed", small())
     shown = [block for block in (tmp_path / "fed" / "README.md").read_text().split("\n\n") if block.startswith("    ")]
     assert max(len(line) for block in shown for line in block.splitlines()) <= 80

@@ -19,13 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flwr.app import Error, Message
 from safetensors.torch import load_file
-from stand_in import client_at, deployed, grid_of, honest, settings, small
+from stand_in import client_at, deployed, final_shared, grid_of, honest, put_back, rows, settings, small
 
 from fedflat.core.checks import InputError, RunError
+from fedflat.core.types import Broadcast
+from fedflat.engine import resume
+from fedflat.federation import close
 from fedflat.federation.client import Client
 from fedflat.federation.project import PACKAGE
+from fedflat.federation.secagg.rounds import SecureFlower
 from fedflat.federation.server import run_id, serve
+from fedflat.federation.store import Store
 from fedflat.federation.task import Task
 from fedflat.federation.transport import Flower, ReplyTracker
 from fedflat.privacy import ledger as ledger_module
@@ -68,8 +74,6 @@ def serve_in_a_process(
     folder: Path, task: Task, spoil: Callable[[], None] = lambda: None, away: int | None = None
 ) -> int | None:
     """Serve in a forked process; its exit status (−9: it killed itself). away: a client that answers with an error."""
-    from flwr.app import Error, Message
-
     grid = watching(folder, task)
     if away is not None:
         grid.handlers[away] = lambda message: Message(Error(code=0, reason="away"), reply_to=message)
@@ -146,7 +150,7 @@ STAGES: dict[str, Callable[[], None]] = {
 
 def check_books(folder: Path, charged_again: int) -> None:
     """Every model that left was in the ledger before, and each different one of a round was charged on its own."""
-    left = [json.loads(line) for line in (folder / "left.jsonl").read_text().splitlines()]
+    left = rows(folder / "left.jsonl")
     releases: dict[int, set[str]] = defaultdict(set)
     for row in left:
         if row["round"]:
@@ -157,7 +161,7 @@ def check_books(folder: Path, charged_again: int) -> None:
     assert set(charged) == set(range(ROUNDS)) and sum(charged.values()) == ROUNDS + charged_again
     facts = json.loads((folder / "run" / "privacy.json").read_text())
     assert facts["rounds"] == ROUNDS and facts["rounds_charged"] == ROUNDS + charged_again
-    shown = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    shown = rows(folder / "run" / "metrics.jsonl")
     assert [row["round"] for row in shown] == list(range(ROUNDS))
     assert shown[-1]["epsilon"] == pytest.approx(facts["epsilon"])
     assert list(keys.folder().iterdir()) == []
@@ -191,8 +195,6 @@ def test_a_run_ended_for_good_states_what_its_ledger_says(
     stage: str, federation: tuple[Path, Task], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A server killed in its second round and never started again: an uncertain release counts in the statement."""
-    from fedflat.federation import close
-
     folder, task = federation
     words = [str(folder / "app" / PACKAGE), str(folder / "run")]
     assert close.main(words) == 2 and "a run of this app" in capsys.readouterr().err
@@ -214,8 +216,6 @@ def test_a_run_ended_for_good_states_what_its_ledger_says(
 def test_a_key_in_another_account_is_not_called_deleted(
     federation: tuple[Path, Task], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from fedflat.federation import close
-
     folder, task = federation
     words = [str(folder / "app" / PACKAGE), str(folder / "run")]
     assert serve_in_a_process(folder, task, STAGES["before the ledger line"]) == -signal.SIGKILL
@@ -238,14 +238,12 @@ DISTRUSTED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("trust", DISTRUSTED)
 def test_a_run_ended_under_a_distrusted_server_is_charged_a_round_that_may_be_open(trust: str, tmp_path: Path) -> None:
     """Killed with the round's updates (or their sum) in its memory and no line for them: the close writes it, once."""
-    from fedflat.federation.close import close
-
     folder = tmp_path / "fed"
     task, clients = deployed(folder, small(rounds=3, **DISTRUSTED[trust]))
     assert serve_in_a_process(folder, task, STAGES["before the ledger line"]) == -signal.SIGKILL
     assert [entry["round"] for entry in read_ledger(folder / "run" / "ledger.jsonl")] == [0]
     for key in ("deleted", "gone"):
-        facts, found = close(task, folder / "run")
+        facts, found = close.close(task, folder / "run")
         lines = read_ledger(folder / "run" / "ledger.jsonl")
         assert [entry["round"] for entry in lines] == [0, 1] and "may have reached" in lines[1]["reason"]
         assert (facts["rounds"], facts["rounds_charged"], found) == (1, 2, key)
@@ -261,21 +259,19 @@ def test_a_run_ended_under_a_distrusted_server_is_charged_a_round_that_may_be_op
 
 def test_a_complete_run_needs_no_key_and_no_clients(federation: tuple[Path, Task]) -> None:
     """Started once more: its statement again, no wait and no fresh key; ended: nothing is charged."""
-    from fedflat.federation.close import close
-
     folder, task = federation
     assert serve_in_a_process(folder, task) == 0
     statement = (folder / "run" / "privacy.json").read_bytes()
     facts = serve(grid_of(task, []), task, settings(folder, wait_for_nodes=4))  # would wait for four clients, and fail
     assert (folder / "run" / "privacy.json").read_bytes() == statement and not list(keys.folder().iterdir())
-    assert close(task, folder / "run") == (facts, "gone")
+    assert close.close(task, folder / "run") == (facts, "gone")
     recipe, opening = folder / "run" / "recipe.yaml", (folder / "run" / "private" / "run.json").read_bytes()
     recipe.write_bytes(recipe.read_bytes().replace(run_id(folder / "run").encode(), b"b" * 32))
     with pytest.raises(InputError, match=f"ledger.jsonl: found the ledger of run .*; allowed: that of run {'b' * 32}"):
-        close(task, folder / "run")
+        close.close(task, folder / "run")
     for text, said in {b"\xff": "cannot be read", b"a: [": "recipe.yaml line 1", b"": "an empty file"}.items():
         recipe.write_bytes(text)
-        for work in (lambda: close(task, folder / "run"), lambda: serve(None, task, settings(folder))):
+        for work in (lambda: close.close(task, folder / "run"), lambda: serve(None, task, settings(folder))):
             with pytest.raises(InputError, match=said):
                 work()
     recipe.unlink()
@@ -288,8 +284,6 @@ def test_broken_twin_that_keeps_the_key_of_an_open_round_is_found(
     federation: tuple[Path, Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the old key, an open round that other clients answer is a second release under the same noise, uncharged."""
-    from fedflat.engine import resume
-
     folder, task = federation
     monkeypatch.setattr(resume, "fresh_key", lambda: bytes(32))
     assert serve_in_a_process(folder, task, STAGES["before the checkpoint"]) == -signal.SIGKILL
@@ -327,7 +321,7 @@ def test_a_full_disk_releases_nothing_more(place: str, federation: tuple[Path, T
         "metrics": full_disk(RunFolder, "append", lambda: (folder / "run" / "metrics.jsonl").stat().st_size + 10),
     }[place]
     assert serve_in_a_process(folder, task, spoil) == 3
-    asked = [json.loads(line)["round"] for line in (folder / "left.jsonl").read_text().splitlines()]
+    asked = [row["round"] for row in rows(folder / "left.jsonl")]
     assert asked == [0, 1]  # w² never left
     assert serve_in_a_process(folder, task) == 0
     check_books(folder, int(place != "ledger"))
@@ -374,7 +368,7 @@ def test_slow_clients_are_zero_in_their_round_and_late_in_the_next(federation: t
     grid.handlers[0] = slow(clients[0])
     serve(grid, task, settings(folder, answer_seconds=0.3))
     operator = next((keys.folder().parent / "operator").glob("*.jsonl"))
-    assert [json.loads(line) for line in operator.read_text().splitlines()] == [
+    assert rows(operator) == [
         {"round": 0, "missing": 1},
         {"round": 1, "missing": 1, "too late": 1},
         {"round": 2, "missing": 1, "too late": 1},
@@ -384,9 +378,6 @@ def test_slow_clients_are_zero_in_their_round_and_late_in_the_next(federation: t
 def test_a_client_killed_after_training_starts_again_from_the_same_head(tmp_path: Path) -> None:
     """Killed between keeping its head and answering: asked again, it gives the same answer."""
     task, clients = deployed(tmp_path / "fed", small(algorithm="dp2-fedsam"))
-    from fedflat.core.types import Broadcast
-    from fedflat.federation.store import Store
-
     job = clients[0].job
     ask = Broadcast(0, job.initial_weights[: job.parts.layout.dimension], job.threshold, 1.0)
 
@@ -405,13 +396,11 @@ def test_a_client_killed_after_training_starts_again_from_the_same_head(tmp_path
 @pytest.mark.parametrize("step", ["_keys", "_shares", "_vectors", "_consents", "_reveals"])
 def test_a_server_killed_in_secure_aggregation_learns_no_second_sum(step: str, tmp_path: Path) -> None:
     """Once a masked vector has left, clients refuse the round: it is aborted and charged. Before, it is done again."""
-    from fedflat.federation.secagg.rounds import SecureFlower
-
     task, _ = deployed(tmp_path / "fed", small(rounds=2, **DISTRUSTED["distributed"]))
     killed = serve_in_a_process(tmp_path / "fed", task, lambda: around(SecureFlower, step, before=True, when=0))
     assert killed == -signal.SIGKILL and not (tmp_path / "fed" / "run" / "ledger.jsonl").read_text()
     assert serve_in_a_process(tmp_path / "fed", task) == 0
-    shown = [json.loads(line) for line in (tmp_path / "fed" / "run" / "metrics.jsonl").read_text().splitlines()]
+    shown = rows(tmp_path / "fed" / "run" / "metrics.jsonl")
     assert [row["aborted"] for row in shown] == [step in ("_consents", "_reveals"), False]
     assert [entry["round"] for entry in read_ledger(tmp_path / "fed" / "run" / "ledger.jsonl")] == [0, 1]
 
@@ -424,8 +413,6 @@ def test_a_client_whose_disk_is_full_sends_nothing(trust: str, tmp_path: Path) -
 
     def full(message: Any) -> Any:
         """The client in a process of its own that may write no file."""
-        from flwr.app import Error, Message
-
         if message.content["facts"].get("stage") == "end":
             return None  # nothing is asked with it
         ours, theirs = FORK.Pipe()
@@ -462,7 +449,6 @@ def _restored(folder: Path, task: Task, *others: Path) -> float:
 
     Returns the norm of the difference of the two models, in units of the clip over m.
     """
-    from stand_in import final_shared
 
     def after_one() -> None:
         around(checkpoint, "save", after=True, when=0)
@@ -474,8 +460,7 @@ def _restored(folder: Path, task: Task, *others: Path) -> float:
     assert serve_in_a_process(folder, task, after_one) == -signal.SIGKILL
     first = final_shared(folder / "run")
     for number, place in enumerate(places):
-        shutil.rmtree(place)
-        shutil.copytree(folder / f"backup-{number}", place)
+        put_back(folder / f"backup-{number}", place)
     assert serve_in_a_process(folder, task, away=2) == 0
     second = load_file(folder / "run" / "checkpoints" / "round-000002.safetensors")["shared"]
     return float((second - first).norm()) / (0.1 / 4)
@@ -497,8 +482,6 @@ def test_a_machine_put_back_with_its_keys_and_marks_meets_fresh_noise(
     federation: tuple[Path, Task], monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
     """Nothing on disk tells; half of a server's key was never there. The twin keeps all of it on disk."""
-    from fedflat.engine import resume
-
     folder, task = federation
     if kept:
         monkeypatch.setattr(resume, "fresh_key", lambda: bytes(32))
@@ -510,23 +493,9 @@ def test_broken_twin_that_forgets_how_far_the_key_was_used(
     federation: tuple[Path, Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two releases of one round under one noise: their difference is one client's clipped update, and no more."""
-    from fedflat.engine import resume
-
     folder, task = federation
     monkeypatch.setattr(resume, "reasons", lambda *where: ([], []))
     monkeypatch.setattr(resume, "fresh_key", lambda: bytes(32))
     assert _restored(folder, task) <= 1.001
     with pytest.raises(AssertionError):
         check_books(folder, 1)
-
-
-def test_a_backup_of_before_a_complete_run_is_charged_too(federation: tuple[Path, Task]) -> None:
-    """The key is gone with the complete run; the mark stays."""
-    folder, task = federation
-    assert serve_in_a_process(folder, task, STAGES["after the checkpoint"]) == -signal.SIGKILL
-    shutil.copytree(folder / "run", folder / "backup")
-    assert serve_in_a_process(folder, task) == 0
-    shutil.rmtree(folder / "run")
-    shutil.copytree(folder / "backup", folder / "run")
-    assert serve_in_a_process(folder, task) == 0
-    check_books(folder, 1)

@@ -15,12 +15,13 @@ pytest.importorskip("prometheus_client")
 from ports import free_port
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from stand_in import Grid, deployed, grid_of, honest, settings, small
+from stand_in import Grid, after_rounds, deployed, grid_of, honest, settings, small
 
 from fedflat.core.checks import InputError
 from fedflat.federation import server
 from fedflat.federation.events import JsonLines, Monitor, log_fields, log_to_stderr, serve_metrics
 from fedflat.federation.replies import DATA_FAULTS, PROTOCOL_FAULTS
+from fedflat.federation.transport import note_refusals
 
 SHOWN = {
     "fedflat_rounds_finished", "fedflat_rounds_planned", "fedflat_epsilon", "fedflat_epsilon_budget", "fedflat_delta",
@@ -50,32 +51,20 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def during(monkeypatch: pytest.MonkeyPatch, address: str, paths: tuple[str, ...]) -> list[dict[str, tuple[int, str]]]:
-    """What the pages say after each round."""
-    seen: list[dict[str, tuple[int, str]]] = []
-    known = server._announce
-
-    def announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
-        known(released, hidden)
-        seen.append({path: asked(address, path) for path in paths})
-
-    monkeypatch.setattr(server, "_announce", announce)
-    return seen
-
-
-def test_a_run_shows_rounds_and_epsilon_and_nothing_of_its_cohorts(
-    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_shows_rounds_and_epsilon_and_nothing_of_its_cohorts(tmp_path: Path, address: str) -> None:
     """The same pages whether clients answer or not, but for the seconds: nobody learns who or how many took part."""
     pages = []
     for answer in (True, False):
         folder = tmp_path / str(answer)
         task, clients = deployed(folder, small(cohort={"size": 2}, privacy={"noise_multiplier": 1.0}))
         grid = grid_of(task, clients) if answer else Grid(task, dict.fromkeys(range(4), lambda message: None))
-        seen = during(monkeypatch, address, ("metrics", "ready", "live", "elsewhere"))
-        facts = server.serve(grid, task, settings(folder, metrics=address))
-        monkeypatch.undo()
-        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+        seen: list[dict[str, tuple[int, str]]] = []
+
+        def look(_: int, seen: list[dict[str, tuple[int, str]]] = seen) -> None:
+            seen.append({path: asked(address, path) for path in ("metrics", "ready", "live", "elsewhere")})
+
+        with after_rounds(look):
+            facts = server.serve(grid, task, settings(folder, metrics=address))
         assert [page["ready"][0] for page in seen] == [200, 200] and seen[0]["live"][0] == 200
         assert seen[0]["elsewhere"][0] == 404
         found = [samples(page["metrics"][1]) for page in seen]
@@ -90,8 +79,6 @@ def test_a_run_shows_rounds_and_epsilon_and_nothing_of_its_cohorts(
 
 
 def test_refused_replies_are_those_that_may_be_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from fedflat.federation.transport import note_refusals
-
     monitor = Monitor()
     logger = logging.getLogger("fedflat.server")
     logger.addHandler(monitor)

@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stand_in import client_at, deployed, final_shared, grid_of, settings, small
+from safetensors.torch import load_file
+from stand_in import client_at, deployed, final_shared, grid_of, honest, rows, settings, small
 
+from fedflat.core.types import Broadcast
 from fedflat.engine import resume
+from fedflat.engine.round import broadcast_of
 from fedflat.federation.server import serve
 from fedflat.privacy.ledger import read as read_ledger
+from fedflat.records import checkpoint
 from fedflat.simulation import run as simulation
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -47,10 +51,6 @@ if importlib.util.find_spec("efficientnet_lite_pytorch") is not None:
     METHODS["public network"] = {"model": network, "rounds": 1}
 
 
-def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * n.startswith("public")) for n in METHODS])
 def test_without_noise_the_numbers_agree(name: str, tmp_path: Path) -> None:
     task, clients = deployed(tmp_path / "fed", small(**METHODS[name]))
@@ -59,7 +59,7 @@ def test_without_noise_the_numbers_agree(name: str, tmp_path: Path) -> None:
     found, wanted = final_shared(tmp_path / "fed" / "run"), final_shared(tmp_path / "sim")
     assert (wanted - clients[0].job.initial_weights[: wanted.numel()]).norm() > 1e-3  # it moved at all
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    for ours, theirs in zip(records(tmp_path / "fed" / "run" / "metrics.jsonl"), simulated.history, strict=True):
+    for ours, theirs in zip(rows(tmp_path / "fed" / "run" / "metrics.jsonl"), simulated.history, strict=True):
         assert (ours["clip"] or 0) == pytest.approx(theirs["clip"] or 0, rel=1e-6)
         assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-4)
 
@@ -103,8 +103,6 @@ def test_personal_parts_stay_and_survive_a_restart(tmp_path: Path) -> None:
     grid = grid_of(task, clients)
 
     def restarted(number: int) -> Any:
-        from stand_in import honest
-
         return lambda message: honest(client_at(tmp_path / "fed", task, number))(message)
 
     grid.handlers = {number: restarted(number) for number in grid.handlers}
@@ -120,8 +118,6 @@ def test_personal_parts_stay_and_survive_a_restart(tmp_path: Path) -> None:
     for message in grid.pushed:
         sent += [array.shape[0] for array in message.content["arrays"].values()]
     assert set(sent) == {shared}
-    from fedflat.records import checkpoint
-
     stored = checkpoint.newest(tmp_path / "fed" / "run" / "checkpoints")
     assert stored is not None and stored[1].kept == {}
 
@@ -129,9 +125,6 @@ def test_personal_parts_stay_and_survive_a_restart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["dp-scaffold", "fed-normec"])
 def test_states_stay_and_survive_a_restart(method: str, tmp_path: Path) -> None:
     """Each client's own disk has the state that the simulation keeps; the server, and the wire, have none of it."""
-    from safetensors.torch import load_file
-    from stand_in import honest
-
     task, clients = deployed(tmp_path / "fed", small(algorithm=method, rounds=3))
     grid = grid_of(task, clients)
     grid.handlers = {
@@ -153,8 +146,6 @@ def test_states_stay_and_survive_a_restart(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["dp-scaffold", "fed-normec"])
 def test_a_round_asked_again_starts_from_the_same_state(method: str, tmp_path: Path) -> None:
-    from fedflat.engine.round import broadcast_of
-
     _, clients = deployed(tmp_path / "fed", small(algorithm=method))
     job = clients[0].job
     ask = broadcast_of(job.parts, job.parts.first_state(job.initial_weights, job.threshold), job.seed)
@@ -169,8 +160,6 @@ def test_a_round_asked_again_starts_from_the_same_head(tmp_path: Path) -> None:
     _, clients = deployed(tmp_path / "fed", small(algorithm="dp2-fedsam"))
     first = clients[0].job
     start = first.initial_weights[first.parts.layout.dimension :]
-    from fedflat.core.types import Broadcast
-
     ask = Broadcast(0, first.initial_weights[: first.parts.layout.dimension], first.threshold, 1.0)
     once, _ = clients[0].update(ask)
     twice, _ = clients[0].update(ask)

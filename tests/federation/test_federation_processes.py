@@ -20,7 +20,7 @@ if shutil.which("flower-superlink") is None and not (Path(os.sys.executable).par
 from fork_server import CONTEXT
 from forked import Forked, programs
 from ports import free_port
-from stand_in import client_at, final_shared, small
+from stand_in import client_at, final_shared, rows, small
 
 from fedflat.core.types import Broadcast
 from fedflat.federation import local
@@ -83,7 +83,7 @@ def check_numbers(federation: Federation, folder: Path) -> None:
     simulated = simulation.run(federation.task.recipe, out=folder / "sim")
     run = folder / "fed" / "run"
     torch.testing.assert_close(final_shared(run), final_shared(folder / "sim"), rtol=1e-5, atol=1e-6)
-    shown = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    shown = rows(run / "metrics.jsonl")
     assert [row["test_accuracy"] for row in shown] == [row["test_accuracy"] for row in simulated.history]
     assert (folder / "fed" / "clients" / "00000" / "state" / "head.safetensors").exists()
     assert json.loads((run / "privacy.json").read_text())["noise_source"].startswith("256 bits")
@@ -131,7 +131,7 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
     compiled |= {path.parent for path in compiled}  # Python's own copy of the app's code, which is nobody's secret
     assert [path for path in open_to_others if path.stat().st_mtime > began and path not in compiled] == []
     operator = tmp_path / "state-home" / "fedflat" / "operator" / f"{run_id(run)}.jsonl"
-    counts = [json.loads(line) for line in operator.read_text().splitlines()]
+    counts = rows(operator)
     assert counts == [{"round": 0, "missing": 1}, {"round": 1}]  # in round 1 it took part again
     assert [entry["round"] for entry in read_ledger(run / "ledger.jsonl")] == [0, 1]
     facts = json.loads((run / "privacy.json").read_text())

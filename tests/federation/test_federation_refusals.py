@@ -4,6 +4,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 from hypothesis import HealthCheck, given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
-from stand_in import deployed, final_shared, grid_of, honest, settings, small
+from stand_in import deployed, final_shared, grid_of, honest, rows, settings, small
 
 from fedflat.core.checks import RunError
 from fedflat.core.types import Broadcast
@@ -202,7 +203,7 @@ def run_with(folder: Path, kind: str, rounds: int = 1) -> tuple[torch.Tensor, li
     serve(grid, task, settings(folder))
     moved = final_shared(folder / "run") - clients[1].job.initial_weights
     operator = next((keys.folder().parent / "operator").glob(f"{server.run_id(folder / 'run')}.jsonl"))
-    return moved, [json.loads(line) for line in operator.read_text().splitlines()]
+    return moved, rows(operator)
 
 
 def test_a_missing_reply_is_a_zero_vector_and_the_denominator_stays(tmp_path: Path) -> None:
@@ -231,8 +232,6 @@ def test_broken_twin_without_the_servers_clip_is_moved(tmp_path: Path, monkeypat
     job_of = server.job_of
 
     def unclipped(task: Any, given: Any) -> Any:
-        from dataclasses import replace
-
         job = job_of(task, given)
         job.parts = replace(job.parts, mechanism=ClientNoise())
         return job
@@ -266,9 +265,7 @@ def test_nothing_private_lies_in_the_runs_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "run"
     assert not (folder / "private/private.jsonl").exists()
     shown = " ".join(path.read_text() for path in folder.glob("*.json*"))
-    assert "missing" not in json.dumps(
-        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    )
+    assert "missing" not in json.dumps(rows(folder / "metrics.jsonl"))
     assert "train_loss" not in shown and "update_norm" not in shown
     facts = json.loads((folder / "privacy.json").read_text())
     assert facts["noise_source"].startswith("256 bits") and facts["facts"]["simulation"] is False

@@ -6,90 +6,54 @@ from typing import Any
 
 import pytest
 import torch
-from stand_in import deployed, final_shared, grid_of, settings, small
+from stand_in import after_rounds, deployed, final_shared, grid_of, put_back, settings, small, stopped
 
 from fedflat.core.checks import InputError, RunError
+from fedflat.engine import resume, train
 from fedflat.federation import server
 from fedflat.federation.client import Client
 from fedflat.federation.close import close
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import keys, signing
+from fedflat.simulation.inspection import inspect_run
 
 
-@pytest.mark.parametrize("ended", [True, False])
-def test_a_restored_backup_is_charged_for_what_was_released_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
-) -> None:
-    """A backup after round 0 of 3 is put back when the run has ended, or stopped after round 1."""
+def test_a_restored_backup_is_charged_for_what_was_released_since(tmp_path: Path) -> None:
+    """A backup after round 0 of 3 is put back when the run has ended: its key is gone, the mark beside it is not."""
     task, clients = deployed(tmp_path, small(rounds=3, privacy={"noise_multiplier": 1.0}))
     run, backup = tmp_path / "run", tmp_path / "backup"
-    known = server._announce
-
-    def announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
-        known(released, hidden)
-        if released["round"] == 0:
-            shutil.copytree(run, backup)
-        if released["round"] == 1 and not ended:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(server, "_announce", announce)
-        try:
-            first = server.serve(grid_of(task, clients), task, settings(tmp_path))["epsilon"]
-        except KeyboardInterrupt:
-            first = None
-    assert (first is None) is not ended
-    gone, before = read_ledger(run / "ledger.jsonl"), final_shared(run)
-    shutil.rmtree(run)
-    shutil.copytree(backup, run)
-    assert len(read_ledger(run / "ledger.jsonl")) < len(gone)
+    with after_rounds(lambda round: shutil.copytree(run, backup) if round == 0 else None):
+        first = server.serve(grid_of(task, clients), task, settings(tmp_path))
+    before = final_shared(run)
+    put_back(backup, run)
     facts = server.serve(grid_of(task, clients), task, settings(tmp_path))
     # Every round since the backup was released twice, with two noises: each is charged twice.
-    again = len(gone) - 1
-    assert facts["rounds"] == 3 and facts["rounds_charged"] == 3 + again
-    assert len(read_ledger(run / "ledger.jsonl")) == 3 + again
-    if first is not None:
-        assert facts["epsilon"] > first
-        assert not (final_shared(run) == before).all()
+    assert facts["rounds"] == 3 and facts["rounds_charged"] == len(read_ledger(run / "ledger.jsonl")) == 3 + 2
+    assert facts["epsilon"] > first["epsilon"] and not (final_shared(run) == before).all()
 
 
 def test_rounds_that_a_restored_run_never_reaches_are_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backup after round 0 of 6 is put back after the end, and the run is ended for good one round later: what was
     released counts, each time, and nothing else. The twin, which charges every round up front, states more."""
-    from fedflat.engine import resume, train
-    from fedflat.simulation.inspection import inspect_run
-
     task, clients = deployed(tmp_path / "fed", small(rounds=6, privacy={"noise_multiplier": 1.0}))
-    run, known = tmp_path / "fed" / "run", server._announce
-    stop_after = [0, 1, 1]
-
-    def announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
-        known(released, hidden)
-        if released["round"] == 0 and not (tmp_path / "backup").exists():
-            shutil.copytree(run, tmp_path / "backup")
-        elif released["round"] == stop_after[0]:
-            raise KeyboardInterrupt
+    run, backup = tmp_path / "fed" / "run", tmp_path / "backup"
+    charge = resume.charge_drawn
 
     def up_front(job: Any, ledger: Any, round: int) -> None:
         for number in range(round, 6):
             charge(job, ledger, number)
 
-    charge = resume.charge_drawn
-    monkeypatch.setattr(server, "_announce", announce)
-    server.serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
+    with after_rounds(lambda round: shutil.copytree(run, backup) if round == 0 else None):
+        server.serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
+    for name in ("state-home", "fed"):  # the clients remember what they were shown
+        shutil.copytree(tmp_path / name, tmp_path / f"{name}-kept")
     stated = []
-    for twin in (False, True):
-        for name in ("state-home", "fed"):  # the clients remember what they were shown
-            source, place = tmp_path / (f"{name}-kept" if twin else name), tmp_path / (name if twin else f"{name}-kept")
-            shutil.rmtree(place, ignore_errors=True)
-            shutil.copytree(source, place)
-        if twin:
-            monkeypatch.setattr(train, "charge_drawn", up_front)
-        shutil.rmtree(run)
-        shutil.copytree(tmp_path / "backup", run)
-        stop_after[:] = [1]
-        with pytest.raises(KeyboardInterrupt):
-            server.serve(grid_of(task, clients), task, settings(tmp_path / "fed"))
+    for charging in (charge, up_front):
+        for name in ("state-home", "fed"):
+            put_back(tmp_path / f"{name}-kept", tmp_path / name)
+        monkeypatch.setattr(train, "charge_drawn", charging)
+        put_back(backup, run)
+        stopped(task, grid_of(task, clients), settings(tmp_path / "fed"), after=1)
         stated.append(close(task, run)[0])
         assert [check.about for check in inspect_run(run) if check.verdict == "wrong"] == []
     assert [facts["rounds_charged"] for facts in stated] == [6 + 1, 6 + 5]
@@ -157,8 +121,7 @@ def test_clients_that_refuse_the_ledger_end_the_run_before_the_next_charge(tmp_p
     with pytest.raises(InputError, match="found no line for round 1, which was released"):
         close(task, run)
     assert not (run / "ended.json").exists()
-    shutil.rmtree(run)
-    shutil.copytree(tmp_path / "backup", run)
+    put_back(tmp_path / "backup", run)
     with pytest.raises(RunError, match="the clients refuse this run: their app, recipe or roster"):
         server.serve(grid_of(task, clients), task, settings(tmp_path))
     assert len(read_ledger(ledger)) == 1
@@ -181,26 +144,15 @@ def test_clients_that_have_answered_already_end_nothing(tmp_path: Path) -> None:
     assert server.serve(grid_of(task, clients), task, settings(tmp_path))["rounds"] == 2
 
 
-def test_the_open_round_of_a_run_without_its_newest_checkpoint_is_charged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_open_round_of_a_run_without_its_newest_checkpoint_is_charged(tmp_path: Path) -> None:
     """More than its lines say may have been asked; where more are gone nothing is written."""
     task, clients = deployed(tmp_path, small(rounds=5, privacy={"trust": "local", "noise_multiplier": 1.0}))
-    known, run = server._announce, tmp_path / "run"
-
-    def announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
-        known(released, hidden)
-        if released["round"] == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(server, "_announce", announce)
-    with pytest.raises(KeyboardInterrupt):
-        server.serve(grid_of(task, clients), task, settings(tmp_path))
+    run = tmp_path / "run"
+    stopped(task, grid_of(task, clients), settings(tmp_path), after=2)
     max(run.glob("checkpoints/*")).unlink()
     shutil.copytree(run, tmp_path / "kept")
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(InputError, match=r"checkpoints: found none after round 0; allowed: that of round 3"):
         close(task, run)
-    shutil.rmtree(run)
-    shutil.copytree(tmp_path / "kept", run)
+    put_back(tmp_path / "kept", run)
     assert close(task, run)[0]["rounds_charged"] == 4

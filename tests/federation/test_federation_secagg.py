@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from scipy.stats import chi2
 
 from fedflat.federation.secagg import dealing, sharing
 from fedflat.federation.secagg import protocol as secagg
@@ -37,8 +39,6 @@ def test_shamir_any_threshold_of_shares_and_no_fewer() -> None:
 
 def test_a_masked_vector_looks_the_same_whatever_the_input() -> None:
     """With fresh secrets, what the server gets for zeros and for ones is uniform: chi-square over 16 bins."""
-    from scipy.stats import chi2
-
     for value in (0, 1):
         counts = np.zeros(16)
         for _ in range(40):
@@ -80,8 +80,6 @@ def test_keys_must_carry_their_clients_signature_for_this_session() -> None:
 
 def test_a_point_of_low_order_is_refused_at_the_door() -> None:
     """A client's keys with which no common secret can be made would stop every other client later."""
-    from cryptography.hazmat.primitives import hashes
-
     whole = Secrets.fresh(0, CONTEXT).public(SIGNERS[0])
     low, none = (bytes(32), b"\x01" + bytes(31)), (bytes(33), b"\x02" + b"\xff" * 32, b"\x04" + bytes(32))
     for bad in [*((seal, whole.mask) for seal in low), *((whole.seal, mask) for mask in none)]:

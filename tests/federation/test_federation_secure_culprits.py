@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import Message
-from stand_in import Grid, Handler, deployed, grid_of, honest, settings, small
+from stand_in import Grid, Handler, deployed, grid_of, honest, rows, settings, small
 from test_federation_secure_rounds import STEPS, for_check, question, refused, set_of, silent_from
 
 from fedflat.core.checks import InputError, RunError, insist
@@ -625,8 +625,6 @@ def test_a_client_that_was_excluded_three_times_is_asked_no_more_also_after_a_re
     path = again.server.culprits.path  # type: ignore[union-attr]
     assert path.stat().st_mode & 0o077 == 0 and len(path.read_text().splitlines()) == 3
     whole = path.read_text()
-    path.write_text(whole + '{"round": 3, "excl')  # a kill while it was written: nobody was put off for it
-    assert Culprits(path).off == {LIAR} and path.read_text() == whole
     path.write_text('{"round": 3, "excl\n' + whole)
     with pytest.raises(RunError, match="line 1: not as it was written"):
         Culprits(path)
@@ -677,7 +675,7 @@ def test_a_stopped_run_loses_nothing_and_goes_on_when_it_is_started_again(tmp_pa
     grid.handlers = whole
     facts = serve(grid, task, settings(tmp_path / "fed", abort_limit=2))
     assert facts["rounds"] == 4 and facts["rounds_charged"] == 4
-    shown = [json.loads(line) for line in (tmp_path / "fed" / "run" / "metrics.jsonl").read_text().splitlines()]
+    shown = rows(tmp_path / "fed" / "run" / "metrics.jsonl")
     assert [row["aborted"] for row in shown] == [True, True, False, False]
 
 
@@ -765,13 +763,13 @@ def test_a_line_that_a_kill_tore_is_mended(tmp_path: Path, cut: int) -> None:
     again = Culprits(path)
     assert again.strikes == ({1: 1, 2: 1} if cut == 1 else {1: 1})
     again.note(2, {2: "false share"})
-    lines = [json.loads(line)["round"] for line in path.read_text().splitlines()]
+    lines = [row["round"] for row in rows(path)]
     assert lines == ([0, 1, 2] if cut == 1 else [0, 2]) and path.stat().st_mode & 0o077 == 0
     with pytest.raises(RunError, match=r"cannot be read .*mend"):
         Culprits(tmp_path)  # as a file of another account
 
 
-GARBAGE = (b"\0" * 40, bytes(range(256)) * 8, b"\xff" * 12, -1, 2**60, 1.5, "x", [1])
+GARBAGE = (b"\0" * 40, bytes(range(256)) * 8, b"\xff" * 12, 2**60, "x", [1])
 
 
 @pytest.mark.parametrize("stage", STEPS)

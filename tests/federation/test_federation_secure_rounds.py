@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stand_in import client_at, deployed, final_shared, grid_of, honest, settings, small
+from stand_in import client_at, deployed, final_shared, grid_of, honest, rows, settings, small
 
 from fedflat.core.types import Broadcast
 from fedflat.federation import wire
@@ -51,10 +51,6 @@ def run(folder: Path, recipe: Any, gone: dict[int, str] | None = None) -> tuple[
         grid.handlers[number] = silent_from(clients[number], stage)
     serve(grid, task, settings(folder))
     return task, clients, grid
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_the_sum_is_that_of_the_simulation_up_to_its_noise(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Clients that take turns as they come: nobody comes back too early, through restarts too, and deploy says why."""
 
-import json
+import fcntl
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stand_in import deployed, grid_of, settings, small
+from stand_in import deployed, grid_of, put_back, rows, settings, small, stopped
 
 from fedflat.assembly.plans import plan_of
 from fedflat.config.method import algorithm_of
@@ -100,36 +100,26 @@ def test_the_first_log_line_counts_every_key(caplog: pytest.LogCaptureFixture) -
     assert told == plan.standing(entries).epsilon(10) > plan.epsilon(10)
 
 
-def test_a_backup_put_back_brings_nobody_back_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backup_put_back_brings_nobody_back_early(tmp_path: Path) -> None:
     """A copy of the folder from after round 1, put back when round 3 was released: its ledger lacks two rounds."""
     folder, backup = tmp_path / "fed", tmp_path / "backup"
     task, clients = deployed(folder, small(**TURNS))
-    first, second, known = grid_of(task, clients), grid_of(task, clients), server._announce
+    first, second = grid_of(task, clients), grid_of(task, clients)
 
-    def announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
-        known(released, hidden)
-        if released["round"] == 1:
+    def copied(round: int) -> None:
+        if round == 1:
             shutil.copytree(folder / "run", backup)
-        if released["round"] == 3:
-            raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(server, "_announce", announce)
-        with pytest.raises(KeyboardInterrupt):
-            server.serve(first, task, settings(folder))
-    shutil.rmtree(folder / "run")
-    shutil.copytree(backup, folder / "run")
+    stopped(task, first, settings(folder), after=3, act=copied)
+    put_back(backup, folder / "run")
     facts = server.serve(second, task, settings(folder))
-    turns = [sorted(r for r, c in asks(first) + asks(second) if c == client) for client in range(len(clients))]
-    assert all(b - a >= 3 for mine in turns for a, b in pairwise(mine))
+    assert min(gaps(sorted(asks(first) + asks(second)))) >= 3
     assert any("2 noise keys drew" in reason for reason in facts["reasons"])
     assert second_account(Records(folder / "run")).ok
 
 
 def test_one_server_on_copies_of_a_folder(tmp_path: Path) -> None:
     """They share half a key and everybody's last turns: the second is refused, whatever folder it has."""
-    import fcntl
-
     folder = tmp_path / "fed"
     task, clients = deployed(folder, small(**TURNS))
     with pytest.raises(RunError, match="connected"):  # opened, and nobody there
@@ -167,7 +157,7 @@ def test_asks_are_durable_and_void_ones_do_not_count(tmp_path: Path, caplog: pyt
     first = check_ins(path, set())
     taken = [first.cohort(state(t)).tolist() for t in range(3)]
     assert sorted(c for cohort in taken for c in cohort) == list(range(6))
-    assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [0, 1, 2]
+    assert [row["round"] for row in rows(path)] == [0, 1, 2]
     with path.open("a") as file:
         file.write('{"round": 3, "cli')  # torn: nobody was asked
     assert check_ins(path, {0, 1, 2}).cohort(state(2)).tolist() == []

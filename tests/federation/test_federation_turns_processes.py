@@ -11,7 +11,7 @@ import pytest
 import torch
 from forked import Forked, programs
 from ports import free_port
-from stand_in import deployed, final_shared, grid_of, settings, small
+from stand_in import deployed, final_shared, grid_of, rows, settings, small
 from test_federation_processes import PATIENCE, logs, own_tmpdir, wait_for  # noqa: F401
 
 from fedflat.federation import server
@@ -46,7 +46,7 @@ def test_killed_and_gone_on_with_nobody_comes_early(tmp_path: Path) -> None:
         second = federation.run(config=f"wait-for-nodes={NODES}")
         assert federation.wait(second, PATIENCE) == "finished:completed", logs(federation)
     operator = tmp_path / "state-home" / "fedflat" / "operator"
-    asked = [json.loads(line) for line in (operator / f"{run_id(run)}.check-ins.jsonl").read_text().splitlines()]
+    asked = rows(operator / f"{run_id(run)}.check-ins.jsonl")
     charged = [entry["round"] for entry in read_ledger(run / "ledger.jsonl")]
     assert set(charged) == set(range(ROUNDS))
     for client in range(NODES):

@@ -21,12 +21,10 @@ from typing import Any
 
 import pytest
 import yaml
-
-pytest.importorskip("flwr.superlink")
-
+from flwr.common.config import parse_config_args
 from flwr.supercore.run import RunStatus
 from ports import free_port
-from stand_in import client_at, deployed, grid_of, settings, small
+from stand_in import client_at, deployed, grid_of, settings, small, stopped
 from test_federation_doors import SERVER_OF_TWO
 
 from fedflat.core.checks import InputError, RunError
@@ -56,8 +54,6 @@ def composed(**variables: Any) -> dict[str, Any]:
 
 
 def test_the_compose_file_s_commands_are_those_of_a_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flwr.common.config import parse_config_args
-
     task, _ = deployed(tmp_path / "fed", small())
     own, asked = client_folder(tmp_path / "fed", 2), []
     shutil.copytree(tmp_path / "fed" / "app" / PACKAGE, own / PACKAGE)
@@ -86,21 +82,11 @@ def test_the_compose_file_s_commands_are_those_of_a_deployment(tmp_path: Path, m
     assert services["superlink"]["environment"] == {"FLWR_HOME": str(tmp_path / "fed" / "flower")}
 
 
-def test_a_client_s_new_key_in_mid_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_client_s_new_key_in_mid_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A client leaves and another takes its number, or its key is a new one, as docs/deploy.md has it: the run goes on;
     the old key and the old pin are refused."""
     task, clients = deployed(tmp_path, small(rounds=3, privacy={"noise_multiplier": 1.0}))
-    known = server._announce
-
-    def announce(released: dict[str, Any], hidden: dict[str, Any]) -> None:
-        known(released, hidden)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(server, "_announce", announce)
-        server.serve(grid_of(task, clients), task, settings(tmp_path))
+    stopped(task, grid_of(task, clients), settings(tmp_path), after=0)
     app, own = tmp_path / "app" / PACKAGE, client_folder(tmp_path, 1)
     for half in ("auth.key", pub := str(own / "auth.pub")):
         (own / half).unlink()
