@@ -83,6 +83,13 @@ def pem(key: str) -> bytes:
     return load_ssh_public_key(key.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
+def be_a_task() -> None:
+    """What a process that works for Flower is told at its start."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+
+
 def objects_of(message: Any) -> tuple[Any, dict[str, bytes]]:
     """A message as Flower sends it: the tree of its objects, and their bytes by id."""
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
@@ -114,9 +121,7 @@ class Grid:
     connected: set[int] | None = None
 
     def __post_init__(self) -> None:
-        from flwr.supercore.task_identity import TaskIdentity  # what a ServerApp's process is told at its start
-
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+        be_a_task()
 
     def get_nodes(self) -> list[Any]:
         numbers = self.handlers if self.connected is None else self.connected

@@ -13,7 +13,7 @@ import pytest
 from fork_server import CONTEXT
 from forked import Forked, programs
 from ports import free_port
-from stand_in import small
+from stand_in import be_a_task, small
 from test_federation_bounds import repeated
 from test_federation_processes import PATIENCE, logs, own_tmpdir  # noqa: F401
 
@@ -32,10 +32,9 @@ def hostile(folder: Path, number: int, address: str, connected: Any, done: Any) 
     In a process of its own: one that is refused, Flower ends (``os._exit``, or SIGINT after a 401).
     """
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-    from flwr.supercore.task_identity import TaskIdentity
     from flwr.supernode.fleet_http_connection import http_request_response
 
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    be_a_task()
     key: Any = load_ssh_private_key((client_folder(folder, number) / "auth.key").read_bytes(), None)
     authority = str(folder / "certificates" / "ca.crt")
     with suppress(Exception), http_request_response(address, False, authority, (key, key.public_key())) as connection:

@@ -23,10 +23,9 @@ from flwr.server.superlink.linkstate import LinkStateFactory
 from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.object_store import ObjectStoreFactory
-from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.federation.noop_federation_manager import NoOpFederationManager
 from fork_server import CONTEXT
-from stand_in import deployed, objects_of, small
+from stand_in import be_a_task, deployed, objects_of, small
 
 from fedflat.core.checks import InputError
 from fedflat.federation.bounds import TOO_LARGE, Limit, ReplyKeeper
@@ -42,7 +41,7 @@ LIMIT = Limit(4 * D + 1000, 4000)
 
 @pytest.fixture(autouse=True)
 def a_task_of_its_own() -> None:
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    be_a_task()
 
 
 def question(node: int = 7) -> Any:
@@ -69,7 +68,7 @@ def repeated(asked: Any, times: int, chunk: int = 1 << 20) -> tuple[Any, dict[st
 
 def unpack(bounded: bool, times: int, grown: Any) -> None:
     """Send by how many MiB a process grows that unpacks the attack; the twin does it without a limit."""
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    be_a_task()
     tree, contents = repeated(question(), times)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:

@@ -40,9 +40,11 @@ from fedflat.federation.store import Store, read_examples, write_examples
 from fedflat.federation.supernode import taking_over
 from fedflat.federation.task import Roster, Task
 
+Deployed = tuple[Path, Task, list[Client]]
+
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Task, list[Client]]:
+def project(tmp_path_factory: pytest.TempPathFactory) -> Deployed:
     folder = tmp_path_factory.mktemp("deployed") / "fed"
     task, clients = deployed(folder, small())
     return folder, task, clients
@@ -69,7 +71,7 @@ def ask_of(client: Client, /, **changes: Any) -> Any:
     ],
 )
 def test_what_a_client_does_not_take_the_servers_word_for(
-    project: tuple[Path, Task, list[Client]], changes: dict[str, Any], said: str
+    project: Deployed, changes: dict[str, Any], said: str
 ) -> None:
     client = project[2][0]
     with pytest.raises(Refused, match=said):
@@ -77,7 +79,7 @@ def test_what_a_client_does_not_take_the_servers_word_for(
     assert client.answer(ask_of(client)) is not None
 
 
-def test_what_leaves_a_client_is_clipped(project: tuple[Path, Task, list[Client]]) -> None:
+def test_what_leaves_a_client_is_clipped(project: Deployed) -> None:
     client = project[2][0]
     answer = wire.read_answer(client.answer(ask_of(client)), client.job.parts.layout.dimension)
     assert 0.05 < float(torch.from_numpy(answer.update).norm()) <= 0.1 * (1 + 1e-6)
@@ -128,7 +130,7 @@ def test_local_trust_noise_is_never_drawn_twice(tmp_path: Path) -> None:
 
 
 def test_the_reply_to_a_failure_says_nothing(
-    project: tuple[Path, Task, list[Client]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    project: Deployed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, task, clients = project
     grid = grid_of(task, clients)
@@ -162,7 +164,7 @@ def test_the_reply_to_a_failure_says_nothing(
     ],
 )
 def test_a_wrong_node_config_is_one_sentence(
-    project: tuple[Path, Task, list[Client]], tmp_path: Path, config: dict[str, Any], said: str
+    project: Deployed, tmp_path: Path, config: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InputError, match=said) as found:
         client_of(project[1], {**config, "state": str(tmp_path / "s")} if "state" in config else config)
@@ -183,7 +185,7 @@ def test_a_supernode_takes_over_from_the_last_and_no_other_does(tmp_path: Path) 
         pass
 
 
-def test_a_changed_recipe_has_another_pin(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:
+def test_a_changed_recipe_has_another_pin(project: Deployed, tmp_path: Path) -> None:
     copy = tmp_path / "app"
     shutil.copytree(project[0] / "app" / PACKAGE, copy)
     recipe = copy / "recipe.yaml"
@@ -194,7 +196,7 @@ def test_a_changed_recipe_has_another_pin(project: tuple[Path, Task, list[Client
         Task.read(copy)
 
 
-def test_examples_of_another_form_are_refused(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:
+def test_examples_of_another_form_are_refused(project: Deployed, tmp_path: Path) -> None:
     folder, task, _ = project
     inputs, targets = read_examples(client_folder(folder, 0) / "data.safetensors")
     for name, bad in {
@@ -255,7 +257,7 @@ def test_only_keys_of_the_roster_are_clients(tmp_path: Path) -> None:
         Roster.read(path)
 
 
-def test_secrets_of_a_project_are_for_their_owner(project: tuple[Path, Task, list[Client]]) -> None:
+def test_secrets_of_a_project_are_for_their_owner(project: Deployed) -> None:
     folder = project[0]
     for secret in [*folder.glob("clients/*/*"), *folder.glob("certificates/*.key")]:
         if secret.suffix in (".key", ".safetensors"):
@@ -264,7 +266,7 @@ def test_secrets_of_a_project_are_for_their_owner(project: tuple[Path, Task, lis
     assert not any(name.endswith((".key", ".safetensors", ".crt")) for name in app)
 
 
-def test_each_client_has_its_own_examples_only(project: tuple[Path, Task, list[Client]]) -> None:
+def test_each_client_has_its_own_examples_only(project: Deployed) -> None:
     folder, task, _ = project
     data = load(small().data, 0)
     for number in range(4):
@@ -292,13 +294,13 @@ def test_what_cannot_be_deployed_is_refused_with_nothing_written(
     assert not (tmp_path / "fed").exists()
 
 
-def test_a_folder_that_holds_something_is_not_overwritten(project: tuple[Path, Task, list[Client]]) -> None:
+def test_a_folder_that_holds_something_is_not_overwritten(project: Deployed) -> None:
     with pytest.raises(InputError, match="not empty"):
         write_project(small(), project[0])
 
 
 def test_a_full_disk_leaves_no_half_project_and_the_former_token(
-    project: tuple[Path, Task, list[Client]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: Deployed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secrets = project[0] / "server" / lock.LOCK, project[0] / "flower" / "credentials.yaml"
     before = [path.read_bytes() for path in secrets]
@@ -325,7 +327,7 @@ def test_a_full_disk_leaves_no_half_project_and_the_former_token(
     assert theirs.exists()  # another project that came in the seconds between
 
 
-def test_another_task_does_not_go_on_in_a_runs_folder(project: tuple[Path, Task, list[Client]], tmp_path: Path) -> None:
+def test_another_task_does_not_go_on_in_a_runs_folder(project: Deployed, tmp_path: Path) -> None:
     folder, task, clients = project
     serve(grid_of(task, clients), task, settings(folder))
     other, others = deployed(tmp_path / "other", small(rounds=3))
@@ -349,7 +351,7 @@ def test_the_deploy_command_makes_a_project(tmp_path: Path, capsys: pytest.Captu
     assert tomllib.loads(flower)["tool"]["flwr"]["app"]["components"]["serverapp"] == "fedflat_app.server_app:app"
 
 
-def test_flower_builds_the_app_and_loads_both_sides(project: tuple[Path, Task, list[Client]], monkeypatch: Any) -> None:
+def test_flower_builds_the_app_and_loads_both_sides(project: Deployed, monkeypatch: Any) -> None:
     """What `flwr run` packs holds recipe, task and roster and no secret; its modules give Flower's app objects."""
     names = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(project[0] / "app"))).namelist()
     assert {f"{PACKAGE}/{name}" for name in ("recipe.yaml", "task.json", "roster.json", "server_app.py")} <= set(names)

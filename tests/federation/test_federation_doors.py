@@ -37,13 +37,12 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 from flwr.supernode import fleet_http_connection as connection
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from forked import Forked, finished
 from ports import free_port
-from stand_in import deployed, objects_of, small
+from stand_in import be_a_task, deployed, objects_of, small
 from test_federation_processes import PATIENCE, WINDOW, files_with, first_updates, logs
 
 from fedflat.core.checks import InputError, RunError
@@ -418,7 +417,7 @@ def test_a_message_whose_objects_are_on_their_way_is_waited_for(
     patient: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Flower hands one out, once, when the ServerApp declares it; what a killed process leaves is answered, too."""
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    be_a_task()
     message, limit, got = Message(RecordDict(), 1, "train"), Limit(1, 1 << 16), list[Any]()
     message.metadata.__dict__["_message_id"] = message.object_id
     tree, contents = objects_of(message)

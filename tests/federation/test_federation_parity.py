@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from stand_in import client_at, deployed, final_shared, grid_of, honest, rows, settings, small
+from stand_in import Grid, client_at, deployed, final_shared, grid_of, honest, rows, settings, small
 
-from fedflat.core.types import Broadcast
 from fedflat.engine import resume
 from fedflat.engine.round import broadcast_of
+from fedflat.federation.client import Client
 from fedflat.federation.server import serve
+from fedflat.federation.task import Task
 from fedflat.privacy.ledger import read as read_ledger
 from fedflat.records import checkpoint
 from fedflat.simulation import run as simulation
@@ -97,27 +98,25 @@ def test_local_trust_the_clients_noise_is_the_sum(tmp_path: Path) -> None:
     assert moved.std().item() == pytest.approx(std, rel=0.1)
 
 
+def restarting(folder: Path, task: Task, clients: list[Client]) -> Grid:
+    """Honest clients, each of them started anew for every message."""
+    grid = grid_of(task, clients)
+    for number in grid.handlers:
+        grid.handlers[number] = lambda message, number=number: honest(client_at(folder, task, number))(message)
+    return grid
+
+
 def test_personal_parts_stay_and_survive_a_restart(tmp_path: Path) -> None:
     recipe = small(algorithm="dp2-fedsam", rounds=3)
     task, clients = deployed(tmp_path / "fed", recipe)
-    grid = grid_of(task, clients)
-
-    def restarted(number: int) -> Any:
-        return lambda message: honest(client_at(tmp_path / "fed", task, number))(message)
-
-    grid.handlers = {number: restarted(number) for number in grid.handlers}
-    sent: list[int] = []
-    push = grid.push_messages
-    grid.push_messages = lambda messages: push(messages)  # type: ignore[method-assign]
+    grid = restarting(tmp_path / "fed", task, clients)
     serve(grid, task, settings(tmp_path / "fed"))
     simulated = simulation.run(task.recipe, out=tmp_path / "sim")
     shared = clients[0].job.parts.layout.dimension
     for client in clients:
         head = client.store.personal(client.job.initial_weights[shared:], recipe.rounds)[0]
         torch.testing.assert_close(head, simulated.heads[client.number], rtol=1e-5, atol=1e-6)
-    for message in grid.pushed:
-        sent += [array.shape[0] for array in message.content["arrays"].values()]
-    assert set(sent) == {shared}
+    assert {array.shape[0] for message in grid.pushed for array in message.content["arrays"].values()} == {shared}
     stored = checkpoint.newest(tmp_path / "fed" / "run" / "checkpoints")
     assert stored is not None and stored[1].kept == {}
 
@@ -126,11 +125,7 @@ def test_personal_parts_stay_and_survive_a_restart(tmp_path: Path) -> None:
 def test_states_stay_and_survive_a_restart(method: str, tmp_path: Path) -> None:
     """Each client's own disk has the state that the simulation keeps; the server, and the wire, have none of it."""
     task, clients = deployed(tmp_path / "fed", small(algorithm=method, rounds=3))
-    grid = grid_of(task, clients)
-    grid.handlers = {
-        number: lambda message, number=number: honest(client_at(tmp_path / "fed", task, number))(message)
-        for number in grid.handlers
-    }
+    grid = restarting(tmp_path / "fed", task, clients)
     serve(grid, task, settings(tmp_path / "fed"))
     simulation.run(task.recipe, out=tmp_path / "sim")
     half = load_file(tmp_path / "sim" / "private" / "heads" / "round-000003.safetensors")
@@ -144,24 +139,14 @@ def test_states_stay_and_survive_a_restart(method: str, tmp_path: Path) -> None:
     assert carried == ({"shared", "vector.control"} if method == "dp-scaffold" else {"shared"})
 
 
-@pytest.mark.parametrize("method", ["dp-scaffold", "fed-normec"])
-def test_a_round_asked_again_starts_from_the_same_state(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["dp2-fedsam", "dp-scaffold", "fed-normec"])
+def test_a_round_asked_again_starts_from_the_same_head_and_state(method: str, tmp_path: Path) -> None:
     _, clients = deployed(tmp_path / "fed", small(algorithm=method))
-    job = clients[0].job
-    ask = broadcast_of(job.parts, job.parts.first_state(job.initial_weights, job.threshold), job.seed)
-    once, _ = clients[0].update(ask)
-    kept = clients[0].store.personal(torch.zeros(0), 1)[1]
-    twice, again = clients[0].update(ask)[0], clients[0].store.personal(torch.zeros(0), 1)[1]
+    job, store = clients[0].job, clients[0].store
+    shared, start = job.initial_weights.tensor_split([job.parts.layout.dimension])
+    ask = broadcast_of(job.parts, job.parts.first_state(shared, job.threshold), job.seed)
+    once, (head, states) = clients[0].update(ask)[0], store.personal(start, 1)
+    twice, (_, again) = clients[0].update(ask)[0], store.personal(start, 1)
     assert torch.equal(once, twice) and len(once) == job.parts.message_length
-    assert all(torch.equal(value, again[name]) for name, value in kept.items()) and kept
-
-
-def test_a_round_asked_again_starts_from_the_same_head(tmp_path: Path) -> None:
-    _, clients = deployed(tmp_path / "fed", small(algorithm="dp2-fedsam"))
-    first = clients[0].job
-    start = first.initial_weights[first.parts.layout.dimension :]
-    ask = Broadcast(0, first.initial_weights[: first.parts.layout.dimension], first.threshold, 1.0)
-    once, _ = clients[0].update(ask)
-    twice, _ = clients[0].update(ask)
-    assert torch.equal(once, twice)
-    assert not torch.equal(clients[0].store.personal(start, 1)[0], start)
+    assert all(torch.equal(value, again[name]) for name, value in states.items())
+    assert states if method != "dp2-fedsam" else not torch.equal(head, start)
