@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stand_in import deployed, small
-from test_federation_secure_rounds import question, refused, set_of, through_shares
+from stand_in import deployed
+from test_federation_secure_rounds import ddgauss, question, refused, set_of, through_shares
 
 from fedflat.federation import wire
 from fedflat.federation.client import Client
@@ -27,12 +27,7 @@ class Lying:
     """A server with five real clients that wants the sum of the vectors of 0 and 1 alone."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state-home"))
-        recipe = small(
-            algorithm="ddgauss", rounds=1, data={"clients": 5}, cohort={"size": 5, "min": 2},
-            privacy={"noise_multiplier": 1.0},
-        )  # fmt: skip
-        _, self.clients = deployed(folder / "fed", recipe)
+        _, self.clients = deployed(folder / "fed", ddgauss(data={"clients": 5}, cohort={"size": 5, "min": 2}))
         self.secret: dict[int, np.ndarray] = {}
         encoded = secure_client._encoded
 

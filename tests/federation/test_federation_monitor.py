@@ -3,6 +3,8 @@
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -126,7 +128,9 @@ def test_nothing_is_served_by_default(tmp_path: Path) -> None:
         assert logging.getLogger("fedflat.server").handlers == before
 
 
-def lines_of(logger: logging.Logger) -> tuple[logging.Handler, list[dict[str, Any]]]:
+@contextmanager
+def lines_of(logger: logging.Logger) -> Iterator[list[dict[str, Any]]]:
+    """What a logger says meanwhile, as JSON."""
     lines: list[dict[str, Any]] = []
 
     class Kept(logging.Handler):
@@ -136,19 +140,18 @@ def lines_of(logger: logging.Logger) -> tuple[logging.Handler, list[dict[str, An
     handler = Kept(logging.INFO)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    return handler, lines
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
 
 
 def test_the_servers_log_as_json(tmp_path: Path) -> None:
     """Events with their round; no count of clients or replies, no norm, no key."""
-    logger = logging.getLogger("fedflat.server")
-    handler, lines = lines_of(logger)
-    try:
-        task, clients = deployed(tmp_path, small(privacy={"noise_multiplier": 1.0}))
+    task, clients = deployed(tmp_path, small(privacy={"noise_multiplier": 1.0}))
+    with lines_of(logging.getLogger("fedflat.server")) as lines:
         server.serve(grid_of(task, clients), task, settings(tmp_path))
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
     (drowned,) = [line for line in lines if line["level"] == "warning"]
     assert "The noise drowns the signal" in drowned["message"]
     lines.remove(drowned)
@@ -163,14 +166,11 @@ def test_the_servers_log_as_json(tmp_path: Path) -> None:
 
 def test_a_traceback_in_json_has_no_words_of_the_exception() -> None:
     logger = logging.getLogger("fedflat.client")
-    handler, lines = lines_of(logger)
-    try:
-        raise ValueError("example 17 of the patient")
-    except ValueError:
-        logger.exception("local training failed")
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
+    with lines_of(logger) as lines:
+        try:
+            raise ValueError("example 17 of the patient")
+        except ValueError:
+            logger.exception("local training failed")
     assert lines[0]["error"] == "ValueError" and "patient" not in json.dumps(lines)
     assert lines[0]["at"][0].startswith("test_federation_monitor.py:")
 

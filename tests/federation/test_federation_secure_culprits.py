@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import Message
-from stand_in import Grid, Handler, deployed, grid_of, honest, rows, settings, small
-from test_federation_secure_rounds import STEPS, for_check, question, refused, set_of, silent_from
+from stand_in import Grid, Handler, deployed, grid_of, honest, rows, settings
+from test_federation_secure_rounds import STEPS, ddgauss, for_check, keys_shown, question, refused, set_of, silent_from
 
 from fedflat.core.checks import InputError, RunError, insist
 from fedflat.core.params import PersonalState
@@ -37,10 +37,7 @@ from fedflat.federation.task import Task
 N, LIAR = 5, 1
 
 
-RECIPE = small(
-    algorithm="ddgauss", rounds=9, data={"clients": N}, cohort={"size": N, "min": 2},
-    privacy={"noise_multiplier": 1.0},
-)  # fmt: skip
+RECIPE = ddgauss(rounds=9, data={"clients": N}, cohort={"size": N, "min": 2})
 """Five clients; three are needed at every step."""
 
 
@@ -125,6 +122,16 @@ def instead(client: Client, stage: str, change: Callable[[Any, Any], Any]) -> Ha
         if message.content["facts"].get("stage") != stage:
             return reply
         return Message(change(message, reply.content), reply_to=message)
+
+    return handle
+
+
+def twice(handler: Handler, stage: str) -> Handler:
+    """A client that sends its answer to one step twice."""
+
+    def handle(message: Any) -> Any:
+        reply = handler(message)
+        return [reply, reply] if message.content["facts"].get("stage") == stage else reply
 
     return handle
 
@@ -352,11 +359,7 @@ def test_two_clients(federation: Federation) -> None:
 def test_a_second_answer_is_refused_and_the_first_counts(
     stage: str, federation: Federation, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def twice(message: Any) -> Any:
-        reply = honest(federation.clients[LIAR])(message)
-        return [reply, reply] if message.content["facts"].get("stage") == stage else reply
-
-    federation.grid.handlers[LIAR] = twice
+    federation.grid.handlers[LIAR] = twice(honest(federation.clients[LIAR]), stage)
     with caplog.at_level(logging.WARNING):
         assert is_sum_of(federation.round(), list(range(N)))
     assert federation.refusals[0]["duplicate"] == 1 and federation.named() == {} and "client" not in caplog.text
@@ -368,9 +371,10 @@ def test_an_answer_of_an_earlier_round_is_refused_and_its_sender_named(stage: st
 
     def replaying(message: Any) -> Any:
         reply = honest(federation.clients[LIAR])(message)
-        if message.content["facts"].get("stage") == stage:
-            kept.append(reply.content)
-        return Message(kept[0], reply_to=message) if message.content["facts"].get("stage") == stage else reply
+        if message.content["facts"].get("stage") != stage:
+            return reply
+        kept.append(reply.content)
+        return Message(kept[0], reply_to=message)
 
     federation.grid.handlers[LIAR] = replaying
     federation.round(0)
@@ -404,11 +408,7 @@ def test_two_clients_with_one_key_spoil_nothing(federation: Federation) -> None:
 def test_a_second_answer_does_not_hide_that_the_first_was_a_lie(federation: Federation) -> None:
     lie = instead(federation.clients[LIAR], dealing.VECTOR, other_vector(np.ones(3, np.int64)))
 
-    def twice(message: Any) -> Any:
-        reply = lie(message)
-        return [reply, reply] if message.content["facts"].get("stage") == dealing.VECTOR else reply
-
-    federation.grid.handlers[LIAR] = twice
+    federation.grid.handlers[LIAR] = twice(lie, dealing.VECTOR)
     assert is_sum_of(federation.round(), [0, 2, 3, 4])
     assert federation.named() == {LIAR: "shape"}
 
@@ -416,24 +416,19 @@ def test_a_second_answer_does_not_hide_that_the_first_was_a_lie(federation: Fede
 # The twins: what the verification is for.
 
 
-def test_without_verification_a_false_share_releases_a_random_sum(
-    federation: Federation, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lie", ["share", "deal"])
+def test_without_verification_a_lie_releases_a_random_sum(
+    lie: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing, "is_share", lambda points, holder, share: True)
-    federation.lie(LIAR, dealing.REVEAL, with_facts(seeds=other_shares))
+    if lie == "share":
+        federation.lie(LIAR, dealing.REVEAL, with_facts(seeds=other_shares))
+    else:
+        federation.grid.handlers[LIAR] = false_dealer(federation.clients[LIAR], "false share", [0, 2, 3, 4])
     found = federation.round()
     assert found.count == N and not is_sum_of(found, list(range(N))) and federation.named() == {}
     centred = ((found.total + (1 << 15)) & 0xFFFF) - (1 << 15)
     assert np.abs(centred).mean() == pytest.approx(1 << 14, rel=0.15)  # uniform; the true sum is below 250
-
-
-def test_without_verification_a_false_deal_releases_a_random_sum(
-    federation: Federation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sharing, "is_share", lambda points, holder, share: True)
-    federation.grid.handlers[LIAR] = false_dealer(federation.clients[LIAR], "false share", [0, 2, 3, 4])
-    found = federation.round()
-    assert found.count == N and not is_sum_of(found, list(range(N))) and federation.named() == {}
 
 
 def test_without_complaints_bad_boxes_end_the_round_and_nobody_is_named(
@@ -476,10 +471,7 @@ def test_a_mask_that_is_not_bound_to_its_pair_is_cancelled_by_the_negative_of_an
 
 def dealt(federation: Federation) -> dict[int, Any]:
     """All clients after they dealt."""
-    found: dict[int, Any] = {}
-    for client in federation.clients:
-        found |= dealing.read_keys(client.answer(question(client, dealing.KEYS))["facts"]["keys"])
-    held = {"keys": dealing.write_keys(found)}
+    held = {"keys": dealing.write_keys(keys_shown(federation.clients))}
     return {c.number: c.answer(question(c, dealing.SHARES, facts=held))["facts"] for c in federation.clients}
 
 
@@ -536,9 +528,7 @@ def told_of_different_keys(federation: Federation) -> tuple[Any, bytes]:
 
     Returns what 2 answers to 0's box, or the reason why it does not, and the box.
     """
-    keys: dict[int, Any] = {}
-    for client in federation.clients:
-        keys |= dealing.read_keys(client.answer(question(client, dealing.KEYS))["facts"]["keys"])
+    keys = keys_shown(federation.clients)
     given: dict[int, Any] = {}
     for i, told in ((0, range(5)), (1, range(3)), (2, range(3))):
         facts = {"keys": dealing.write_keys({other: keys[other] for other in told})}
@@ -574,7 +564,7 @@ def test_nobody_complains_about_a_deal_for_other_keys(federation: Federation, mo
 @pytest.mark.parametrize("at", [dealing.SHARES, dealing.VECTOR])
 def test_an_update_by_another_recipe_is_in_no_sum(at: str, federation: Federation, tmp_path: Path) -> None:
     """A client that moves to a recipe of less noise within a round: a session is bound to the recipe that began it."""
-    small_noise = small(algorithm="ddgauss", rounds=9, data={"clients": N}, cohort={"size": N, "min": 2})
+    small_noise = ddgauss(noise=0, rounds=9, data={"clients": N}, cohort={"size": N, "min": 2})
     other = replace(deployed(tmp_path / "other", small_noise)[0], roster=federation.task.roster)
     moved = replace(federation.clients[1], task=other, pin="")
 
@@ -592,10 +582,8 @@ def test_an_update_by_another_recipe_is_in_no_sum(at: str, federation: Federatio
 
 def test_a_client_takes_no_other_keys_for_its_own(federation: Federation) -> None:
     """It signed two sets for one session, which the server opened twice: only the later one is its own."""
-    one, keys = federation.clients[0], {}
-    first = dealing.read_keys(one.answer(question(one, dealing.KEYS))["facts"]["keys"])
-    for client in federation.clients:
-        keys |= dealing.read_keys(client.answer(question(client, dealing.KEYS))["facts"]["keys"])
+    one = federation.clients[0]
+    first, keys = keys_shown([one]), keys_shown(federation.clients)
     for told in ({**keys, **first}, {i: keys[i] for i in range(1, N)}):
         refused(
             one, question(one, dealing.SHARES, facts={"keys": dealing.write_keys(told)}), "other keys of this client"
@@ -663,8 +651,7 @@ def test_the_limits_come_from_the_apps_settings(tmp_path: Path) -> None:
 
 
 def test_a_stopped_run_loses_nothing_and_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
-    recipe = small(algorithm="ddgauss", rounds=4, cohort={"min": 2}, privacy={"noise_multiplier": 1.0})
-    task, clients = deployed(tmp_path / "fed", recipe)
+    task, clients = deployed(tmp_path / "fed", ddgauss(rounds=4))
     grid = grid_of(task, clients)
     whole = dict(grid.handlers)
     for i in (0, 1):

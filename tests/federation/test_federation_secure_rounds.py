@@ -145,14 +145,20 @@ def question(client: Client, /, stage: str, session: bytes = b"s" * 16, round: i
     return wire.write_request(common, pending.client, pending.nonce, changes.get("pin", client.task.pin), **more)
 
 
+def keys_shown(clients: Iterable[Client], session: bytes = b"s" * 16, round: int = 0) -> dict[int, Any]:
+    """The first step of all clients: the keys that they show each other."""
+    found: dict[int, Any] = {}
+    for client in clients:
+        found |= dealing.read_keys(client.answer(question(client, dealing.KEYS, session, round))["facts"]["keys"])
+    return found
+
+
 def through_shares(
     clients: list[Client], session: bytes = b"s" * 16, round: int = 0, dealt: dict[int, Any] | None = None
 ) -> dict[int, dict[str, bytes]]:
     """The steps of all clients up to the vector; what each is sent for that. dealt: gets what they dealt."""
     dealt = {} if dealt is None else dealt
-    found = {}
-    for client in clients:
-        found |= dealing.read_keys(client.answer(question(client, dealing.KEYS, session, round))["facts"]["keys"])
+    found = keys_shown(clients, session, round)
     held = {"keys": dealing.write_keys(found)}
     for client in clients:
         dealt[client.number] = client.answer(question(client, dealing.SHARES, session, round, facts=held))["facts"]
@@ -237,7 +243,7 @@ def test_a_session_belongs_to_one_deployment(tmp_path: Path) -> None:
     """The same keys in two deployments, the same round and session: what one signed is not believed in the other."""
     _, clients = deployed(tmp_path / "fed", ddgauss())
     one, session = clients[0], b"s" * 16
-    keys_of_one = dealing.read_keys(one.answer(question(one, dealing.KEYS, session))["facts"]["keys"])
+    keys_of_one = keys_shown([one], session)
     known = one.task.roster.loaded
     secagg.verify(keys_of_one, known, secure_client.context_of(one.task.pin, 0, session))
     for other in (("another", 0, session), (one.task.pin, 1, session), (one.task.pin, 0, b"t" * 16)):
@@ -255,7 +261,7 @@ def test_what_a_client_refuses_of_a_server(tmp_path: Path) -> None:
     for changes in ({"client": 1}, {"pin": "another"}, {"round": 9}):
         with pytest.raises(Refused):
             one.answer(question(one, dealing.KEYS, **changes))
-    own = dealing.read_keys(one.answer(question(one, dealing.KEYS))["facts"]["keys"])
+    own = keys_shown([one])
     servers = secagg.Secrets.fresh(1, b"").public(__import__("test_federation_secagg").SIGNERS[1])
     refused(one, question(one, dealing.SHARES, facts={"keys": dealing.write_keys({**own, 1: servers})}), "signature")
     refused(one, question(one, dealing.SHARES, facts={"keys": dealing.write_keys(own)}), "too few")
