@@ -12,7 +12,8 @@ import torch
 from small_federation import Meeting, Sharing, clients, recipe, weights
 from test_contract_engines import run
 from test_contract_state import KEEPING, made, same
-from test_contract_strangers import strangers
+from test_contract_strangers import same_but_for_the_watched, strangers
+from test_contract_text import messages as text_messages
 from test_contract_worlds import SHORT, stage, too_far
 from torch import nn
 
@@ -53,6 +54,11 @@ def test_nobodys_message_depends_on_another_clients_data(backend: str) -> None:
     kinds = ("dense",) if backend == "ray" else ("dense", "dropout")  # Ray's workers cannot import a test's class
     for kind in kinds:
         strangers(kind, "dp-fedsam", backend=backend, processes=2)
+
+
+def test_writers_of_text_are_strangers() -> None:
+    engines = {"present": {"backend": "sequential"}, "largest id": {"backend": "workers", "processes": 2}}
+    same_but_for_the_watched(lambda world: text_messages("bow-linear", world, engines[world]), ["largest id"])
 
 
 @pytest.mark.parametrize("kind", [Meeting, Sharing])

@@ -1,5 +1,6 @@
 """Clients of a block are strangers: a message is, bit for bit, a function of its own data and the broadcast."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,32 +84,38 @@ def network(kind: str) -> nn.Module:
     return layers
 
 
-def messages(world: str, kind: str, method: str, change: Any = None, **engine: Any) -> dict[int, Tensor]:
+def messages(world: str, kind: str, method: str, **engine: Any) -> dict[int, Tensor]:
     """Everybody's message in the first round."""
     changes = {"local": {"steps": 4, "batch_size": 5, "lr": 0.3}, "engine": engine}
-    return messages_of(prepare(Recipe.of(recipe(method, changes)), network(kind), federation(world)), change)
+    return messages_of(prepare(Recipe.of(recipe(method, changes)), network(kind), federation(world)))
 
 
-def messages_of(made: Any, change: Any = None) -> dict[int, Tensor]:
-    """Everybody's message in the first round of a job. change: made to its back end before."""
-    parts, backend = made.parts, made.backend
-    if change is not None:
-        change(backend)
+def messages_of(made: Any) -> dict[int, Tensor]:
+    """Everybody's message in the first round of a job."""
+    found = sent_by(made, np.arange(made.data.clients))
+    if hasattr(made.backend, "close"):
+        made.backend.close()
+    return found
+
+
+def sent_by(made: Any, cohort: np.ndarray) -> dict[int, Tensor]:
+    """The message of everybody of the cohort who has data, added in one world."""
+    parts, sink = made.parts, Messages(made.parts)
     broadcast = broadcast_of(parts, parts.first_state(made.initial_weights[: parts.layout.dimension], 1.0), made.seed)
-    sink = Messages(parts)
     kept = PersonalState(made.initial_weights[parts.layout.dimension :])
-    RoundSum(parts.algorithm, parts.local, broadcast, sink, kept).add_cohort(backend, np.arange(made.data.clients))
-    if hasattr(backend, "close"):
-        backend.close()
-    present = [client for client in range(made.data.clients) if made.data.sizes[client]]
-    assert len(sink.kept) == len(present)
-    return dict(zip(present, sink.kept))
+    RoundSum(parts.algorithm, parts.local, broadcast, sink, kept).add_cohort(made.backend, cohort)
+    return dict(zip(cohort[made.data.sizes[cohort] > 0].tolist(), sink.kept, strict=True))
 
 
-def strangers(kind: str, method: str, change: Any = None, **engine: Any) -> None:
-    expected = messages("present", kind, method, change, **engine)
-    for world in WORLDS[1:]:
-        found = messages(world, kind, method, change, **engine)
+def strangers(kind: str, method: str, **engine: Any) -> None:
+    same_but_for_the_watched(lambda world: messages(world, kind, method, **engine), WORLDS[1:])
+
+
+def same_but_for_the_watched(messages: Callable[[str], dict[int, Tensor]], worlds: Sequence[str]) -> None:
+    """Nobody else's message moves from world to world."""
+    expected = messages("present")
+    for world in worlds:
+        found = messages(world)
         assert (WATCHED in found) == (world != "empty")
         for client in set(found) - {WATCHED}:
             assert torch.equal(found[client], expected[client]), (world, client)
@@ -164,7 +171,7 @@ def steep(gradient: GradientFn, view: ClientView) -> GradientFn:
     return rule
 
 
-def chaotic(backend: str, block: int | None, own: bool = False) -> Any:
+def chaotic(backend: str, block: int | None, own: bool = False, steps: int = 10) -> Any:
     """SAM with a large radius on contradictory labels: a difference in the last bit becomes one of the clip's size."""
     draw = np.random.default_rng(1)
     drawn = (draw.standard_normal((6, 24), dtype=np.float32) for _ in range(24 if own else 32))
@@ -176,21 +183,12 @@ def chaotic(backend: str, block: int | None, own: bool = False) -> Any:
             parameter.copy_(torch.randn_like(parameter) * 0.5)
     changes = {
         "algorithm": {"name": "dp-fedsam", "rho": 5.0}, "cohort": {"size": 12},
-        "local": {"steps": 40, "batch_size": 5, "lr": 1.0, "momentum": 0.0},
+        "local": {"steps": steps, "batch_size": 5, "lr": 1.0, "momentum": 0.0},
         "engine": {"backend": backend, "block": block, "processes": 2},
     }  # fmt: skip
     method = Algorithm("own", phases=(Phase(rule=steep),), momentum=0.0) if own else None
     made = Recipe.of(recipe("dp-fedsam", changes))
     return prepare(made, network, [(x, labels) for x in inputs], algorithm=method)
-
-
-def sent_by(made: Any, cohort: np.ndarray) -> dict[int, Tensor]:
-    """Everybody's message, added in one world."""
-    parts, sink = made.parts, Messages(made.parts)
-    broadcast = broadcast_of(parts, parts.first_state(made.initial_weights[: parts.layout.dimension], 1.0), made.seed)
-    kept = PersonalState(made.initial_weights[parts.layout.dimension :])
-    RoundSum(parts.algorithm, parts.local, broadcast, sink, kept).add_cohort(made.backend, cohort)
-    return dict(zip(cohort.tolist(), sink.kept))
 
 
 def moved_by_a_coin(made: Any) -> int:
@@ -205,34 +203,47 @@ def test_a_coin_of_one_client_moves_no_other_clients_message(backend: str, block
     made = chaotic(backend, block, own)
     assert moved_by_a_coin(made) == 0
     assert made.backend.factors is not None or backend == "vectorized"
+    assert made.backend.lanes in ({1, 16} if block == 32 else {None, 1, 16})
 
 
-@pytest.mark.parametrize("believed", [False, True])
-def test_places_that_compute_in_another_way_are_no_lane(believed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("block", [7, 32])
+def test_nor_where_factors_have_four_times_as_many_rows(block: int) -> None:
+    assert moved_by_a_coin(chaotic("lowrank", block, steps=40)) == 0
+
+
+def other_places(monkeypatch: pytest.MonkeyPatch, places: slice) -> Any:
+    """A job whose gradients are a little longer in these places of a block."""
     plain = DenseProblem.gradient
 
-    def other(places: slice, self: DenseProblem, weights: Tensor, part: Any, batch: Any) -> Any:
+    def other(self: DenseProblem, weights: Tensor, part: Any, batch: Any) -> Any:
         found = plain(self, weights, part, batch)
         found.vector[places] *= 1 + 2.0**-20
         return found
 
-    for made in (chaotic("vectorized", 32), chaotic("lowrank", 32)):
-        assert moved_by_a_coin(made) == 0
-        assert made.backend.lanes in {1, 16}
-    with monkeypatch.context() as patched:
-        patched.setattr(DenseProblem, "gradient", lambda *given: other(slice(0, None, 2), *given))
-        assert moved_by_a_coin(made := chaotic("vectorized", 32)) == 0
-        assert made.backend.lanes == 16
-    with monkeypatch.context() as patched:  # the clip is tried too
-        patched.setattr("fedflat.pieces.clipping.norms_of", lambda m: m.norm(dim=1) + 2.0**-20 * torch.arange(len(m)))
-        assert sent_by(made := chaotic("vectorized", 32), THERE)
-        assert made.backend.lanes is None
-    monkeypatch.setattr(DenseProblem, "gradient", lambda *given: other(slice(16, None), *given))
+    monkeypatch.setattr(DenseProblem, "gradient", other)
+    return chaotic("vectorized", 32)
+
+
+def test_places_that_compute_in_another_way_are_no_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = other_places(monkeypatch, slice(0, None, 2))
+    assert moved_by_a_coin(made) == 0
+    assert made.backend.lanes == 16
+
+
+@pytest.mark.parametrize("believed", [False, True])
+def test_blocks_whose_halves_compute_in_two_ways_have_no_lanes(believed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if believed:  # the twin: no trial
         monkeypatch.setattr("fedflat.backends.choose._lanes", lambda *_: 16)
-    made = chaotic("vectorized", 32)
+    made = other_places(monkeypatch, slice(16, None))
     assert (moved_by_a_coin(made) > 0) == believed
     assert made.backend.lanes == (16 if believed else None)
+
+
+def test_places_whose_clip_is_another_are_no_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedflat.pieces.clipping.norms_of", lambda m: m.norm(dim=1) + 2.0**-20 * torch.arange(len(m)))
+    assert sent_by(made := chaotic("vectorized", 32), THERE)
+    assert made.backend.lanes is None
 
 
 def in_order(clients: np.ndarray, size: int, lanes: int | None) -> np.ndarray:

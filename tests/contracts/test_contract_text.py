@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from small_federation import SIZES, recipe
-from test_contract_strangers import WATCHED, messages_of
+from test_contract_strangers import WATCHED, messages_of, same_but_for_the_watched
 from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
@@ -63,15 +63,11 @@ def messages(name: str, world: str, engine: dict[str, Any]) -> dict[int, Tensor]
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine["backend"])
 @pytest.mark.parametrize("name", MODELS)
 def test_clients_are_strangers(name: str, engine: dict[str, Any]) -> None:
-    expected = messages(name, "present", engine)
-    assert all(message.any() for message in expected.values())
-    for world in WORLDS:
-        found = messages(name, world, engine)
-        assert (WATCHED in found) == (world != "empty")
-        for client in set(found) - {WATCHED}:
-            assert torch.equal(found[client], expected[client]), (world, client)
-        if world == "padding alone":  # the comparison sees a difference where there is one
-            assert not torch.equal(found[WATCHED], expected[WATCHED])
+    sent = {world: messages(name, world, engine) for world in ("present", *WORLDS)}
+    same_but_for_the_watched(sent.__getitem__, WORLDS)
+    assert all(message.any() for message in sent["present"].values())
+    # The comparison sees a difference where there is one.
+    assert not torch.equal(sent["padding alone"][WATCHED], sent["present"][WATCHED])
 
 
 class Together(WordCounts):
@@ -95,12 +91,6 @@ def test_a_twin_with_two_clients_in_one_batch_of_features_is_found(monkeypatch: 
             monkeypatch.setattr(features, "computed", one_batch)
         expected, found = (messages("bow-linear", world, ENGINES[0]) for world in ("present", "largest id"))
         assert all(torch.equal(found[client], expected[client]) for client in (set(found) - {WATCHED})) != twin
-
-
-def test_clients_are_strangers_in_worker_processes() -> None:
-    alone = messages("bow-linear", "present", ENGINES[0])
-    found = messages("bow-linear", "largest id", {"backend": "workers", "processes": 2})
-    assert all(torch.equal(found[client], alone[client]) for client in set(alone) - {WATCHED})
 
 
 @pytest.mark.parametrize("engine", [Engine("sequential"), Engine("vectorized")], ids=lambda engine: engine.name)
