@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def recipe(secure: bool) -> dict[str, Any]:
         "model": {"name": "mlp", "hidden": 4},
         "algorithm": {"name": "dp-fedavg" if secure else "dp2-fedsam"},
         "local": {"steps": 1, "batch_size": 4, "momentum": 0.0},
-        "cohort": {"size": 4},
+        "cohort": {"size": 2},
         "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "secure_rng": secure}
         | ({} if secure else {"randomness": "seeded", "benchmark": True}),
         "engine": {"backend": "sequential"},
@@ -37,7 +38,7 @@ def recipe(secure: bool) -> dict[str, Any]:
 
 def clients(shift: float = 0.0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     made = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, 5, generator=made) + shift, torch.arange(6) % 3) for _ in range(6)]
+    return [(torch.randn(6, 5, generator=made) + shift, torch.arange(6) % 3) for _ in range(3)]
 
 
 class World:
@@ -54,10 +55,11 @@ class World:
                 should_stop=lambda: len(done) == ROUNDS - 1)  # fmt: skip
         return self
 
-    def at_home(self) -> Any:
-        patch = pytest.MonkeyPatch.context()
-        patch.__enter__().setenv("XDG_STATE_HOME", str(self.home))
-        return _Closing(patch)
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_STATE_HOME", str(self.home))
+            yield
 
     def resume(self, data: Any = None, own: bool = False, **changes: Any) -> Any:
         with self.at_home():
@@ -81,21 +83,8 @@ class World:
             [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in path.read_text().splitlines()]
             for path in (self.folder / "metrics.jsonl", self.folder / "private" / "private.jsonl")
         ]
-        files = [
-            newest, *([heads] if heads.exists() else []), self.folder / "ledger.jsonl", self.folder / "privacy.json",
-        ]  # fmt: skip
-        return (*(path.read_bytes() for path in files), records)
-
-
-class _Closing:
-    def __init__(self, context: Any) -> None:
-        self.context = context
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        self.context.__exit__(*error)
+        files = [newest, heads, self.folder / "ledger.jsonl", self.folder / "privacy.json"]
+        return (*(path.read_bytes() for path in files if path.exists()), records)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["seeded", "secure"])

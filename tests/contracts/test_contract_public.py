@@ -4,12 +4,14 @@ docs/privacy.md lists every public field. What it calls constant is equal in bot
 """
 
 import ast
+import functools
 import json
 import os
 import re
 import secrets
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -82,7 +84,7 @@ def fields_of(file: Path) -> Iterator[tuple[str, Any]]:
     elif file.suffix == ".json":
         yield from leaves(json.loads(file.read_text()))
     elif file.suffix == ".yaml":
-        yield from leaves(yaml.safe_load(file.read_text()))
+        yield from leaves(yaml.load(file.read_text(), yaml.CSafeLoader))
     else:
         yield "", file.read_text("utf-8")
 
@@ -93,6 +95,7 @@ def public_fields(folder: Path) -> dict[str, list[tuple[str, Any]]]:
     return {name: list(fields_of(path)) for name, path in shown.items() if not name.startswith("private/")}
 
 
+@functools.cache
 def kinds(file: str, field: str) -> set[str]:
     return {kind for name, pattern, kind in TABLE if fnmatchcase(file, name) and fnmatchcase(field, pattern)}
 
@@ -136,13 +139,15 @@ GIVEN: dict[str, Any] = {key: NAMED[key] for key in ("rounds", "cohort")} | {
 AUTO: dict[str, Any] = NAMED | {"local": {"steps": 2, "batch_size": 50}, "engine": {"backend": "auto"}}
 
 
-@pytest.fixture(autouse=True)
-def fixed_noise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def fixed_noise(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The same key, secret and name for every run, though the key of a real run is fresh and follows the data too."""
-    monkeypatch.setattr(resume, "noise_key", lambda root, *facts, attempt=1: root)
-    monkeypatch.setattr(secrets, "token_bytes", lambda count=32: b"7" * count)
-    monkeypatch.setattr(secrets, "token_hex", lambda count=32: "7" * 2 * count)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume, "noise_key", lambda root, *facts, attempt=1: root)
+        patch.setattr(secrets, "token_bytes", lambda count=32: b"7" * count)
+        patch.setattr(secrets, "token_hex", lambda count=32: "7" * 2 * count)
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 def made(recipe: dict[str, Any], whose: Pair, out: Path) -> Path:
@@ -159,12 +164,26 @@ def both_moved(one: Path, other: Path) -> list[str]:
     return [*moved(one, other), *moved(one / "private/export", other / "private/export")]
 
 
-@pytest.mark.parametrize("recipe", [NAMED, GIVEN, AUTO], ids=["named", "given", "auto"])
-def test_public_files_are_equal_but_for_the_noise(recipe: dict[str, Any], tmp_path: Path) -> None:
-    base = made(recipe, LAST, tmp_path / "base" / "run")
-    for name, whose in WORLDS.items():
-        found = both_moved(base, made(recipe, whose, tmp_path / name / "run"))
-        assert found == [], "\n".join([name, *found[:40]])
+RECIPES = {"named": NAMED, "given": GIVEN, "auto": AUTO}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The folder of one recipe's run in one world (``last``: the base), for tests that change nothing in it."""
+
+    @functools.cache
+    def once(recipe: str, world: str) -> Path:
+        whose = LAST if world == "last" else WORLDS[world]
+        return made(RECIPES[recipe], whose, tmp_path_factory.mktemp(recipe) / "run")
+
+    return once
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_public_files_are_equal_but_for_the_noise(recipe: str, folder: Callable[[str, str], Path]) -> None:
+    for world in WORLDS:
+        found = both_moved(folder(recipe, "last"), folder(recipe, world))
+        assert found == [], "\n".join([world, *found[:40]])
 
 
 def test_a_checkpoint_does_not_tell_whether_anybody_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,20 +195,22 @@ def test_a_checkpoint_does_not_tell_whether_anybody_came(tmp_path: Path, monkeyp
     assert "private_half" in str(moved(base, made(GIVEN, WORLDS["no data"], tmp_path / "twin" / "run")))
 
 
-def test_the_noise_is_held_fixed_and_the_data_move_what_is_noised(tmp_path: Path) -> None:
+def test_the_noise_is_held_fixed_and_the_data_move_what_is_noised(
+    tmp_path: Path, folder: Callable[[str, str], Path]
+) -> None:
     """Else the worlds above would be equal for nothing."""
-    made(GIVEN, LAST, tmp_path / "a" / "run")
-    made(GIVEN, LAST, tmp_path / "b" / "run")
-    made(GIVEN, WORLDS["other labels"], tmp_path / "c" / "run")
-    first, again, other = (public_fields(tmp_path / name / "run/private/export")["model.safetensors"] for name in "abc")
+    folders = folder("given", "last"), made(GIVEN, LAST, tmp_path / "run"), folder("given", "other labels")
+    first, again, other = (public_fields(run / "private/export")["model.safetensors"] for run in folders)
     assert first == again != other
 
 
-def test_a_private_size_in_a_record_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_size_in_a_record_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Callable[[str, str], Path]
+) -> None:
     """Twin: the size of the largest client in metrics.jsonl, as a field of its own and in place of a constant."""
-    base, many = made(GIVEN, LAST, tmp_path / "base"), made(GIVEN, WORLDS["many"], tmp_path / "many")
+    base = shutil.copytree(folder("given", "last"), tmp_path / "base")
     (base / "metrics.jsonl").write_text((base / "metrics.jsonl").read_text().replace('"round"', '"largest"'))
-    assert any(text.startswith("metrics.jsonl: largest") for text in moved(base, many))
+    assert any(text.startswith("metrics.jsonl: largest") for text in moved(base, folder("given", "many")))
     tested = evaluate.evaluate_round
     # The run's own check finds each, before anything is exported.
     for field, said in {"largest": ", which no line of this run has", "claimed_epsilon": r" says \d+, .* None"}.items():
@@ -203,24 +224,25 @@ def test_a_private_size_in_a_record_is_caught(tmp_path: Path, monkeypatch: pytes
             made(GIVEN, LAST, tmp_path / field)
 
 
-def test_steps_that_follow_the_clients_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin: the number of steps that 0.2 counted from everybody's data."""
-    monkeypatch.setattr(plans, "public_examples", lambda recipe, data: data.examples_per_client)
-    found = moved(made(NAMED, LAST, tmp_path / "base"), made(NAMED, WORLDS["many"], tmp_path / "many"))
-    assert any(text.startswith("recipe.yaml: local.steps") for text in found)
+TWINS: dict[str, tuple[str, Any, str, Any]] = {
+    "local.steps": ("named", plans, "public_examples", lambda recipe, data: data.examples_per_client),
+    "engine.backend": ("auto", choose, "width_of", lambda data, batch_size: 100 * int(data.sizes.max())),
+}
+"""What would follow the clients: steps, as 0.2 counted them from everybody's data, and a back end, with minibatches as
+wide as the largest client needs them."""
 
 
-def test_a_back_end_that_follows_the_largest_client_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin: minibatches as wide as the largest client needs them, in the place of the recipe's."""
-    monkeypatch.setattr(choose, "width_of", lambda data, batch_size: 100 * int(data.sizes.max()))
-    found = moved(made(AUTO, LAST, tmp_path / "base"), made(AUTO, WORLDS["many"], tmp_path / "many"))
-    assert any(text.startswith("recipe.yaml: engine.backend") for text in found)
+@pytest.mark.parametrize("key", TWINS)
+def test_a_recipe_that_follows_the_clients_is_caught(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, room, name, twin = TWINS[key]
+    monkeypatch.setattr(room, name, twin)
+    base, many = (made(RECIPES[recipe], whose, tmp_path / str(len(whose[1]))) for whose in (LAST, WORLDS["many"]))
+    assert any(text.startswith(f"recipe.yaml: {key}") for text in moved(base, many))
 
 
-def test_the_table_has_no_wildcard_for_keys_that_no_recipe_has(tmp_path: Path) -> None:
-    known = {key.path for key in recipe_keys()}
-    known |= {"model.name", "algorithm.name"}
-    written = yaml.safe_load((made(GIVEN, LAST, tmp_path / "run") / "recipe.yaml").read_text())
+def test_the_table_has_no_wildcard_for_keys_that_no_recipe_has(folder: Callable[[str, str], Path]) -> None:
+    known = {key.path for key in recipe_keys()} | {"model.name", "algorithm.name"}
+    written = yaml.safe_load((folder("given", "last") / "recipe.yaml").read_text())
     written.pop("versions")
     assert [path for path, _ in leaves(written) if path not in known] == []
 
