@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from small_federation import at_the_sum, job
+from small_federation import at_the_sum, beginning, job, sum_of
 from torch import Tensor
 
 from fedflat.core.rng import stream
-from fedflat.engine.round import accumulator_of, broadcast_of, finish_round
+from fedflat.core.types import Aggregate
+from fedflat.engine.job import Job
+from fedflat.engine.round import finish_round
 
 CLIP, COHORT, SIGMA = 0.2, 5, 1.5
 KEY = bytes(range(32))
@@ -39,7 +41,6 @@ class Released:
 
     shared: Tensor
     rest: Tensor
-    bits: float = 0.0
 
 
 Aggregation = Callable[[list[Member], float], Released]
@@ -54,18 +55,18 @@ def honest(method: str, **changes: dict) -> Aggregation:
 
     @functools.cache
     def aggregate(cohort: tuple[Member, ...], sigma: float) -> Released:
-        parts, first = made[sigma].parts, made[sigma].initial_weights
-        state = parts.first_state(first[: parts.layout.dimension], made[sigma].threshold)
-        broadcast = broadcast_of(parts, state, seed=1)
-        accumulator = accumulator_of(parts, broadcast, KEY)
-        for member in cohort:
-            accumulator.add(member.message, [member.size])
-        total = accumulator.result()
+        parts, (state, broadcast) = made[sigma].parts, beginning(made[sigma])
+        total = total_of(made[sigma], cohort)
         new, _ = finish_round(parts, state, broadcast, total, KEY, lambda line: None)
         assert torch.equal(new.shared - state.shared, parts.algorithm.server[0].mean[: len(new.shared)])
-        return Released(parts.algorithm.server[0].mean.clone(), REST.clone(), total.bits)
+        return Released(parts.algorithm.server[0].mean.clone(), REST.clone())
 
     return lambda cohort, sigma: aggregate(tuple(cohort), sigma)
+
+
+def total_of(made: Job, cohort: Sequence[Member]) -> Aggregate:
+    """What the server holds of a cohort before noise."""
+    return sum_of(made, ((member.message, member.size) for member in cohort), KEY)
 
 
 def dimension(method: str) -> tuple[int, tuple[slice, ...]]:

@@ -3,7 +3,7 @@
 import math
 import multiprocessing
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
-from fedflat.core.types import ServerView
+from fedflat.core.params import PersonalState
+from fedflat.core.types import Aggregate, Broadcast, RoundState, ServerView
 from fedflat.engine.job import Job
+from fedflat.engine.reduce import Accumulator, RoundSum
+from fedflat.engine.round import accumulator_of, broadcast_of
 from fedflat.pieces.server import Sgd
 
 PRIVATE = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update" and ALGORITHMS[name]().private]
@@ -30,11 +33,15 @@ NEUTRAL = {
 
 def module(hidden: int = 5, seed: int = 4) -> nn.Module:
     """A two-layer network with four tensors."""
-    network = nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+    return drawn(nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3)), seed)
+
+
+def drawn(network: nn.Module, seed: int = 4, scale: float = 0.5) -> nn.Module:
+    """The same network with normal weights of its own seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in network.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     return network
 
 
@@ -109,6 +116,30 @@ def recipe(method: str, changes: Mapping[str, Any] | None = None, **options: Any
 
 def job(method: str, changes: Mapping[str, Any] | None = None, network: nn.Module | None = None, **options: Any) -> Job:
     return prepare(Recipe.of(recipe(method, changes, **options)), network or module(), clients())
+
+
+def beginning(made: Job) -> tuple[RoundState, Broadcast]:
+    """The state that a job begins with, and what its first round sends of it."""
+    state = made.parts.first_state(made.initial_weights[: made.parts.layout.dimension], made.threshold)
+    return state, broadcast_of(made.parts, state, made.seed)
+
+
+def sum_of(made: Job, messages: Iterable[tuple[Tensor, int]], key: bytes = bytes(32)) -> Aggregate:
+    """What the server holds, before noise, of a first round's messages, each with its client's number of examples."""
+    accumulator = accumulator_of(made.parts, beginning(made)[1], key)
+    for message, size in messages:
+        accumulator.add(message, [size])
+    return accumulator.result()
+
+
+def trained_sum(made: Job, cohort: np.ndarray, sink: Accumulator | None = None) -> tuple[Accumulator, PersonalState]:
+    """The sum of a cohort's first round on the job's back end, and what clients keep after it. sink: in which it is
+    added."""
+    broadcast = beginning(made)[1]
+    sink = sink or accumulator_of(made.parts, broadcast, made.key)
+    kept = PersonalState(made.initial_weights[made.parts.layout.dimension :])
+    RoundSum(made.parts.algorithm, made.parts.local, broadcast, sink, kept).add_cohort(made.backend, cohort)
+    return sink, kept
 
 
 class Caught:

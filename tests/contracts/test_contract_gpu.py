@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_federation import clients, module, recipe
+from small_federation import clients, module, recipe, weights
 from torch import Tensor
 
 import fedflat
@@ -21,7 +21,7 @@ METHODS = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
 def trained(method: str, **engine: Any) -> Tensor:
     changes = {"local": {"steps": 3, "batch_size": 4, "lr": 0.3}, "engine": engine}
     found = fedflat.run(recipe(method, changes), module(), clients())
-    return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()])
+    return weights(found.model)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_federation import clients, module, recipe
+from small_federation import clients, module, recipe, weights
 from torch import Tensor
 
 import fedflat
@@ -86,7 +86,7 @@ def trained(method: Algorithm, backend: str, others: float = 1.0) -> Tensor:
     pairs = [(x * (others if place else 1.0), y) for place, (x, y) in enumerate(clients())]
     changes = {"engine": {"backend": backend, "block": 3 if backend == "vectorized" else None}}
     found = fedflat.run(recipe("dp-fedavg", changes), module(), pairs, algorithm=method)
-    return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()])
+    return weights(found.model)
 
 
 def sharp(g: Tensor, w: Tensor, view: ClientView) -> Tensor:

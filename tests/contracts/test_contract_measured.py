@@ -8,24 +8,24 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_federation import recipe
+from small_federation import drawn, recipe, trained_sum
 from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
-from fedflat.core.params import PersonalState, flatten, layout_of
+from fedflat.core.params import flatten, layout_of
 from fedflat.core.rng import seeded_torch
 from fedflat.core.rounding import MOST, ROUNDING, SHARE, gamma
 from fedflat.engine import measured, reduce
 from fedflat.engine.factored import Factored, LowRankProblem, Trace
 from fedflat.engine.mlp import Linear, layers_of
 from fedflat.engine.problem import Batch
-from fedflat.engine.reduce import PlainSum, RoundSum
-from fedflat.engine.round import accumulator_of, broadcast_of
+from fedflat.engine.reduce import PlainSum
 from fedflat.pieces.clipping import Adaptive, PerTensor, WholeVector, norms_of
 from fedflat.privacy.plan import build_plan
 
@@ -64,30 +64,17 @@ HOSTILE: dict[str, tuple[Data, float]] = {
 }  # fmt: skip
 
 
-def train(backend: str, clients: list[Data], clip: float, hidden: bool, seed: int = 1) -> Tensor:
+def train(backend: str, clients: list[Data], clip: float, hidden: bool) -> Tensor:
     """The noiseless sum of one round of everybody through the real back end."""
     layers = [nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES)] if hidden else [nn.Linear(WIDTH, CLASSES)]
-    network = nn.Sequential(*layers)
-    with seeded_torch(seed, "weights"), torch.no_grad():
-        for parameter in network.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * (0.3 if hidden else 0.0))
+    network = drawn(nn.Sequential(*layers), scale=0.3 if hidden else 0.0)
     changes = {
         "engine": {"backend": backend, "processes": 1},
         "local": {"steps": 3, "batch_size": 4, "lr": 1.0, "weight_decay": 0.0}, "cohort": {"size": len(clients)},
         "privacy": {"clip": clip},
     }  # fmt: skip
     made = prepare(Recipe.of(recipe("dp-fedavg", changes)), network, clients)
-    broadcast = broadcast_of(made.parts, made.parts.first_state(made.initial_weights, made.threshold), made.seed)
-    sink = accumulator_of(made.parts, broadcast, made.key)
-    reduced = RoundSum(made.parts.algorithm, made.parts.local, broadcast, sink, PersonalState(made.initial_weights[:0]))
-    reduced.add_cohort(made.backend, made.parts.plan.sampler.select_at(0, None))
-    found: Tensor = sink.result().total
-    return found
-
-
-@pytest.fixture(autouse=True)
-def _everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedflat.core.cohorts.Poisson.select_at", lambda self, t, g: torch.arange(self.clients).numpy())
+    return trained_sum(made, np.arange(len(clients)))[0].result().total
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["linear", "two layers"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import optimize, stats
-from small_federation import PRIVATE, SIZES, Fragile, at_the_sum, clients, job, module, recipe, weights
+from small_federation import PRIVATE, SIZES, Fragile, at_the_sum, beginning, clients, job, module, recipe, weights
 from torch import Tensor
 
 import fedflat
@@ -28,8 +28,7 @@ RARE = 0.01  # expected cohort
 def sums(made: Job, rounds: int, key: bytes = agg.KEY, members: int = 0) -> list[Tensor]:
     """The noisy sums of rounds in which ``members`` clients sent zero."""
     made = at_the_sum(made)
-    parts, found = made.parts, []
-    state = parts.first_state(made.initial_weights[: parts.layout.dimension], made.threshold)
+    parts, found, (state, _) = made.parts, [], beginning(made)
     for _ in range(rounds):
         broadcast = broadcast_of(parts, state, 3)
         accumulator = accumulator_of(parts, broadcast, key)
@@ -164,11 +163,8 @@ def test_a_ledger_that_cannot_be_written_stops_the_release() -> None:
         raise OSError("no space left")
 
     made = job("dp-fedavg")
-    parts = made.parts
-    state = parts.first_state(made.initial_weights, made.threshold)
-    broadcast = broadcast_of(parts, state, 1)
     with pytest.raises(OSError, match="no space"):
-        finish_round(parts, state, broadcast, accumulator_of(parts, broadcast, agg.KEY).result(), agg.KEY, full_disk)
+        finish_round(made.parts, *beginning(made), agg.total_of(made, []), agg.KEY, full_disk)
 
 
 @pytest.mark.parametrize("backend", ["sequential", "vectorized"])
@@ -190,10 +186,7 @@ def test_an_empty_cohort_is_divided_by_the_same_constant() -> None:
     (noise,) = sums(job("dp-fedavg", {"cohort": {"size": 0.5}}, module(WIDE)), 1)
     assert fits(noise, 0.3)
     made = at_the_sum(job("dp-fedavg", {"cohort": {"size": 0.5}}, module(WIDE)))
-    state = made.parts.first_state(made.initial_weights, made.threshold)
-    broadcast = broadcast_of(made.parts, state, 3)
-    total = accumulator_of(made.parts, broadcast, agg.KEY).result()
-    new, _ = finish_round(made.parts, state, broadcast, total, agg.KEY, print)
+    new, _ = finish_round(made.parts, *beginning(made), agg.total_of(made, []), agg.KEY, print)
     assert fits(new.shared.double(), 0.3 / 0.5)
 
 
@@ -202,7 +195,7 @@ def _one_failed(fail: Callable[[Tensor], Tensor], method: str, backend: str) -> 
     federation[2] = (fail(federation[2][0]), federation[2][1][: len(fail(federation[2][0]))])
     changes = {"privacy": {"noise_multiplier": 0.0}, "engine": {"backend": backend}}
     result = fedflat.run(recipe(method, changes), model=Fragile(), clients=federation)
-    return torch.cat([p.detach().reshape(-1) for p in result.model.parameters()])
+    return weights(result.model)
 
 
 @pytest.mark.parametrize("backend", ["sequential", "vectorized"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_federation import clients, recipe
+from small_federation import clients, recipe, weights
 from torch import Tensor, nn
 
 import fedflat
@@ -115,7 +115,7 @@ def released(make: Callable[[], Algorithm], backend: str, present: bool) -> Tens
         "privacy": {"clip": C, "noise_multiplier": 0.0}, "engine": {"backend": backend},
     }  # fmt: skip
     found = fedflat.run(recipe("dp-fedavg", changes), module(), data, algorithm=make()).model
-    return torch.cat([p.detach().double().reshape(-1) for p in found.parameters()])
+    return weights(found).double()
 
 
 def movement(make: Callable[[], Algorithm], backend: str) -> float:
@@ -186,6 +186,6 @@ def test_a_state_is_moved_by_what_was_sent_alone() -> None:
         method = Algorithm("own", phases=(Phase(rule=rule),), client_state=(state,))
         changes = {"rounds": 2, "cohort": {"size": 5}, "privacy": {"noise_multiplier": 0.0}}
         found = fedflat.run(recipe("dp-fedavg", changes), module(), clients(), algorithm=method).model
-        return torch.cat([p.detach().reshape(-1) for p in found.parameters()])
+        return weights(found)
 
     assert torch.equal(kept(rule), kept(None))

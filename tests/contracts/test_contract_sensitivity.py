@@ -5,20 +5,20 @@ from collections.abc import Callable
 from typing import Any
 
 import aggregations as agg
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_federation import PRIVATE, Fragile, clients, module, recipe, weights
+from small_federation import PRIVATE, Fragile, at_the_sum, beginning, clients, job, module, recipe, trained_sum, weights
 from torch import Tensor
 
 import fedflat
 from fedflat.assembly.jobs import prepare
 from fedflat.config.recipe import Recipe
-from fedflat.core.params import PersonalState
 from fedflat.core.rounding import ROUNDING
-from fedflat.engine.reduce import Accumulator, RoundSum
-from fedflat.engine.round import accumulator_of, broadcast_of
+from fedflat.engine.reduce import Accumulator
+from fedflat.engine.round import finish_round
 from fedflat.methods.votes import VoteClip
 
 
@@ -54,42 +54,27 @@ def test_every_rule_has_a_twin_that_breaks_it() -> None:
 
 def test_per_tensor_clips_earn_the_root_of_their_squares() -> None:
     """C_j on each tensor: the reported bound √ΣC_j² is reached, and never passed."""
-    values = VALUES
-    bound = math.sqrt(sum(v * v for v in values))
-    made = agg.job(
-        "dp-fedavg", {"privacy": {"clip": {"kind": "per-tensor", "values": values}, "noise_multiplier": 2.0}}
-    )
+    bound = math.sqrt(sum(v * v for v in VALUES))
+    made = job("dp-fedavg", {"privacy": {"clip": {"kind": "per-tensor", "values": VALUES}, "noise_multiplier": 2.0}})
     parts = made.parts
     assert parts.clip.bound(made.threshold) == pytest.approx(bound, rel=1e-12)
     assert parts.plan.std(parts.clip.bound(made.threshold)) == pytest.approx(2 * bound * (1 + ROUNDING), rel=1e-12)
-    state = parts.first_state(made.initial_weights, made.threshold)
-    lengths = []
-    for member in agg.canaries(parts.layout.dimension, parts.layout.tensors("shared")).values():
-        accumulator = accumulator_of(parts, broadcast_of(parts, state, 1), agg.KEY)
-        accumulator.add(member.message, [1])
-        lengths.append(float(torch.linalg.vector_norm(accumulator.result().total)))
+    members = agg.canaries(parts.layout.dimension, parts.layout.tensors("shared")).values()
+    lengths = [float(torch.linalg.vector_norm(agg.total_of(made, [member]).total)) for member in members]
     assert max(lengths) == pytest.approx(bound, rel=1e-6)
     assert max(lengths) <= bound * (1 + 1e-9)
 
 
 def test_the_adaptive_clips_count_moves_by_one_half() -> None:
     clip = {"kind": "adaptive", "initial": agg.CLIP, "quantile": 0.5, "count_noise": 5.0}
-    honest = agg.honest("dp-fedsam", privacy={})
-    made = agg.job("dp-fedsam", {"privacy": {"clip": clip}})
-    parts = made.parts
-    d, tensors = parts.layout.dimension, parts.layout.tensors("shared")
-    state = parts.first_state(made.initial_weights, made.threshold)
-
-    def bits(cohort: list[agg.Member]) -> float:
-        accumulator = accumulator_of(parts, broadcast_of(parts, state, 1), agg.KEY)
-        for member in cohort:
-            accumulator.add(member.message, [member.size])
-        return float(accumulator.result().bits)
-
-    for name, with_it, without in agg.neighbours(d, tensors):
-        assert abs(bits(with_it) - bits(without)) in (0.0, 0.5), name
-    assert any(bits(with_it) != bits(without) for _, with_it, without in agg.neighbours(d, tensors))
-    assert honest([], 0.0).bits == 0.0
+    made = job("dp-fedsam", {"privacy": {"clip": clip}})
+    moved = {
+        name: agg.total_of(made, with_it).bits - agg.total_of(made, without).bits
+        for name, with_it, without in agg.neighbours(*agg.dimension("dp-fedsam"))
+    }
+    assert {name: by for name, by in moved.items() if abs(by) not in (0.0, 0.5)} == {}
+    assert any(moved.values())
+    assert agg.total_of(job("dp-fedsam"), []).bits == 0.0
 
 
 def _after_a_moving_clip(present: bool, engine: dict[str, Any]) -> float:
@@ -122,13 +107,10 @@ def test_a_count_of_clients_without_data_is_caught(monkeypatch: pytest.MonkeyPat
 
 def test_a_message_outside_the_common_mask_is_not_released() -> None:
     """Noise lives on the mask, so nothing else may leave, whatever a client sends."""
-    made = agg.at_the_sum(agg.job("fed-smp-randk", keep=0.3))
-    parts = made.parts
-    state = parts.first_state(made.initial_weights, made.threshold)
-    broadcast = broadcast_of(parts, state, 1)
-    accumulator = accumulator_of(parts, broadcast, agg.KEY)
-    accumulator.add(torch.ones(parts.layout.dimension), [1])
-    new, _ = agg.finish_round(parts, state, broadcast, accumulator.result(), agg.KEY, lambda line: None)
+    made = at_the_sum(job("fed-smp-randk", keep=0.3))
+    state, broadcast = beginning(made)
+    total = agg.total_of(made, [agg.Member(torch.ones(made.parts.layout.dimension))])
+    new, _ = finish_round(made.parts, state, broadcast, total, agg.KEY, lambda line: None)
     assert broadcast.mask is not None
     assert not bool(new.shared[~broadcast.mask].any())
     assert bool((new.shared[broadcast.mask] != 0).all())
@@ -150,23 +132,14 @@ GRIDS: list[tuple[str, dict[str, Any]]] = [
 )
 def test_sums_on_a_grid_hold_too(method: str, changes: dict[str, Any]) -> None:
     """Rounded to the grid, no message is longer than the sensitivity that the ledger is charged for."""
-    made = agg.job(method, changes)
+    made = job(method, changes)
     parts = made.parts
-    d, tensors = parts.message_length, parts.message_tensors
-    broadcast = broadcast_of(parts, parts.first_state(made.initial_weights, made.threshold), 1)
-
-    def total(cohort: list[agg.Member]) -> Tensor:
-        accumulator = accumulator_of(parts, broadcast, agg.KEY)
-        for member in cohort:
-            accumulator.add(member.message, [member.size])
-        return accumulator.result().total
-
     allowed = (
         getattr(parts.plan.mechanism, "l2_sensitivity", None) or parts.plan.record(0, made.threshold)["sensitivity"]
     )
     moved = [
-        (float(torch.linalg.vector_norm(total(with_it) - total(without))), name)
-        for name, with_it, without in agg.neighbours(d, tensors)
+        (float(torch.linalg.vector_norm(agg.total_of(made, with_it).total - agg.total_of(made, without).total)), name)
+        for name, with_it, without in agg.neighbours(parts.message_length, parts.message_tensors)
     ]
     assert max(moved)[0] <= allowed * (1 + 1e-6), max(moved)
     assert max(moved)[0] >= 0.99 * made.threshold  # and the bound is reached, so the check has something to see
@@ -200,20 +173,12 @@ def _poisoned(kind: str) -> list[tuple[Tensor, Tensor]]:
 def _sum(method: str, backend: str, kind: str, network: torch.nn.Module) -> Tensor:
     """The noiseless sum of one round through the real back end."""
     made = prepare(Recipe.of(recipe(method, {"engine": {"backend": backend}})), network, _poisoned(kind))
-    parts = made.parts
-    state = parts.first_state(made.initial_weights[: parts.layout.dimension], made.threshold)
-    broadcast = broadcast_of(parts, state, made.seed)
-    accumulator = accumulator_of(parts, broadcast, made.key)
-    kept = PersonalState(made.initial_weights[parts.layout.dimension :])
-    reduced = RoundSum(parts.algorithm, parts.local, broadcast, accumulator, kept)
-    reduced.add_cohort(made.backend, parts.plan.sampler.select_at(0, None))
-    return accumulator.result().total
+    return trained_sum(made, np.arange(5))[0].result().total
 
 
 @pytest.mark.parametrize("backend", ["sequential", "vectorized"])
 @pytest.mark.parametrize("method", PRIVATE)
-def test_a_poisoned_client_moves_the_sum_by_at_most_the_clip(method: str, backend: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("fedflat.core.cohorts.Poisson.select_at", lambda self, t, g: torch.arange(5).numpy())
+def test_a_poisoned_client_moves_the_sum_by_at_most_the_clip(method: str, backend: str) -> None:
     for network in (module(), Fragile()):
         without = _sum(method, backend, "gone", network)
         assert bool(torch.isfinite(without).all())

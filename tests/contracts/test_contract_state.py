@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_federation import clients, module, recipe
+from small_federation import beginning, clients, module, recipe, trained_sum
 from torch import Tensor
 
 import fedflat
@@ -59,13 +59,8 @@ def made(method: Algorithm | str, changes: dict[str, Any] | None = None, data: A
 
 def one_round(job: Job) -> tuple[Tensor, PersonalState]:
     """The noiseless sum of a round, and what clients keep after it."""
-    parts, heads = job.parts, PersonalState(job.initial_weights[job.parts.layout.dimension :])
-    broadcast = broadcast_of(
-        parts, parts.first_state(job.initial_weights[: parts.layout.dimension], job.threshold), job.seed
-    )
-    accumulator = accumulator_of(parts, broadcast, job.key)
-    RoundSum(parts.algorithm, parts.local, broadcast, accumulator, heads).add_cohort(job.backend, np.arange(5))
-    return accumulator.result().total, heads
+    added, heads = trained_sum(job, np.arange(5))
+    return added.result().total, heads
 
 
 ADAPTIVE = {"kind": "adaptive", "initial": 0.05, "count_noise": 5.0}
@@ -98,8 +93,8 @@ def same(one: PersonalState, other: PersonalState) -> None:
 
 
 def test_a_message_that_is_not_finite_moves_no_state() -> None:
-    parts, heads, zero = made(remembering()).parts, PersonalState(torch.zeros(0)), torch.zeros(())
-    broadcast = broadcast_of(parts, parts.first_state(torch.zeros(parts.message_length), 0.2), 5)
+    job, heads, zero = made(remembering()), PersonalState(torch.zeros(0)), torch.zeros(())
+    parts, (_, broadcast) = job.parts, beginning(job)
     accumulator = accumulator_of(parts, broadcast, bytes(32))
     for client, number in enumerate((torch.nan, torch.inf, 1e38)):
         message = torch.full((parts.message_length,), 1.0)
@@ -133,7 +128,7 @@ def test_the_others_states_do_not_see_a_client(method: str, monkeypatch: pytest.
     for data in (clients(), poisoned):
         job = made(method, {"engine": {"backend": "vectorized", "block": 3}}, data)
         heads = PersonalState(job.initial_weights[job.parts.layout.dimension :])
-        state = job.parts.first_state(job.initial_weights, job.threshold)
+        state, _ = beginning(job)
         for round in range(2):
             broadcast = broadcast_of(job.parts, replace(state, round=round), job.seed)
             total = accumulator_of(job.parts, broadcast, job.key)

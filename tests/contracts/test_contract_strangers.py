@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_federation import clients, module, recipe
+from small_federation import clients, drawn, module, recipe, trained_sum
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,15 +15,12 @@ from fedflat.assembly.jobs import prepare
 from fedflat.backends.in_process import placed_in_blocks
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
-from fedflat.core.params import PersonalState
-from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm, ClientView, GradientFn, Phase
 from fedflat.data.clients import from_pairs
 from fedflat.engine.batches import BlockBatches, Order
 from fedflat.engine.factored import Factored
 from fedflat.engine.mlp import DenseProblem
-from fedflat.engine.reduce import EMPTY, Accumulator, RoundSum
-from fedflat.engine.round import broadcast_of
+from fedflat.engine.reduce import EMPTY, Accumulator
 
 WATCHED = 2
 """The client whose data changes from world to world: the largest, so that widths would follow it."""
@@ -61,9 +58,6 @@ class FunctionalDropout(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
-        with seeded_torch(3, "weights"), torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn_like(parameter) * 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.head(F.dropout(torch.relu(self.body(x)), 0.5, self.training))
@@ -72,16 +66,14 @@ class FunctionalDropout(nn.Module):
 
 def network(kind: str) -> nn.Module:
     if kind == "dropout":
-        return FunctionalDropout()
+        return drawn(FunctionalDropout())
     if kind == "dense":
         return module(hidden=17)
-    layers = nn.Sequential(
-        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+    return drawn(
+        nn.Sequential(
+            nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+        )
     )
-    with seeded_torch(3, "weights"), torch.no_grad():
-        for parameter in layers.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.5)
-    return layers
 
 
 def messages(world: str, kind: str, method: str, **engine: Any) -> dict[int, Tensor]:
@@ -100,10 +92,8 @@ def messages_of(made: Any) -> dict[int, Tensor]:
 
 def sent_by(made: Any, cohort: np.ndarray) -> dict[int, Tensor]:
     """The message of everybody of the cohort who has data, added in one world."""
-    parts, sink = made.parts, Messages(made.parts)
-    broadcast = broadcast_of(parts, parts.first_state(made.initial_weights[: parts.layout.dimension], 1.0), made.seed)
-    kept = PersonalState(made.initial_weights[parts.layout.dimension :])
-    RoundSum(parts.algorithm, parts.local, broadcast, sink, kept).add_cohort(made.backend, cohort)
+    sink = Messages(made.parts)
+    trained_sum(made, cohort, sink)
     return dict(zip(cohort[made.data.sizes[cohort] > 0].tolist(), sink.kept, strict=True))
 
 
@@ -174,13 +164,10 @@ def steep(gradient: GradientFn, view: ClientView) -> GradientFn:
 def chaotic(backend: str, block: int | None, own: bool = False, steps: int = 10) -> Any:
     """SAM with a large radius on contradictory labels: a difference in the last bit becomes one of the clip's size."""
     draw = np.random.default_rng(1)
-    drawn = (draw.standard_normal((6, 24), dtype=np.float32) for _ in range(24 if own else 32))
-    inputs = [torch.from_numpy(2 * rows).repeat(2, 1) for rows in drawn]
+    rows = (draw.standard_normal((6, 24), dtype=np.float32) for _ in range(24 if own else 32))
+    inputs = [torch.from_numpy(2 * row).repeat(2, 1) for row in rows]
     labels = torch.arange(6).repeat(2).add(torch.arange(2).repeat_interleave(6)) % 3
-    network = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 3))
-    with seeded_torch(0, "weights"), torch.no_grad():
-        for parameter in network.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.5)
+    network = drawn(nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 3)))
     changes = {
         "algorithm": {"name": "dp-fedsam", "rho": 5.0}, "cohort": {"size": 12},
         "local": {"steps": steps, "batch_size": 5, "lr": 1.0, "momentum": 0.0},

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_federation import SIZES, recipe
+from small_federation import SIZES, drawn, recipe
 from test_contract_strangers import WATCHED, messages_of, same_but_for_the_watched
 from torch import Tensor, nn
 
@@ -24,12 +24,7 @@ ENGINES = ({"backend": "sequential"}, {"backend": "vectorized", "block": 3})
 
 
 def module_of(name: str) -> nn.Module:
-    found = build(name, (LENGTH,), IDS if name == "char-linear" else 2, 0, **MODELS[name])
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in found.parameters():
-            p.copy_(torch.randn(p.shape, generator=draw) * 0.1)
-    return found
+    return drawn(build(name, (LENGTH,), IDS if name == "char-linear" else 2, 0, **MODELS[name]), 0, 0.1)
 
 
 def federation(name: str, world: str) -> FederatedData:
