@@ -115,7 +115,7 @@ BROKEN_DRAWS = (public, once, few)
 
 
 def cohorts_of(key: bytes, select: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The cohorts that a run of 20 rounds draws under a key, each client with chance one half."""
+    """The cohorts that a run of 6 rounds draws under a key, each client with chance one half."""
     drawn: list[tuple[int, ...]] = []
 
     def watched(parts: Any, key: bytes, draw: int) -> np.ndarray:
@@ -123,7 +123,7 @@ def cohorts_of(key: bytes, select: Any, monkeypatch: pytest.MonkeyPatch) -> list
         return cohort
 
     monkeypatch.setattr(loop, "select_cohort", watched)
-    changes = ["rounds=20", "data.clients=40", "cohort.size=20", "local.steps=1", "engine.backend=sequential"]
+    changes = ["rounds=6", "data.clients=40", "cohort.size=20", "local.steps=1", "engine.backend=sequential"]
     job = prepare(Recipe.load("quick-start", changes))
     job.key = key
     loop.train(job)
@@ -134,8 +134,8 @@ def cohorts_of(key: bytes, select: Any, monkeypatch: pytest.MonkeyPatch) -> list
 def test_cohorts_follow_key_and_round_and_law(select: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the broken draws fails one of the three."""
     one, other = (cohorts_of(bytes([number]) * 32, select, monkeypatch) for number in (1, 2))
-    same = {public: any(a == b for a, b in zip(one, other)), once: len(set(one)) < 20}
-    uneven = binomtest(sum(map(len, [*one, *other])), 2 * 20 * 40, 0.5).pvalue < 1e-7
+    same = {public: any(a == b for a, b in zip(one, other)), once: len(set(one)) < 6}
+    uneven = binomtest(sum(map(len, [*one, *other])), 2 * 6 * 40, 0.5).pvalue < 1e-7
     assert [select for select, broken in {**same, few: uneven}.items() if broken] == [select] * (select in BROKEN_DRAWS)
 
 

@@ -4,15 +4,13 @@ import dataclasses
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from fedflat.audit import AuditResult, audit_run, write_audit
+from fedflat.audit import AuditResult, audit_method, audit_run, movements, write_audit
 from fedflat.cli.audit import table
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
-from fedflat.core.rng import stream
 from fedflat.pieces.clipping import NormClip
 from fedflat.simulation import run as simulation
 
@@ -38,11 +36,8 @@ def model():
 
 
 def clients():
-    generator = stream(0, "test clients")
-    return [
-        (generator.standard_normal((4, FEATURES)).astype(np.float32), generator.integers(0, 10, 4))
-        for _ in range(CLIENTS)
-    ]
+    draw = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, FEATURES, generator=draw), torch.randint(10, (4,), generator=draw)) for _ in range(CLIENTS)]
 
 
 def test_an_unknown_kind_is_one_sentence():
@@ -125,17 +120,20 @@ def test_a_movement_over_c_is_said_and_fails():
     assert "OVER C" in text and "the release moves by 2.7·C" in text
 
 
-def test_worlds_of_a_recipe_and_where_there_are_none(monkeypatch):
-    from fedflat.audit import movements
-
+@pytest.fixture
+def quick_worlds(monkeypatch):
+    """As few worlds as there may be, and none for shared noise."""
     monkeypatch.setattr(movements, "SECONDS", 0.0)
     monkeypatch.setattr(movements, "shared_noise", lambda stage: ())
-    data = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in clients()]
-    found = movements.audit_worlds(recipe(), model=model(), clients=data)
+
+
+@pytest.mark.usefixtures("quick_worlds")
+def test_worlds_of_a_recipe_and_where_there_are_none():
+    found = movements.audit_worlds(recipe(), model=model(), clients=clients())
     assert 0.1 < found.details["movement"] <= 1.002 and found.details["left_out"] > 20
     assert found.violations == () and found.claimed == found.proven
     assert json.loads(json.dumps(found.as_dict()))["details"]["table"]["ordinary"]["sequential"] > 0.1
-    none = movements.audit_worlds(recipe(algorithm={"name": "fedavg"}), model=model(), clients=data)
+    none = movements.audit_worlds(recipe(algorithm={"name": "fedavg"}), model=model(), clients=clients())
     assert none.details["movement"] is None and "not private" in none.assumptions[0]
     assert "not run" in table([none])
 
@@ -150,26 +148,20 @@ def own(): return fedflat.Algorithm("own", transforms=(largest,), server=(Twice(
 """
 
 
+@pytest.mark.usefixtures("quick_worlds")
 def test_own_pieces_for_one_vector_and_server_steps_that_scale_are_audited(tmp_path, monkeypatch):
-    from fedflat.audit import audit_method, movements
-
     (tmp_path / "mine.py").write_text(OWN)
     name = f"{tmp_path / 'mine.py'}:own"
     assert not audit_method(name, runs=200).exceeds_proven
-    monkeypatch.setattr(movements, "SECONDS", 0.0)
-    monkeypatch.setattr(movements, "shared_noise", lambda stage: ())
-    data = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in clients()]
-    found = movements.audit_worlds(recipe(algorithm={"name": name}), model=model(), clients=data)
+    given = {"model": model(), "clients": clients()}
+    found = movements.audit_worlds(recipe(algorithm={"name": name}), **given)
     assert 0.1 < found.details["movement"] <= 1.002
     monkeypatch.setattr(NormClip, "scale", lambda self, norms, threshold: 3 * threshold / norms.clamp_min(1e-9))
-    assert movements.audit_worlds(recipe(algorithm={"name": name}), model=model(), clients=data).exceeds_proven
+    assert movements.audit_worlds(recipe(algorithm={"name": name}), **given).exceeds_proven
 
 
-def test_a_run_of_data_given_in_python_says_so(tmp_path, monkeypatch):
-    from fedflat.audit import movements
-
-    monkeypatch.setattr(movements, "SECONDS", 0.0)
-    monkeypatch.setattr(movements, "shared_noise", lambda stage: ())
+@pytest.mark.usefixtures("quick_worlds")
+def test_a_run_of_data_given_in_python_says_so(tmp_path):
     simulation.run(recipe(rounds=1), model(), clients(), out=tmp_path / "run")
     (found,) = [r for r in audit_run(tmp_path / "run", runs=200) if r.kind == "worlds"]
     assert found.runs == 0 and "given in Python" in found.assumptions[0]

@@ -1,9 +1,10 @@
 """A federation and a model small enough for every contract, and the engine's parts for any registered method."""
 
+import itertools
 import math
 import multiprocessing
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -116,6 +117,12 @@ def recipe(method: str, changes: Mapping[str, Any] | None = None, **options: Any
 
 def job(method: str, changes: Mapping[str, Any] | None = None, network: nn.Module | None = None, **options: Any) -> Job:
     return prepare(Recipe.of(recipe(method, changes, **options)), network or module(), clients())
+
+
+def after(rounds: int) -> Callable[[], bool]:
+    """A run's ``should_stop``, which it asks before each round: whether so many are over."""
+    asked = itertools.count()
+    return lambda: next(asked) >= rounds
 
 
 def beginning(made: Job) -> tuple[RoundState, Broadcast]:

@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 import torch
 from planted_turns import TWINS, audit_turns, caught, correlated_job, released
-from small_federation import at_the_sum, clients, job, module, recipe
+from small_federation import after, at_the_sum, clients, job, module, recipe, weights
 from torch import Tensor
 
 import fedflat
+from fedflat.assembly.jobs import prepare
+from fedflat.config.recipe import Recipe
 from fedflat.core.cohorts import CyclicPoisson, MinSeparation
 from fedflat.core.factors import Factor
 from fedflat.core.rounding import ROUNDING
 from fedflat.engine.job import Job
 from fedflat.engine.round import mean_view
 from fedflat.engine.train import train
+from fedflat.privacy import correlated
 from fedflat.privacy.correlated import ScheduledPlan
 from fedflat.simulation.recomputed import Records, second_account
 
@@ -51,11 +54,9 @@ KINDS = [
 def test_stopped_and_resumed_is_bit_for_bit(kind: str, sampling: str, tmp_path: Path) -> None:
     given = {"kind": kind, "sampling": sampling}
     whole = _run_kind(tmp_path / "whole", given)
-    count = iter(range(100))
-    _run_kind(tmp_path / "cut", given, stop=lambda: next(count) >= 4)
+    _run_kind(tmp_path / "cut", given, stop=after(4))
     found = _run_kind(tmp_path / "cut", given, resume=True)
-    for a, b in zip(whole.model.parameters(), found.model.parameters()):
-        assert torch.equal(a, b)
+    assert torch.equal(weights(whole.model), weights(found.model))
     ledgers = [(tmp_path / name / "ledger.jsonl").read_text().splitlines() for name in ("whole", "cut")]
     drop = ("previous", "checksum", "run", "key_id")
     lines = [[{k: v for k, v in json.loads(text).items() if k not in drop} for text in ledger] for ledger in ledgers]
@@ -76,8 +77,7 @@ def _run_kind(folder: Path, given: dict[str, str], **more: Any) -> Any:
 def test_entropy_is_kept_and_a_lost_key_is_a_span_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     whole = run(tmp_path / "whole", randomness="secret", secure_rng=True)
-    count = iter(range(100))
-    run(tmp_path / "cut", randomness="secret", secure_rng=True, stop=lambda: next(count) >= 4)
+    run(tmp_path / "cut", randomness="secret", secure_rng=True, stop=after(4))
     for path in (tmp_path / "state").rglob("*"):
         if path.is_file():
             path.unlink()
@@ -88,25 +88,27 @@ def test_entropy_is_kept_and_a_lost_key_is_a_span_more(tmp_path: Path, monkeypat
     assert "grid" in found.privacy["mechanism"]
 
 
-def test_another_factor_cannot_resume_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = iter(range(100))
-    run(tmp_path / "run", stop=lambda: next(count) >= 2)
-    from fedflat.privacy import correlated
-
+def wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the optimiser ends elsewhere."""
     real = correlated.factor_for
-    wider = lambda kind, rounds, separation, bands, *rest, **named: real("toeplitz", rounds, separation)  # noqa: E731
-    monkeypatch.setattr(correlated, "factor_for", wider)
+    monkeypatch.setattr(
+        correlated,
+        "factor_for",
+        lambda kind, rounds, separation, *rest, **named: real("toeplitz", rounds, separation),
+    )
+
+
+def test_another_factor_cannot_resume_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "run", stop=after(2))
+    wider(monkeypatch)
     with pytest.raises(fedflat.InputError, match="factor"):
         run(tmp_path / "run", resume=True)
 
 
 def test_another_factor_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same recipe, data and seed where the optimiser ends elsewhere: one Z in two releases gives itself away."""
-    from fedflat.privacy import correlated
-
-    first, same, real = job_of(), job_of(), correlated.factor_for
-    wider = lambda kind, rounds, separation, bands, *rest, **named: real("toeplitz", rounds, separation)  # noqa: E731
-    monkeypatch.setattr(correlated, "factor_for", wider)
+    first, same = job_of(), job_of()
+    wider(monkeypatch)
     other = job_of()
     assert first.parts.plan.noise_multiplier == other.parts.plan.noise_multiplier
     assert first.key == same.key != other.key
@@ -133,9 +135,6 @@ def test_who_comes_too_early_counts_as_zero_and_is_counted(monkeypatch: pytest.M
 
 
 def job_of(kind: str = "banded", **privacy: Any) -> Job:
-    from fedflat.assembly.jobs import prepare
-    from fedflat.config.recipe import Recipe
-
     return prepare(Recipe.of(recipe("dp-fedavg", changes(kind, **privacy))), module(), clients(SIZES))
 
 

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_federation import weights
 
 import fedflat
 from fedflat.assembly.jobs import prepare
@@ -116,15 +118,22 @@ def test_it_tells_the_accuracy_of_the_model_that_the_round_begins_with(monkeypat
     assert [row["private_accuracy_sd"] for row in found.history] == [0.0] * 3
 
 
+def killed_in(round: int) -> Callable[[Any, Any], None]:
+    """What is called after each round, and ends the run at this one."""
+
+    def killed(row: Any, after: Any) -> None:
+        if row["round"] == round:
+            raise RuntimeError("as if killed")
+
+    return killed
+
+
 def test_a_resumed_run_ends_bit_for_bit(tmp_path: Path) -> None:
     seeded = recipe(privacy={"clip": 0.5, "noise_multiplier": 1.5, "randomness": "seeded", "benchmark": True})
     whole = fedflat.run(seeded, clients=clients(), out=tmp_path / "whole")
 
-    def killed(row: Any, after: Any) -> None:
-        raise RuntimeError("as if killed")
-
     with pytest.raises(RuntimeError, match="as if killed"):
-        fedflat.run(seeded, clients=clients(), out=tmp_path / "half", on_round=killed)
+        fedflat.run(seeded, clients=clients(), out=tmp_path / "half", on_round=killed_in(0))
     assert fedflat.run(seeded, clients=clients(), out=tmp_path / "half", resume=True).history == whole.history
 
 
@@ -157,10 +166,6 @@ def digits(**changes: Any) -> dict[str, Any]:
     return recipe(data=data, privacy=privacy, cohort={"size": 10}, rounds=8, **{"evaluation": {}, **changes})
 
 
-def weights(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([value.detach().reshape(-1) for value in model.parameters()])
-
-
 def test_the_best_round_is_kept_in_model_folder_and_resume(tmp_path: Path) -> None:
     seen: list[torch.Tensor] = []
     plain = fedflat.run(digits(), on_round=lambda row, after: seen.append(weights(after.model())))
@@ -168,12 +173,8 @@ def test_the_best_round_is_kept_in_model_folder_and_resume(tmp_path: Path) -> No
     best = max(range(len(seen)), key=lambda turn: accuracies[turn])
     kept = digits(evaluation={"keep": "best-by-public-metric"})
 
-    def killed(row: Any, after: Any) -> None:
-        if row["round"] == best:
-            raise RuntimeError("as if killed")
-
     with pytest.raises(RuntimeError, match="as if killed"):
-        fedflat.run(kept, out=tmp_path / "run", on_round=killed)
+        fedflat.run(kept, out=tmp_path / "run", on_round=killed_in(best))
     found = fedflat.run(kept, out=tmp_path / "run", resume=True)
     assert [row["test_accuracy"] for row in found.history] == accuracies
     assert torch.equal(weights(found.model), seen[best])

@@ -1,7 +1,7 @@
 """What clients keep between rounds: moved by what was added of their messages, theirs alone, never released."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_federation import beginning, clients, module, recipe, trained_sum
+from small_federation import after, beginning, clients, module, recipe, trained_sum
 from torch import Tensor
 
 import fedflat
@@ -144,9 +144,9 @@ def test_the_others_states_do_not_see_a_client(method: str, monkeypatch: pytest.
 def test_a_run_goes_on_bit_for_bit_with_what_clients_keep(method: str, tmp_path: Path) -> None:
     changes = {"rounds": 4, "cohort": {"size": 3}}
     whole = fedflat.run(recipe(method, changes), model=module(), clients=clients(), out=tmp_path / "whole")
-    left, rounds = tmp_path / "left", []
+    left = tmp_path / "left"
     given = {"model": module(), "clients": clients(), "out": left}
-    fedflat.run(recipe(method, changes), **given, should_stop=lambda: len(rounds) == 2, on_round=_counting(rounds))
+    fedflat.run(recipe(method, changes), **given, should_stop=after(2))
     fedflat.run(recipe(method, changes), **{**given, "model": module()}, resume=True)
     names = [folder / "checkpoints" / "round-000004.safetensors" for folder in (tmp_path / "whole", left)]
     halves = [folder / "private" / "heads" / "round-000004.safetensors" for folder in (tmp_path / "whole", left)]
@@ -160,10 +160,6 @@ def test_a_run_goes_on_bit_for_bit_with_what_clients_keep(method: str, tmp_path:
     facts = json.loads((tmp_path / "whole" / "privacy.json").read_text())
     assert any(line.startswith("Clients' states") for line in facts["not_covered"])
     assert "tells nothing about another's" in facts["sampling"] and whole.privacy["facts"]["client_state"] == [state]
-
-
-def _counting(rounds: list[Any]) -> Callable[..., None]:
-    return lambda released, hidden: rounds.append(released)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
