@@ -6,7 +6,7 @@ Every rule takes an aggregation. The honest one passes all of them; each twin mu
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,75 +89,73 @@ def _noise(d: int, sigma: float, round: int = 0) -> Tensor:
     return torch.from_numpy(stream(KEY, "noise", round).standard_normal(d)) * sigma * CLIP
 
 
-def per_tensor_clip(d: int, tensors: tuple[slice, ...]) -> Aggregation:
+Broken = Callable[[list[Member], float, int, tuple[slice, ...]], Tensor | Released]
+
+
+def twin(aggregate: Broken) -> Callable[[int, tuple[slice, ...]], Aggregation]:
+    """A broken aggregation, of messages of a length and their tensors."""
+
+    @functools.wraps(aggregate)
+    def of(d: int, tensors: tuple[slice, ...]) -> Aggregation:
+        def released(cohort: list[Member], sigma: float) -> Released:
+            found = aggregate(cohort, sigma, d, tensors)
+            return found if isinstance(found, Released) else Released(found, REST.clone())
+
+        return released
+
+    return of
+
+
+def _sum(messages: Iterable[Tensor], d: int) -> Tensor:
+    return sum(messages, torch.zeros(d, dtype=torch.float64))
+
+
+@twin
+def per_tensor_clip(cohort: list[Member], sigma: float, d: int, tensors: tuple[slice, ...]) -> Tensor:
     """Each tensor clipped to C, reported as C (published item 1)."""
-
-    def aggregate(cohort: list[Member], sigma: float) -> Released:
-        total = torch.zeros(d, dtype=torch.float64)
-        for member in cohort:
-            for t in tensors:
-                total[t] += _clipped(_clean(member, d)[t])
-        return Released((total + _noise(d, sigma)) / COHORT, REST.clone())
-
-    return aggregate
+    total = torch.zeros(d, dtype=torch.float64)
+    for member in cohort:
+        for t in tensors:
+            total[t] += _clipped(_clean(member, d)[t])
+    return (total + _noise(d, sigma)) / COHORT
 
 
-def weighted_mean(d: int, tensors: tuple[slice, ...]) -> Aggregation:
+@twin
+def weighted_mean(cohort: list[Member], sigma: float, d: int, tensors: tuple[slice, ...]) -> Tensor:
     """Weights n_i/Σn_j (published item 4)."""
-
-    def aggregate(cohort: list[Member], sigma: float) -> Released:
-        number = max(1, sum(member.size for member in cohort))
-        total = sum((_clipped(_clean(m, d)) * m.size for m in cohort), torch.zeros(d, dtype=torch.float64))
-        return Released(total / number + _noise(d, sigma) / COHORT, REST.clone())
-
-    return aggregate
+    number = max(1, sum(member.size for member in cohort))
+    return _sum((_clipped(_clean(m, d)) * m.size for m in cohort), d) / number + _noise(d, sigma) / COHORT
 
 
-def mask_after_noise(d: int, tensors: tuple[slice, ...]) -> Aggregation:
+@twin
+def mask_after_noise(cohort: list[Member], sigma: float, d: int, tensors: tuple[slice, ...]) -> Tensor:
     """Every client masks its own noisy share (published item 3)."""
-
-    def aggregate(cohort: list[Member], sigma: float) -> Released:
-        total = torch.zeros(d, dtype=torch.float64)
-        for place, member in enumerate(cohort):
-            update = _clipped(_clean(member, d))
-            kept = update.abs() >= update.abs().topk(max(1, d // 3)).values[-1]
-            total += torch.where(kept, update + _noise(d, sigma / math.sqrt(COHORT), place), 0.0)
-        return Released(total / COHORT, REST.clone())
-
-    return aggregate
+    total = torch.zeros(d, dtype=torch.float64)
+    for place, member in enumerate(cohort):
+        update = _clipped(_clean(member, d))
+        kept = update.abs() >= update.abs().topk(max(1, d // 3)).values[-1]
+        total += torch.where(kept, update + _noise(d, sigma / math.sqrt(COHORT), place), 0.0)
+    return total / COHORT
 
 
-def realised_denominator(d: int, tensors: tuple[slice, ...]) -> Aggregation:
+@twin
+def realised_denominator(cohort: list[Member], sigma: float, d: int, tensors: tuple[slice, ...]) -> Tensor:
     """Divided by the number that came (the round's step 7)."""
-
-    def aggregate(cohort: list[Member], sigma: float) -> Released:
-        total = sum((_clipped(_clean(m, d)) for m in cohort), torch.zeros(d, dtype=torch.float64))
-        return Released((total + _noise(d, sigma)) / max(1, len(cohort)), REST.clone())
-
-    return aggregate
+    return (_sum((_clipped(_clean(m, d)) for m in cohort), d) + _noise(d, sigma)) / max(1, len(cohort))
 
 
-def unclipped_buffer(d: int, tensors: tuple[slice, ...]) -> Aggregation:
+@twin
+def unclipped_buffer(cohort: list[Member], sigma: float, d: int, tensors: tuple[slice, ...]) -> Released:
     """Running statistics averaged into the state (published item 8)."""
-
-    def aggregate(cohort: list[Member], sigma: float) -> Released:
-        total = sum((_clipped(_clean(m, d)) for m in cohort), torch.zeros(d, dtype=torch.float64))
-        rest = REST + sum(member.buffer for member in cohort) / max(1, len(cohort))
-        return Released((total + _noise(d, sigma)) / COHORT, rest)
-
-    return aggregate
+    rest = REST + sum(member.buffer for member in cohort) / max(1, len(cohort))
+    return Released((_sum((_clipped(_clean(m, d)) for m in cohort), d) + _noise(d, sigma)) / COHORT, rest)
 
 
-def trusting_sum(d: int, tensors: tuple[slice, ...]) -> Aggregation:
+@twin
+def trusting_sum(cohort: list[Member], sigma: float, d: int, tensors: tuple[slice, ...]) -> Tensor:
     """No clip and no check for broken messages."""
-
-    def aggregate(cohort: list[Member], sigma: float) -> Released:
-        total = sum(
-            (m.message.double() for m in cohort if m.message.shape == (d,)), torch.zeros(d, dtype=torch.float64)
-        )
-        return Released((total + _noise(d, sigma)) / COHORT, REST.clone())
-
-    return aggregate
+    total = _sum((m.message.double() for m in cohort if m.message.shape == (d,)), d)
+    return (total + _noise(d, sigma)) / COHORT
 
 
 def canaries(d: int, tensors: tuple[slice, ...]) -> dict[str, Member]:

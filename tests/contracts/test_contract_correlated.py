@@ -1,7 +1,6 @@
 """Correlated noise end to end: what is released is one mechanism, goes on bit for bit, and its twins are caught."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from planted_turns import TWINS, audit_turns, caught, correlated_job, released
-from small_federation import after, at_the_sum, clients, job, module, recipe, weights
-from torch import Tensor
+from small_federation import after, clients, job, module, recipe, weights
 
 import fedflat
 from fedflat.assembly.jobs import prepare
@@ -194,14 +192,3 @@ def test_what_is_refused(asked: dict[str, Any], said: str) -> None:
         given[section] = {**given[section], **values}
     with pytest.raises(fedflat.InputError, match=said):
         job("dp-fedsam", given)
-
-
-def test_noise_of_the_sum_is_at_the_sum() -> None:
-    """The engine adds the mechanism's rows to the clipped sums, and nothing else."""
-    made = at_the_sum(job("dp-fedavg", {"rounds": 3, "cohort": {"size": 1, "sampling": "min-separation"},
-                                        "privacy": {"noise": {"kind": "toeplitz"}}}))  # fmt: skip
-    rows: list[Tensor] = []
-    step = made.parts.algorithm.server[0]
-    train(made, on_round=lambda released, hidden: rows.append(step.mean.clone()))
-    assert len(rows) == 3
-    assert math.isfinite(float(torch.stack(rows).sum()))

@@ -21,6 +21,7 @@ from fedflat.config.recipe import Recipe
 from fedflat.core.params import flatten, layout_of
 from fedflat.core.rng import seeded_torch
 from fedflat.core.rounding import MOST, ROUNDING, SHARE, gamma
+from fedflat.core.types import Aggregate
 from fedflat.engine import measured, reduce
 from fedflat.engine.factored import Factored, LowRankProblem, Trace
 from fedflat.engine.mlp import Linear, layers_of
@@ -134,16 +135,34 @@ def exactly_zero(scale: float) -> tuple[Tensor, Tensor]:
     return torch.tensor([1.0, -1.0, 1.0, -1.0])[None, :, None].repeat(1, 1, 2) * scale, torch.full((1, 4, 5), scale)
 
 
-def moved(add: Add, hostile: tuple[Tensor, Tensor], clip: float) -> float:
+def rows(count: int, seed: int = 3) -> tuple[Tensor, Tensor]:
+    """Rows of that many ordinary clients."""
+    with seeded_torch(seed, "others"):
+        return torch.randn(count, 4, 2), torch.randn(count, 4, 5)
+
+
+def measured_by(add: Add, vectors: Factored, clip: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The clipped sum, and everybody's norm and factor."""
+    total = torch.zeros(vectors.shape[1], dtype=torch.float64)
+    return total, *add(total, vectors, lambda norms: WholeVector(clip).scale(norms, clip), clip)
+
+
+def added(vectors: Factored, sizes: list[int], weighted: bool = False) -> Aggregate:
+    """What the accumulator holds of them, at C = 1."""
+    sink = PlainSum(WholeVector(1.0), 1.0, (slice(0, 10),), 10, weighted)
+    sink.add(vectors, sizes)  # type: ignore[arg-type]
+    return sink.result()
+
+
+def moved_in(total: Callable[[Factored], Tensor], hostile: tuple[Tensor, Tensor]) -> float:
     """How far one client moves the sum of it and some ordinary ones."""
-    with seeded_torch(3, "others"):
-        u, x = torch.randn(6, 4, 2), torch.randn(6, 4, 5)
-    whole, sums = WholeVector(clip), []
-    for deltas, inputs in ((u, x), (torch.cat([u[:3], hostile[0], u[3:]]), torch.cat([x[:3], hostile[1], x[3:]]))):
-        total = torch.zeros(10, dtype=torch.float64)
-        add(total, factors(deltas, inputs), lambda norms: whole.scale(norms, clip), clip)
-        sums.append(total)
-    return float((sums[1] - sums[0]).norm())
+    u, x = rows(6)
+    with_it = factors(torch.cat([u[:3], hostile[0], u[3:]]), torch.cat([x[:3], hostile[1], x[3:]]))
+    return float((total(with_it) - total(factors(u, x))).norm())
+
+
+def moved(add: Add, hostile: tuple[Tensor, Tensor], clip: float) -> float:
+    return moved_in(lambda vectors: measured_by(add, vectors, clip)[0], hostile)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e6, 1e14])
@@ -165,16 +184,9 @@ def test_the_broken_twins_are_caught(twin: Add, hostile: Any) -> None:
 def test_a_twin_in_the_accumulators_place_is_caught_as_well(twin: Add, monkeypatch: pytest.MonkeyPatch) -> None:
     def through(add: Add) -> float:
         monkeypatch.setattr(reduce, "add_clipped", add)
-        found = []
-        hostile = canceller(1e9) if twin is float32_norm else exactly_zero(1e14)
-        with seeded_torch(3, "others"):
-            u, x = torch.randn(6, 4, 2), torch.randn(6, 4, 5)
-        for deltas, inputs in ((u, x), (torch.cat([u, hostile[0]]), torch.cat([x, hostile[1]]))):
-            sink = PlainSum(WholeVector(1.0), 1.0, (slice(0, 10),), 10)
-            sink.add(factors(deltas, inputs), [1] * len(deltas))  # type: ignore[arg-type]
-            found.append(sink.result().total)
-        return float((found[1] - found[0]).norm())
+        return moved_in(lambda vectors: added(vectors, [1] * vectors.trace.clients).total, hostile)
 
+    hostile = canceller(1e9) if twin is float32_norm else exactly_zero(1e14)
     assert through(measured.add_clipped) <= 1 + ROUNDING
     assert through(twin) > 1.1
 
@@ -187,9 +199,9 @@ _SIZES = st.sampled_from([0.0, 1e-38, 1e-20, 1e-3, 1.0, 255.0, 1e9, 1e19, 3e38])
     st.lists(st.tuples(_SIZES, _SIZES, st.sampled_from([-1.0, 1.0]), st.integers(0, 3)), min_size=4, max_size=4),
     st.sampled_from([1e-30, 0.05, 1.0, 1e6]),
 )
-def test_whatever_the_factors_are(rows: list[tuple[float, float, float, int]], clip: float) -> None:
-    x = torch.tensor([[b * (1 + j * 2.0**-23 * k) for k in range(5)] for _, b, _, j in rows])
-    u = torch.tensor([[a * sign, a] for a, _, sign, _ in rows])
+def test_whatever_the_factors_are(parts: list[tuple[float, float, float, int]], clip: float) -> None:
+    x = torch.tensor([[b * (1 + j * 2.0**-23 * k) for k in range(5)] for _, b, _, j in parts])
+    u = torch.tensor([[a * sign, a] for a, _, sign, _ in parts])
     assert moved(measured.add_clipped, (u[None], x[None]), clip) <= clip * (1 + ROUNDING)
 
 
@@ -198,58 +210,48 @@ def test_ordinary_clients_stay_in_factors_and_hostile_ones_do_not(monkeypatch: p
     alone: list[int] = []
     real = measured._Rows.written
     monkeypatch.setattr(measured._Rows, "written", lambda rows, place: alone.append(place) or real(rows, place))
-    with seeded_torch(3, "others"):
-        u, x = torch.randn(40, 4, 2), torch.randn(40, 4, 5)
+    u, x = rows(40)
     u[35:36], x[35:36] = canceller(1e9)
-    vectors, whole = factors(u, x), WholeVector(0.7)
-    total = torch.zeros(10, dtype=torch.float64)
-    norms, chosen = measured.add_clipped(total, vectors, lambda n: whole.scale(n, 0.7), 0.7)
+    total, norms, chosen = measured_by(measured.add_clipped, factors(u, x), 0.7)
     dense = torch.bmm(u.double().transpose(1, 2), x.double()).flatten(1)
     assert alone == [35 - measured.TOGETHER]
     torch.testing.assert_close(norms, norms_of(dense), rtol=1e-7, atol=0)
-    expected = whole.factors(dense, 0.7, ())[1]
+    expected = WholeVector(0.7).factors(dense, 0.7, ())[1]
     torch.testing.assert_close(chosen, expected, rtol=1e-7, atol=0)
     torch.testing.assert_close(total, expected @ dense, rtol=1e-7, atol=1e-9)
 
 
 def test_a_client_is_treated_alike_whoever_else_is_there() -> None:
     """Norm and factor of a client, bit for bit, alone and among others, at any place."""
-    with seeded_torch(5, "others"):
-        u, x = torch.randn(70, 4, 2), torch.randn(70, 4, 5)
-    whole = WholeVector(0.7)
-
-    def of(some: slice) -> tuple[Tensor, Tensor]:
-        total = torch.zeros(10, dtype=torch.float64)
-        return measured.add_clipped(total, factors(u[some], x[some]), lambda n: whole.scale(n, 0.7), 0.7)
-
-    everybody = of(slice(0, 70))
+    u, x = rows(70)
+    _, norms, chosen = measured_by(measured.add_clipped, factors(u, x), 0.7)
     for place in (0, 31, 32, 69):
-        alone = of(slice(place, place + 1))
-        assert torch.equal(alone[0][0], everybody[0][place]) and torch.equal(alone[1][0], everybody[1][place])
+        alone = factors(u[place : place + 1], x[place : place + 1])
+        _, norm, factor = measured_by(measured.add_clipped, alone, 0.7)
+        assert torch.equal(norm[0], norms[place]), place
+        assert torch.equal(factor[0], chosen[place]), place
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_what_is_not_finite_counts_as_zero(bad: float, weighted: bool) -> None:
-    with seeded_torch(3, "others"):
-        u, x = torch.randn(6, 4, 2), torch.randn(6, 4, 5)
+    (u, x), rest = rows(6), [0, 1, 3, 4, 5]
     x[2, 0, 0] = bad
-    sinks = [PlainSum(WholeVector(1.0), 1.0, (slice(0, 10),), 10, weighted) for _ in range(2)]
-    sinks[0].add(factors(u, x), [3] * 6)  # type: ignore[arg-type]
-    rest = [0, 1, 3, 4, 5]
-    sinks[1].add(factors(u[rest], x[rest]), [3] * 5)  # type: ignore[arg-type]
-    torch.testing.assert_close(sinks[0].result().total, sinks[1].result().total, rtol=1e-12, atol=1e-14)
-    assert bool(torch.isinf(sinks[0].result().norms[2])) and float(sinks[0].result().factors[2]) == 0
+    found = added(factors(u, x), [3] * 6, weighted)
+    expected = added(factors(u[rest], x[rest]), [3] * 5, weighted)
+    torch.testing.assert_close(found.total, expected.total, rtol=1e-12, atol=1e-14)
+    assert bool(torch.isinf(found.norms[2]))
+    assert float(found.factors[2]) == 0
 
 
 def test_float64_holds_products_of_any_float32_numbers() -> None:
     """So a client whose norm is finite has a finite vector when it is written out."""
     u, x = canceller(3e38)
-    rows = measured._Rows(factors(u * 3e38, x))
-    rows.take(0)
-    norms, sizes = rows.measured()
+    taken = measured._Rows(factors(u * 3e38, x))
+    taken.take(0)
+    norms, sizes = taken.measured()
     assert math.isfinite(float(norms[0])) and float(sizes[0]) > 1e77
-    assert bool(torch.isfinite(rows.written(0)).all())
+    assert bool(torch.isfinite(taken.written(0)).all())
 
 
 @pytest.mark.parametrize("clip", [WholeVector(1.0), Adaptive(1.0, 0.5), PerTensor((0.6, 0.8), 2)])
@@ -288,8 +290,8 @@ def test_vectors_with_dense_parts_and_two_layers_are_measured_whole() -> None:
     memory = torch.linspace(-1, 1, layout.size)
     update = (w - first).add(Factored(w.trace, [(memory, torch.tensor([[0.1], [0.2], [0.3]]))], {}))
     for vectors in (w - first, update, w - w):
-        total, dense = torch.zeros(layout.size, dtype=torch.float64), vectors.dense().double()
-        norms, chosen = measured.add_clipped(total, vectors, lambda n: WholeVector(0.5).scale(n, 0.5), 0.5)
+        total, norms, chosen = measured_by(measured.add_clipped, vectors, 0.5)
+        dense = vectors.dense().double()
         torch.testing.assert_close(norms, norms_of(dense), rtol=1e-6, atol=0)
         torch.testing.assert_close(total, chosen @ dense, rtol=1e-5, atol=1e-6)
 
