@@ -73,13 +73,28 @@ class _MaskCount(Accumulator):
 
 
 @dataclass(frozen=True)
-class MaskAfterNoise(Mechanism):
+class _InItsPlace(Mechanism):
+    """What stands in the real mechanism's place, and does as it does."""
+
+    real: Any
+
+    def noise(self, *arguments: Any) -> Tensor:
+        """The real mechanism's noise, unchanged."""
+        drawn: Tensor = self.real.noise(*arguments)
+        return drawn
+
+    def noisy_count(self, *arguments: Any) -> float:
+        """The adaptive clip's count, as the real mechanism makes it."""
+        return float(self.real.noisy_count(*arguments))
+
+
+@dataclass(frozen=True)
+class MaskAfterNoise(_InItsPlace):
     """Published item 3 (Shi et al. 2023b, Eq. 12): each client masks after its share of the noise, by its own top-k.
 
     In law: the sum's noise has variance σ²C²·(masks that keep the coordinate)/m there, and none where there is none.
     """
 
-    real: Any
     clients: float
 
     def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
@@ -88,13 +103,9 @@ class MaskAfterNoise(Mechanism):
 
     def noise(self, key: bytes, round: int, broadcast: Broadcast, aggregate: Aggregate, bound: float) -> Tensor:
         """Real noise, scaled by the root of the share of masks that keep the coordinate."""
-        drawn: Tensor = self.real.noise(key, round, broadcast, aggregate, bound)
+        drawn = super().noise(key, round, broadcast, aggregate, bound)
         scale = (torch.as_tensor(aggregate.stats["kept"]) / self.clients).sqrt()
         return drawn * scale.repeat(drawn.numel() // scale.numel())
-
-    def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """The adaptive clip's count, as the real mechanism makes it."""
-        return float(self.real.noisy_count(key, round, aggregate))
 
 
 class _Realised(PlainSum):
@@ -105,24 +116,12 @@ class _Realised(PlainSum):
         return replace(super().result(), divisor=float(max(len(self._present), 1)))
 
 
-@dataclass(frozen=True)
-class RealisedDenominator(Mechanism):
+class RealisedDenominator(_InItsPlace):
     """The mean divides by the realised cohort instead of the constant m."""
-
-    real: Any
 
     def accumulator(self, clip: Clip, broadcast: Broadcast, tensors: tuple[slice, ...], key: bytes) -> Accumulator:
         """The sum that reports its own divisor."""
         return _Realised(clip, broadcast.clip, tensors, tensors[-1].stop)
-
-    def noise(self, *arguments: Any) -> Tensor:
-        """The real mechanism's noise, unchanged."""
-        drawn: Tensor = self.real.noise(*arguments)
-        return drawn
-
-    def noisy_count(self, key: bytes, round: int, aggregate: Aggregate) -> float:
-        """The adaptive clip's count, as the real mechanism makes it."""
-        return float(self.real.noisy_count(key, round, aggregate))
 
 
 class LeakyModel(AuditModel):

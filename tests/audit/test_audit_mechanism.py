@@ -95,17 +95,11 @@ def _unclipped(self, messages, threshold, tensors):
     return norms, torch.ones_like(norms)
 
 
-def _most_where_the_sum_is(real):
+def _times(share):
+    real = mechanisms.GaussianNoise.noise
+
     def noise(self, key, round, broadcast, aggregate, bound):
-        drawn = real(self, key, round, broadcast, aggregate, bound)
-        return torch.where(aggregate.total != 0, drawn, drawn / 10)
-
-    return noise
-
-
-def _too_little(real):
-    def noise(self, key, round, broadcast, aggregate, bound):
-        return real(self, key, round, broadcast, aggregate, bound) / 10
+        return real(self, key, round, broadcast, aggregate, bound) * share(aggregate.total)
 
     return noise
 
@@ -114,23 +108,21 @@ def _realised(real):
     return lambda self: dataclasses.replace(real(self), divisor=float(max(1, len(self._present))))
 
 
-REAL_NOISE = mechanisms.GaussianNoise.noise
+MOST_WHERE_THE_SUM_IS = _times(lambda total: torch.where(total != 0, 1.0, 0.1))
 CHANGES = {
-    "per-tensor clip": lambda patch: patch.setattr(clipping.WholeVector, "factors", _per_tensor),
-    "no clip": lambda patch: patch.setattr(clipping.WholeVector, "factors", _unclipped),
-    "noise follows the data": lambda patch: patch.setattr(
-        mechanisms.GaussianNoise, "noise", _most_where_the_sum_is(REAL_NOISE)
-    ),
-    "too little noise": lambda patch: patch.setattr(mechanisms.GaussianNoise, "noise", _too_little(REAL_NOISE)),
-    "weighted mean": lambda patch: patch.setattr(rounds, "weighted", lambda recipe, method: True),
-    "realised denominator": lambda patch: patch.setattr(Accumulator, "result", _realised(Accumulator.result)),
+    "per-tensor clip": (clipping.WholeVector, "factors", _per_tensor),
+    "no clip": (clipping.WholeVector, "factors", _unclipped),
+    "noise follows the data": (mechanisms.GaussianNoise, "noise", MOST_WHERE_THE_SUM_IS),
+    "too little noise": (mechanisms.GaussianNoise, "noise", _times(lambda total: 0.1)),
+    "weighted mean": (rounds, "weighted", lambda recipe, method: True),
+    "realised denominator": (Accumulator, "result", _realised(Accumulator.result)),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_audit_notices_a_change_of_the_real_path(change, monkeypatch):
     """The real clip, mechanism or accumulator is changed, not a copy in the audit: the bound must exceed the claim."""
-    CHANGES[change](monkeypatch)
+    monkeypatch.setattr(*CHANGES[change])
     found = audit_method("dp-fedsam", runs=6000)
     assert found.lower_bound > CLAIMED
     assert found.exceeds_proven

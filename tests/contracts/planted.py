@@ -326,25 +326,24 @@ SEED_ONLY = "a noise key from the seed only"
 INPUTS = 12
 
 
+def scenario(method: str, layers: list[nn.Module], pair: tuple[Tensor, Tensor], **more: Any) -> Scenario:
+    """A small federation at C = 0.05 that worlds are made of."""
+    recipe = Recipe.of({
+        "rounds": 1, "algorithm": {"name": method}, "cohort": {"size": CLIENTS},
+        "local": {"steps": 2, "batch_size": 3, "lr": 0.3},
+        "privacy": {"clip": 0.05, "noise_multiplier": 1.0, "delta": 1e-5},
+    })  # fmt: skip
+    return Scenario(recipe, nn.Sequential(nn.Flatten(), *layers), from_pairs([pair]), **more)
+
+
 def planted_scenario(name: str) -> Scenario:
-    """The small federation that a planted defect is put into: 12 inputs, 2 classes, dp-fedavg at C = 0.05."""
+    """The federation that a planted defect is put into: 12 inputs, 2 classes, dp-fedavg."""
     with seeded_torch(0, "audit: planted"):
         dropped = name in PLANTED and PLANTED[name].model == "dropout"
-        body = [nn.Linear(INPUTS, 8), nn.Dropout(0.5), nn.Linear(8, 2)] if dropped else [nn.Linear(INPUTS, 2)]
-        module = nn.Sequential(nn.Flatten(), *body)
+        layers = [nn.Linear(INPUTS, 8), nn.Dropout(0.5), nn.Linear(8, 2)] if dropped else [nn.Linear(INPUTS, 2)]
         pair = torch.randn(30, INPUTS), torch.arange(30) % 2
-    recipe = Recipe.of(
-        {
-            "name": "planted",
-            "rounds": 1,
-            "algorithm": {"name": "dp-fedavg"},
-            "cohort": {"size": CLIENTS},
-            "local": {"steps": 2, "batch_size": 100, "lr": 0.3},
-            "privacy": {"clip": 0.05, "noise_multiplier": 1.0, "delta": 1e-5},
-        }
-    )
     change = PLANTED[name].change if name in PLANTED else _seed_only if name == SEED_ONLY else None
-    return Scenario(recipe, module, from_pairs([pair]), change=change)
+    return scenario("dp-fedavg", layers, pair, change=change)
 
 
 def _seed_only(job: Job) -> None:
@@ -353,9 +352,9 @@ def _seed_only(job: Job) -> None:
 
 def violations_of(name: str) -> tuple[str, ...]:
     """What the audit says of a planted defect: a sentence for each pair of worlds further apart than C."""
-    scenario = planted_scenario(name)
+    planted = planted_scenario(name)
     if name == SEED_ONLY:
-        return faults((), shared_noise(scenario))
-    worlds = Worlds(scenario)
+        return faults((), shared_noise(planted))
+    worlds = Worlds(planted)
     found: list[Movement] = [worlds.movement(Engine("sequential"), case) for case in PLANTED[name].cases]
     return faults(found)

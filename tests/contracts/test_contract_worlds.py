@@ -10,7 +10,7 @@ from typing import Any
 import planted
 import pytest
 import torch
-from planted import PLANTED, SEED_ONLY, planted_scenario, violations_of
+from planted import PLANTED, SEED_ONLY, planted_scenario, scenario, violations_of
 from small_federation import PRIVATE
 from torch import nn
 
@@ -20,7 +20,6 @@ from fedflat.audit.worlds import SLACK, Case, Engine, Scenario, Worlds
 from fedflat.config.recipe import Recipe
 from fedflat.core.rng import seeded_torch
 from fedflat.core.types import Algorithm
-from fedflat.data.clients import from_pairs
 
 EVERY = [*PRIVATE, "ddgauss", "ae-dpfl"]
 SHORT = [
@@ -42,18 +41,7 @@ ENGINES = (Engine("sequential"), Engine("vectorized"), Engine("vectorized", {"bl
 def stage(method: str, model: str = "relu", **changes: Any) -> Scenario:
     inputs, classes, layers = MODELS[model]
     with seeded_torch(0, "worlds"):
-        module = nn.Sequential(nn.Flatten(), *layers())
-        pair = torch.randn(40, inputs), torch.arange(40) % classes
-    recipe = Recipe.of(
-        {
-            "rounds": 1,
-            "algorithm": {"name": method},
-            "cohort": {"size": 6},
-            "local": {"steps": 2, "batch_size": 3, "lr": 0.3},
-            "privacy": {"clip": 0.05, "noise_multiplier": 1.0, "delta": 1e-5},
-        }
-    )
-    return Scenario(recipe, module, from_pairs([pair]), **changes)
+        return scenario(method, layers(), (torch.randn(40, inputs), torch.arange(40) % classes), **changes)
 
 
 def too_far(of: Scenario, engine: Engine, cases: Sequence[Case]) -> list[str]:
