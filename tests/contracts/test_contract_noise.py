@@ -117,6 +117,14 @@ def test_event_times_sensitivity_is_the_std_drawn(method: str, size: int, sampli
     assert line["std"] / line["sensitivity"] == pytest.approx(_multiplier(round_event(plan.params)), rel=1e-12)
 
 
+@pytest.mark.parametrize(("sampling", "factor"), [("poisson", 1), ("fixed", 2)])
+def test_the_std_drawn_is_the_std_of_the_event(sampling: str, factor: int) -> None:
+    made = job("dp-fedsam", {"cohort": {"sampling": sampling}}, module(WIDE))
+    expected, (noise,) = 0.2 * _multiplier(round_event(made.parts.plan.params)), sums(made, 1)
+    assert fits(noise, expected * factor)
+    assert not fits(noise, expected * (3 - factor))  # the other relation's sensitivity
+
+
 def _gaussian_epsilon(multiplier: float, delta: float) -> float:
     """Exact ε of one Gaussian (Balle and Wang 2018, Theorem 8), by root finding in scipy alone."""
 

@@ -5,14 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 import aggregations as agg
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_federation import PRIVATE, Fragile, at_the_sum, beginning, clients, job, module, recipe, weights
+from small_federation import PRIVATE, Fragile, at_the_sum, beginning, clients, job, module, recipe, trained_sum, weights
 from torch import Tensor
 
 import fedflat
+from fedflat.assembly.jobs import prepare
+from fedflat.config.recipe import Recipe
 from fedflat.core.rounding import ROUNDING
 from fedflat.engine.reduce import Accumulator
 from fedflat.engine.round import finish_round
@@ -158,8 +161,35 @@ def _poisoned(kind: str) -> list[tuple[Tensor, Tensor]]:
     """Client 2's data made hostile, or taken away."""
     federation = clients()
     x, y = federation[2]
-    federation[2] = {"huge inputs": (torch.full_like(x, 1e20), y), "gone": (x[:0], y[:0])}[kind]
+    one_huge = torch.cat([x[:-1], torch.full((1, 6), 1e20)])
+    federation[2] = {
+        "huge inputs": (torch.full_like(x, 1e20), y), "large inputs": (x * 1e6, y), "one huge example": (one_huge, y),
+        "gone": (x[:0], y[:0]), "as it was": (x, y),
+    }[kind]  # fmt: skip
     return federation
+
+
+@pytest.mark.parametrize("backend", ["sequential", "vectorized"])
+@pytest.mark.parametrize("method", PRIVATE)
+def test_a_poisoned_client_moves_the_sum_by_at_most_the_clip(method: str, backend: str) -> None:
+    """The noiseless sum of one round through the real back end."""
+
+    def total(kind: str, network: torch.nn.Module) -> Tensor:
+        made = prepare(Recipe.of(recipe(method, {"engine": {"backend": backend}})), network, _poisoned(kind))
+        return trained_sum(made, np.arange(5))[0].result().total
+
+    for network in (module(), Fragile()):
+        without = total("gone", network)
+        assert bool(torch.isfinite(without).all())
+        kinds = ("one huge example", "huge inputs")
+        if not isinstance(network, Fragile):  # which takes the others as it does
+            kinds = ("large inputs", "as it was", *kinds)
+        sums = {kind: total(kind, network) for kind in kinds}
+        for kind, found in sums.items():
+            moved = float(torch.linalg.vector_norm(found - without))
+            assert moved <= 0.2 * (1 + 1e-6), (kind, moved)
+    # Fragile's, the last network
+    torch.testing.assert_close(sums["huge inputs"], without, rtol=0, atol=0 if backend == "sequential" else 1e-7)
 
 
 @pytest.mark.parametrize("backend", ["sequential", "vectorized"])
