@@ -48,7 +48,11 @@ class Workers:
         """Train each client of the cohort in some process, and yield the results in client order."""
         if not self.processes:
             self._start(len(broadcast.vectors))
-        yield from self.inner.in_order(cohort, broadcast, partial(self._results, broadcast, kept))
+        try:
+            yield from self.inner.in_order(cohort, broadcast, partial(self._results, broadcast, kept))
+        except BaseException:
+            self.close()  # they would answer the next round with what is left of this one
+            raise
 
     def _start(self, vectors: int) -> None:
         """Start the processes, with their shared tensors and their queues."""
@@ -57,7 +61,6 @@ class Workers:
         self.spans = spans_of(inner)
         self.tasks: Any = context.Queue()
         self.answers: Any = context.Queue()
-        self.met: Any = context.Barrier(count, timeout=60.0)  # all are idle then; in vain only without a parent
         self.slots = torch.zeros(slots, self.spans[-1].stop).share_memory_()
         self.shared = torch.zeros(2 + vectors, layout.dimension).share_memory_()
         self.free = list(range(slots))
@@ -65,7 +68,7 @@ class Workers:
         data = replace(inner.data, inputs=inputs, targets=targets, test_inputs=None, test_targets=None)
         shared_inner = replace(inner, data=data, problem=_unbound(inner.problem))
         files = Made(load_files, user_files())  # before all else that is unpacked there
-        common = (files, shared_inner, self.tasks, self.answers, self.met, self.slots, self.shared)
+        common = (files, shared_inner, self.tasks, self.answers, self.slots, self.shared)
         with _worker_environment(), _without_main():
             for _ in range(count):
                 process = context.Process(target=_work, args=common, daemon=True)
@@ -94,14 +97,12 @@ class Workers:
             while client not in ready:
                 self._hand_out(waiting, small, heads)
                 trained, slot, outcome = self._answer()
+                if isinstance(outcome, Exception):
+                    raise outcome
                 ready[trained] = slot, [torch.tensor(number) for number in outcome]
             slot, numbers = ready.pop(client)
             yield LocalResult(self.slots[slot, message], self.slots[slot, head], *numbers)
             self.free.append(slot)
-        for _ in self.processes:
-            self.tasks.put((None, None, None))
-        for _ in self.processes:
-            self._answer()
 
     def _hand_out(self, waiting: list[int], small: Broadcast, heads: PersonalState) -> None:
         _, head, *states = self.spans
@@ -114,13 +115,10 @@ class Workers:
             self.tasks.put((client, slot, small))
 
     def _answer(self) -> Any:
-        """Return what a worker says of a client: its number and slot, then its loss and accuracy. Raises its error."""
+        """Return what a worker says of a client: its number and slot, then its loss and accuracy, or an error."""
         while True:
             try:
-                answer = self.answers.get(timeout=WAIT)
-                if isinstance(answer[-1], Exception):
-                    raise answer[-1]
-                return answer
+                return self.answers.get(timeout=WAIT)
             except queue.Empty:
                 for process in self.processes:
                     if not process.is_alive():
@@ -211,11 +209,10 @@ def _next(tasks: Any) -> Any:
                 return None
 
 
-def _work(_: None, inner: Sequential, tasks: Any, answers: Any, met: Any, slots: Tensor, shared: Tensor) -> None:
+def _work(_: None, inner: Sequential, tasks: Any, answers: Any, slots: Tensor, shared: Tensor) -> None:
     """Train, in a worker, the clients it is given until it is given None.
 
-    No client in a task: the round is over, and each process looks whether its clients changed anything. It goes on when
-    all have such a task (``met``), so none takes two.
+    What the module keeps beside its tensors is looked at before the answer that may be a worker's last of the round.
     """
     leave_to_parent()
     # One order of every sum, and one core for one client.
@@ -224,20 +221,22 @@ def _work(_: None, inner: Sequential, tasks: Any, answers: Any, met: Any, slots:
     # Buffers arrive in memory that all workers share, and what a client's data write into them is its own.
     inner = replace(inner, problem=_unbound(inner.problem, inner.problem.module.parameters()))
     message, head, *states = spans_of(inner)
-    while (task := _next(tasks)) is not None:
+    task = _next(tasks)
+    while task is not None:
         client, slot, small = task
+        task = ()
         try:
-            if client is None:
-                met.wait()
-                inner.problem.restore_and_check(everything=True)
-                answers.put((client, slot, ()))
-                continue
             mask, vectors = None if small.mask is None else shared[1].bool(), dict(zip(small.vectors, shared[2:]))
             broadcast = replace(small, shared=shared[0], vectors=vectors, mask=mask)
             values = {kind.name: slots[slot, at].clone() for kind, at in zip(inner.algorithm.client_state, states)}
             result = inner.one(client, broadcast, torch.cat([shared[0], slots[slot, head]]), values)
             slots[slot, message] = result.message
             slots[slot, head] = result.personal
+            with contextlib.suppress(queue.Empty):
+                task = tasks.get_nowait()
+            if not task and getattr(inner.problem.module, "frozen", False) is not True:  # maybe its last of the round
+                inner.problem.restore_and_check(everything=True)
             answers.put((client, slot, (float(result.loss), float(result.accuracy))))
         except Exception as error:  # a user's piece or module may fail in any way
             answers.put((client, slot, as_sent(error, f"worker, client {client}")))
+        task = _next(tasks) if task == () else task

@@ -99,10 +99,11 @@ def test_worker_processes_are_the_sequential_engine_bit_for_bit() -> None:
     assert all(torch.equal(shared.heads[i], head) for i, head in alone.heads.items())
 
 
-def test_what_one_process_keeps_of_a_client_is_found_at_the_round_s_end() -> None:
-    """A library's own code keeps it, which only a round's end looks at; two of the three processes keep nothing."""
+def test_what_one_process_keeps_of_a_client_is_found_before_the_round_ends() -> None:
+    """A library's own code keeps it, which is looked at when a process may have given its last answer of a round."""
     layer = nn.TransformerEncoderLayer(6, 1, 4, dropout=0.0)
-    changes = {"engine": {"backend": "workers", "processes": 3}, "cohort": {"size": 1}, "local": {"steps": 1}}
+    once = {"local": {"steps": 1}, "cohort": {"size": 1, "sampling": "fixed"}}
+    changes = {"engine": {"backend": "workers", "processes": 3}, **once}
     job = prepare(Recipe.of(recipe("dp-fedavg", changes)), nn.Sequential(layer, nn.Linear(6, 3)), clients())
     job.backend.inner.problem.module[0].activation = partial(dict.setdefault, {}, "first")  # gives back the first batch
     with pytest.raises(InputError, match=r"model: .*activation.* was changed by a client's training"):
