@@ -1,11 +1,11 @@
 """The guard inside other people's server loops: every example runs on its own package."""
 
 import ast
-import importlib.util
+import importlib
 import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,6 @@ from fedflat.core.checks import InputError
 from fedflat.privacy.ledger import read
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("name", ["own_loop", "flower_strategy", "nvflare_aggregator"])
@@ -46,16 +38,6 @@ def test_a_loop_of_ones_own(
     assert len(read(ledger)) == 30
 
 
-class Nodes:
-    """A grid that knows who is connected; train replies are made by hand."""
-
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
-
-    def get_node_ids(self) -> list[int]:
-        return self.ids
-
-
 def test_a_flower_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr.serverapp")
     identity = importlib.import_module("flwr.supercore.task_identity").TaskIdentity
@@ -65,8 +47,9 @@ def test_a_flower_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     plan = {"clients": 6, "cohort": 3, "rounds": 4, "noise_multiplier": 1e-6, "dimension": 8}  # cohorts may be empty
     guard = fedflat.Guard(tmp_path / "l.jsonl", clip=0.5, **plan)
-    strategy = example("flower_strategy").Guarded(guard)
-    grid: Any = Nodes([900 + 7 * i for i in (5, 3, 1, 0, 2, 4)])
+    strategy = runpy.run_path(str(EXAMPLES / "flower_strategy.py"))["Guarded"](guard)
+    connected = [900 + 7 * i for i in (5, 3, 1, 0, 2, 4)]
+    grid: Any = SimpleNamespace(get_node_ids=lambda: connected)
     arrays = ArrayRecord({"w": Array(np.zeros((2, 3), np.float32)), "b": Array(np.ones(2, np.float32))})
     for turn in (1, 2):
         drawn = [900 + 7 * int(i) for i in guard.cohort(turn - 1)]
@@ -100,7 +83,7 @@ def test_an_nvflare_aggregator(tmp_path: Path) -> None:
     path = str(tmp_path / "l.jsonl")
     model = {"w": np.zeros((2, 3)), "b": np.zeros(2)}
     settings = {"ledger": path, "clip": 0.5, "rounds": 3, "noise_multiplier": 1e-6}
-    aggregator = example("nvflare_aggregator").Guarded(sites, model, **settings)
+    aggregator = runpy.run_path(str(EXAMPLES / "nvflare_aggregator.py"))["Guarded"](sites, model, **settings)
     context = FLContext()
     for turn in range(2):
         aggregator.reset(context)

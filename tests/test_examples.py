@@ -1,9 +1,7 @@
 """The readable twin computes what the engine computes. (That the examples run: ``documented``.)"""
 
-import importlib.util
-import sys
+import runpy
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import nn
@@ -13,17 +11,8 @@ import fedflat
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_readable_twin_equals_the_engine() -> None:
-    twin = _load("one_round")
+    one_round = runpy.run_path(str(EXAMPLES / "one_round.py"))["one_round"]
     generator = torch.Generator().manual_seed(3)
     sizes = range(6, 13)
     clients = [(torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes]
@@ -32,7 +21,7 @@ def test_the_readable_twin_equals_the_engine() -> None:
     settings = {"steps": 3, "lr": 0.2, "momentum": 0.5, "rho": 0.1, "threshold": 0.05}
     w = start
     for _ in range(4):
-        w = twin.one_round(model, w, clients, q=1.0, noise_multiplier=0.0, generator=generator, **settings)
+        w = one_round(model, w, clients, q=1.0, noise_multiplier=0.0, generator=generator, **settings)
     nn.utils.vector_to_parameters(start, model.parameters())
     recipe = {
         "rounds": 4, "algorithm": {"name": "dp-fedsam", "rho": 0.1}, "cohort": {"size": 7},
