@@ -153,11 +153,6 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, list[Run
     return compare([TINY], METHODS, 2, (tmp_path_factory.mktemp("experiment") / "done"), 1, events.append), events
 
 
-def without_seconds(folder: Path) -> Any:
-    rows = json.loads((folder / "table.json").read_text())["rows"]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
-
-
 def test_an_experiment_leaves_every_file(done: tuple[Comparison, list[RunEvent]]) -> None:
     found, events = done
     assert found.complete and found.total == 4 and found.notes == ()
@@ -169,8 +164,9 @@ def test_an_experiment_leaves_every_file(done: tuple[Comparison, list[RunEvent]]
         assert [e.state for e in events if e.run == name] == ["waiting", *["running"] * 4, "done"]
     for file in ("table.md", "table.json", "table.tex", "report.html"):
         assert (found.folder / file).stat().st_size > 100 < (found.folder / "private" / file).stat().st_size
-    rows = [*json.loads((found.folder / "table.json").read_text())["rows"]]
-    hidden = json.loads((found.folder / "private/table.json").read_text())["rows"]
+    rows, hidden = (
+        json.loads((found.folder / name).read_text())["rows"] for name in ("table.json", "private/table.json")
+    )
     assert all(row["seconds"] is row["gap"] is None for row in rows)
     assert all(row["seconds"] and row["gap"] for row in hidden)
     assert (found.folder / "private").stat().st_mode & 0o077 == 0
@@ -229,14 +225,12 @@ def wait_for(what: Any, seconds: float = 300.0) -> None:
         time.sleep(0.01)
 
 
-def words_of(folder: Path, recipe: Path) -> list[str]:
-    words = ["fedflat", "compare", str(recipe), "--seeds", "2", "--processes", "1"]
+def words_of(folder: Path, recipe: dict[str, Any]) -> list[str]:
+    """The command that writes into ``folder``; the recipe's file lies beside it."""
+    file = folder.with_name("tiny.yaml")
+    file.write_text(yaml.safe_dump(recipe))
+    words = ["fedflat", "compare", str(file), "--seeds", "2", "--processes", "1"]
     return [*words, "-o", METHODS[0], "--out", str(folder)]
-
-
-def start(folder: Path, recipe: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", *words_of(folder, recipe)]
-    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def be_the_command(words: list[str], said: list[Path], surroundings: dict[str, str]) -> None:
@@ -250,11 +244,12 @@ def be_the_command(words: list[str], said: list[Path], surroundings: dict[str, s
     cli.main()
 
 
-def forked(folder: Path, recipe: Path) -> tuple[Any, list[Path]]:
-    """The same command from a server that has loaded it, its worker forked in turn; and what they say."""
+def forked(folder: Path, recipe: dict[str, Any]) -> tuple[Any, list[Path]]:
+    """The command from a server that has loaded it, its worker forked in turn, after a round; and what they say."""
     said = [folder.with_name(name) for name in ("out", "err")]
     process = CONTEXT.Process(target=be_the_command, args=(words_of(folder, recipe), said, dict(os.environ)))
     process.start()
+    wait_for(lambda: any(folder.glob("*/seed-*/metrics.jsonl")) or not process.is_alive())
     return process, said
 
 
@@ -272,20 +267,19 @@ def let_go(lock: Path) -> bool:
 def test_a_killed_experiment_ends_with_the_table_of_one_that_was_not(
     done: tuple[Comparison, list[RunEvent]], tmp_path: Path
 ) -> None:
-    recipe, folder = tmp_path / "tiny.yaml", tmp_path / "killed"
-    recipe.write_text(yaml.safe_dump(TINY))
-    process, said = forked(folder, recipe)
-    wait_for(lambda: any(folder.glob("*/seed-*/metrics.jsonl")) or not process.is_alive())
+    folder = tmp_path / "killed"
+    process, said = forked(folder, TINY)
     os.killpg(process.pid, signal.SIGKILL)
     process.join()
     assert process.exitcode == -signal.SIGKILL, [path.read_text() for path in said]
     wait_for(lambda: all(map(let_go, folder.glob("*/seed-*/ledger.lock"))))  # a worker dies a moment after its parent
     assert len(list(folder.glob("*/seed-*/privacy.json"))) < 4
-    assert compare([recipe], METHODS, 2, folder, 1).complete
-    assert without_seconds(folder) == without_seconds(done[0].folder)
+    assert compare([tmp_path / "tiny.yaml"], METHODS, 2, folder, 1).complete
+    whole = done[0].folder
+    rows, expected = (json.loads((place / "table.json").read_text())["rows"] for place in (folder, whole))
+    assert rows == expected
     for name in ("tiny_dp-fedavg/seed-0", "tiny_dp-fedsam/seed-1"):
-        same = [(place / name / "ledger.jsonl").read_bytes() for place in (folder, done[0].folder)]
-        assert same[0] == same[1]
+        assert (folder / name / "ledger.jsonl").read_bytes() == (whole / name / "ledger.jsonl").read_bytes()
 
 
 def says_how_to_go_on(status: int | None, number: int, out: str, err: str, folder: Path) -> None:
@@ -300,9 +294,10 @@ ENDLESS = {**TINY, "rounds": 100_000, "privacy": {"noise_multiplier": 1e3}}
 
 @pytest.mark.long
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
-    recipe, folder = tmp_path / "tiny.yaml", tmp_path / "stopped"
-    recipe.write_text(yaml.safe_dump(ENDLESS))
-    process = start(folder, recipe)
+    folder = tmp_path / "stopped"
+    command = [sys.executable, "-m", *words_of(folder, ENDLESS)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, start_new_session=True, stdout=pipe, stderr=pipe, text=True)
     wait_for(lambda: any(folder.glob("*/seed-*/metrics.jsonl")) or process.poll() is not None)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -310,10 +305,8 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_so_does_an_order_to_end(tmp_path: Path) -> None:
-    recipe, folder = tmp_path / "tiny.yaml", tmp_path / "stopped"
-    recipe.write_text(yaml.safe_dump(ENDLESS))
-    process, said = forked(folder, recipe)
-    wait_for(lambda: any(folder.glob("*/seed-*/metrics.jsonl")) or not process.is_alive())
+    folder = tmp_path / "stopped"
+    process, said = forked(folder, ENDLESS)
     os.killpg(process.pid, signal.SIGTERM)
     process.join(60)
     out, err = (path.read_text() for path in said)
