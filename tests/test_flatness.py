@@ -40,14 +40,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def call(command: Any) -> Call:
-    """``fedflat landscape`` with these words."""
-    return lambda *words: command("landscape", *words)
-
-
-def test_a_comparison_in_eighty_columns(runs: Path, call: Call, tmp_path: Path) -> None:
-    status, out, err = call(str(runs / "both"), *FAST, "--clients", "3", "--out", str(tmp_path / "new"))
+def test_a_comparison_in_eighty_columns(runs: Path, command: Call, tmp_path: Path) -> None:
+    status, out, err = command("landscape", str(runs / "both"), *FAST, "--clients", "3", "--out", str(tmp_path / "new"))
     assert status == 0, err
     assert max(map(len, out.split("\n\n/")[0].splitlines())) <= 80
     assert "± sd of 2 seeds" in out and "dp-fedsam, client 3" in out and "private to the simulation" in out
@@ -65,17 +59,17 @@ def test_a_comparison_in_eighty_columns(runs: Path, call: Call, tmp_path: Path) 
     assert [each["surface"] is not None for each in own if "surface" in each] == [True]
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_the_work(runs: Path, call: Call, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(runs: Path, command: Call, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for words in (("--out", str(tmp_path / "file")), ("--out", str(tmp_path / "file" / "below"))):
-        status, _, err = call(str(runs / "heads"), *FAST, *words)
+        status, _, err = command("landscape", str(runs / "heads"), *FAST, *words)
         assert status == 2 and "cannot be written" in err and "points" not in err
-    assert call(str(tmp_path / "misspelt"), *FAST)[0] == 2 and not (tmp_path / "misspelt").exists()
+    assert command("landscape", str(tmp_path / "misspelt"), *FAST)[0] == 2 and not (tmp_path / "misspelt").exists()
 
 
-def test_json_is_one_document_and_only_that(runs: Path, call: Call, tmp_path: Path) -> None:
+def test_json_is_one_document_and_only_that(runs: Path, command: Call, tmp_path: Path) -> None:
     words = (str(runs / "both" / "dp-fedsam-0"), *FAST, "--directions", "1", "--json", "--out", str(tmp_path))
-    status, out, err = call(*words)
+    status, out, err = command("landscape", *words)
     found = json.loads(out)
     assert status == 0 and err == "" and found["groups"][0]["surface"] is None
     # The model itself lies in the middle of the line, and is what the run recorded.
@@ -147,15 +141,15 @@ def test_a_wrong_record_is_reported(runs: Path, tmp_path: Path) -> None:
         (("--span", "-1"), "--span: found -1"),
     ],
 )
-def test_mistakes_are_one_line(runs: Path, call: Call, words: tuple[str, ...], said: str) -> None:
-    status, out, err = call(str(runs / "both" / "dp-fedsam-0"), *words)
+def test_mistakes_are_one_line(runs: Path, command: Call, words: tuple[str, ...], said: str) -> None:
+    status, out, err = command("landscape", str(runs / "both" / "dp-fedsam-0"), *words)
     last = err.strip().splitlines()[-1]
     assert status == 2 and out == "" and last.startswith("fedflat: ") and said in last
 
 
-def test_a_folder_without_a_run(call: Call, tmp_path: Path) -> None:
-    status, _, err = call(str(tmp_path))
+def test_a_folder_without_a_run(command: Call, tmp_path: Path) -> None:
+    status, _, err = command("landscape", str(tmp_path))
     assert status == 2 and "allowed: a folder written by fedflat run" in err
     (tmp_path / "recipe.yaml").write_text("name: x\nrounds: 1\n")
-    status, _, err = call(str(tmp_path))
+    status, _, err = command("landscape", str(tmp_path))
     assert status == 2 and "no readable checkpoint" in err

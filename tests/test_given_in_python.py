@@ -29,17 +29,12 @@ RECIPE = {
 }  # fmt: skip
 
 
-class Mine(nn.Module):
-    """A module that no name of a recipe stands for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 3)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
+def mine() -> nn.Linear:
+    """A module that no name of a recipe stands for, the same each time."""
+    module = nn.Linear(5, 3)
+    nn.init.zeros_(module.weight)
+    nn.init.zeros_(module.bias)
+    return module
 
 
 def clients() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -49,7 +44,7 @@ def clients() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def stopped_run(out: Path) -> None:
     asked = iter((False, True))
-    simulation.run(RECIPE, Mine(), clients(), out=out, should_stop=lambda: next(asked))
+    simulation.run(RECIPE, mine(), clients(), out=out, should_stop=lambda: next(asked))
 
 
 def test_the_records_name_what_was_given(tmp_path):
@@ -68,7 +63,7 @@ def test_the_records_name_what_was_given(tmp_path):
 def test_what_needs_the_data_back_is_refused_in_a_line(tmp_path):
     stopped_run(tmp_path / "run")
     loaded = Recipe.load(tmp_path / "run")
-    for given in ((), (Mine(),)):
+    for given in ((), (mine(),)):
         with pytest.raises(InputError, match=r"data\.dataset: found given in Python: .*resume=True"):
             simulation.run(loaded, *given, out=tmp_path / "run", resume=True)
     with pytest.raises(InputError, match=r"model\.name: found given in Python"):
@@ -79,12 +74,12 @@ def test_what_needs_the_data_back_is_refused_in_a_line(tmp_path):
 
 @pytest.mark.parametrize("by_folder", [False, True])
 def test_it_goes_on_where_the_same_is_given_again(tmp_path, by_folder):
-    whole = simulation.run(RECIPE, Mine(), clients(), out=tmp_path / "whole")
+    whole = simulation.run(RECIPE, mine(), clients(), out=tmp_path / "whole")
     stopped_run(tmp_path / "run")
     recipe = Recipe.load(tmp_path / "run") if by_folder else RECIPE
-    found = simulation.run(recipe, Mine(), clients(), out=tmp_path / "run", resume=True)
+    found = simulation.run(recipe, mine(), clients(), out=tmp_path / "run", resume=True)
     assert found.notes == () and len(found.history) == 3
-    assert torch.equal(found.model.linear.weight, whole.model.linear.weight)
+    assert torch.equal(found.model.weight, whole.model.weight)
 
 
 def test_a_method_given_in_python_goes_by_its_own_name():
@@ -100,17 +95,6 @@ def test_a_method_given_in_python_goes_by_its_own_name():
     assert as_given(named) == named
 
 
-class Tokens(nn.Module):
-    """Three classes for each of T tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.table(x)
-
-
 @pytest.mark.parametrize(
     ("label", "sentence"),
     [
@@ -119,7 +103,7 @@ class Tokens(nn.Module):
         (float("nan"), r"clients\[2\] targets\[4\]: found a NaN or infinite value"),
     ],
 )
-@pytest.mark.parametrize("model", [Mine, lambda: None])
+@pytest.mark.parametrize("model", [mine, lambda: None])
 def test_a_target_that_no_output_is_for_is_refused_before_training(label, sentence, model):
     pairs = clients()
     y = pairs[2][1].float() if label != label else pairs[2][1]
@@ -135,27 +119,28 @@ def test_a_target_that_no_output_is_for_is_refused_before_training(label, senten
 
 def test_ignored_tokens_are_allowed_and_a_label_for_each_token_needs_as_many_outputs():
     x, y = torch.randint(0, 4, (6, 2)), torch.tensor([[0, -100]] * 6)
-    assert prepare(Recipe.of(RECIPE), Tokens(), [(x, y)] * 5).data.classes == 3  # what the model puts out
+    tokens = nn.Embedding(4, 3)  # three classes for each token
+    assert prepare(Recipe.of(RECIPE), tokens, [(x, y)] * 5).data.classes == 3  # what the model puts out
     with pytest.raises(InputError, match=r"clients\[0\], row 0, target: found -7; allowed: token ids, or -100"):
-        prepare(Recipe.of(RECIPE), Tokens(), [(x, y.clamp(min=-7))] * 5)
+        prepare(Recipe.of(RECIPE), tokens, [(x, y.clamp(min=-7))] * 5)
     with pytest.raises(InputError, match="test targets: found -100 alone, which does not count"):
-        prepare(Recipe.of(RECIPE), Tokens(), [(x, y)] * 5, (x, y.clamp(max=-100)))
+        prepare(Recipe.of(RECIPE), tokens, [(x, y)] * 5, (x, y.clamp(max=-100)))
     with pytest.raises(InputError, match=r"model: found an output of shape \(2, 2, 3\) for 2 examples"):
-        prepare(Recipe.of(RECIPE), Tokens(), [(x, y[:, 0])] * 5)
+        prepare(Recipe.of(RECIPE), tokens, [(x, y[:, 0])] * 5)
     with pytest.raises(InputError, match=r"model: found IndexError in a training pass"):
-        prepare(Recipe.of(RECIPE), Tokens(), [(x - 3, y)] * 5)
+        prepare(Recipe.of(RECIPE), tokens, [(x - 3, y)] * 5)
 
 
 def test_malformed_messages_are_counted_where_their_owner_sees_it(tmp_path):
     pairs = clients()
     pairs[1] = (torch.full((6, 5), 3e38), pairs[1][1])
     recipe = RECIPE | {"cohort": {"size": 5}, "rounds": 2, "local": {"steps": 2, "batch_size": 6}}
-    found = simulation.run(recipe, Mine(), pairs, out=tmp_path / "run")
+    found = simulation.run(recipe, mine(), pairs, out=tmp_path / "run")
     assert [record["malformed"] for record in found.private_history] == [1, 1]
     assert found.notes[-1] == "2 malformed messages, counted as zero (rounds: 2)"
     assert ("malformed", f"2 messages in 2 rounds, counted as zero {PRIVATE}") in summary_rows(found)
     assert "malformed" not in (tmp_path / "run" / "metrics.jsonl").read_text()
-    sound = simulation.run(recipe | {"rounds": 1}, Mine(), clients())
+    sound = simulation.run(recipe | {"rounds": 1}, mine(), clients())
     assert not sound.notes and "malformed" not in sound.private_history[0]
 
 
@@ -164,7 +149,7 @@ def test_what_resuming_finds_damaged_is_said_and_a_lost_ledger_leaves_nothing(tm
     stopped_run(folder)
     (folder / "privacy.json").write_text('{"proven_epsilon": 0.1}')
     asked = iter((False, True))
-    found = simulation.run(RECIPE, Mine(), clients(), out=folder, resume=True, should_stop=lambda: next(asked))
+    found = simulation.run(RECIPE, mine(), clients(), out=folder, resume=True, should_stop=lambda: next(asked))
     assert found.notes == (
         "privacy.json is not as it was written; set aside as privacy.json.damaged, a new one comes at the end",
     )
@@ -172,7 +157,7 @@ def test_what_resuming_finds_damaged_is_said_and_a_lost_ledger_leaves_nothing(tm
     (folder / "ledger.jsonl").unlink()
     (folder / "ledger.lock").unlink()
     with pytest.raises(InputError, match="no line for round 0, which was released"):
-        simulation.run(RECIPE, Mine(), clients(), out=folder, resume=True)
+        simulation.run(RECIPE, mine(), clients(), out=folder, resume=True)
     assert not list(folder.glob("ledger.*"))
 
 
@@ -188,10 +173,10 @@ def test_a_recipe_needs_no_method_beside_one_given_in_python() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"model": Mine}, r"model: found the class Mine; allowed: a torch.nn.Module. Net\(\) is one"),
-        ({"model": lambda: Mine()}, "model: found function; allowed: a torch.nn.Module"),
+        ({"model": nn.Linear}, r"model: found the class Linear; allowed: a torch.nn.Module. Net\(\) is one"),
+        ({"model": mine}, "model: found function; allowed: a torch.nn.Module"),
         ({"model": "mlp"}, "model: found str; allowed: a torch.nn.Module. .* stands in the recipe"),
-        ({"model": Mine().double()}, "model: found RuntimeError .* takes a batch of shape .* and type torch.float32"),
+        ({"model": mine().double()}, "model: found RuntimeError .* takes a batch of shape .* and type torch.float32"),
         ({"clients": [(x > 0, y) for x, y in clients()]}, "model: found RuntimeError .* and type torch.int64"),
         (
             {"clients": [TensorDataset(*pair) for pair in clients()]},
@@ -203,7 +188,7 @@ def test_a_recipe_needs_no_method_beside_one_given_in_python() -> None:
 )
 def test_what_is_no_module_method_or_pair_is_named(given: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        simulation.run(RECIPE, **{"model": Mine(), "clients": clients(), **given})
+        simulation.run(RECIPE, **{"model": mine(), "clients": clients(), **given})
 
 
 def test_a_path_of_pathlib_is_one_and_no_data_are_shown(tmp_path: Path) -> None:

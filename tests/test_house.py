@@ -23,12 +23,8 @@ def test_a_long_function_is_found() -> None:
 
 
 def test_names_that_say_nothing_are_counted_as_variables_and_arguments() -> None:
-    assert (
-        empty_names(
-            "def f(found, data):\n    for each in found:\n        own = each.own\n    return wrong(found=own)\n"
-        )
-        == 3
-    )
+    text = "def f(found, data):\n    for each in found:\n        own = each.own\n    return wrong(found=own)\n"
+    assert empty_names(text) == 3
 
 
 def test_a_worse_measure_is_broken() -> None:

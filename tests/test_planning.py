@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import fedflat
 from fedflat.assembly import planning
 from fedflat.assembly.planning import alternatives, best, changes, drowned, drowning, forecast, made_up
-from fedflat.cli import filled, main
+from fedflat.cli import filled
 from fedflat.config.recipe import Recipe
 from fedflat.core.checks import InputError
 from fedflat.core.cohorts import Fixed, Truncated
@@ -212,19 +211,14 @@ def test_drowning() -> None:
     assert best(plan_of(noise_multiplier=0, epsilon=None), 1000, noise) == {}
 
 
-def run(*words: str) -> Any:
-    main._assemble()
-    return CliRunner().invoke(main.app, list(words))
-
-
-def test_the_command() -> None:
+def test_the_command(command: Any) -> None:
     words = ["plan", "quick-start", "-o", "rounds=4", "-o", "cohort.size=200", "--no-trial"]
-    found = run(*words)
-    assert found.exit_code == 0, found.output
-    assert all(len(line) <= 80 for line in found.output.splitlines())
+    found = command(*words)
+    assert found.status == 0, found.err
+    assert all(len(line) <= 80 for line in found.out.splitlines())
     for said in ("signal", "At the same ε and δ:", "half the rounds: σ =", "no example was trained on"):
-        assert said in found.output
-    facts = json.loads(run(*words, "--json").output)
+        assert said in found.out
+    facts = json.loads(command(*words, "--json").out)
     assert facts["rounds"] == 4 and facts["epsilon"] <= 8
 
 
@@ -237,15 +231,14 @@ def test_a_network_from_scratch_that_drowns_is_shown_a_public_body_first() -> No
     assert linear["alternatives"][0]["what"] != first["what"]
 
 
-def test_a_drowned_run_says_so_before_it_starts(tmp_path: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_drowned_run_says_so_before_it_starts(command: Any) -> None:
     words = ["quick-start", "-o", "rounds=2", "-o", "cohort.size=200", "-o", "engine.backend=sequential"]
     words += ["-o", "privacy.epsilon=0.01", "-o", "local.steps=1"]
-    found = run("plan", *words, "--no-trial", "-o", "privacy.budget=0.009")
-    assert "stops after" in found.output
-    assert "The noise drowns the signal" in " ".join(found.output.split())
-    assert "A larger clip changes no figure" in " ".join(found.output.split())
-    told = run("run", *words, "--out", str(tmp_path / "run")).output + capfd.readouterr().err
-    assert "The noise drowns the signal" in told and "fedflat plan says" in told
+    text = " ".join(command("plan", *words, "--no-trial", "-o", "privacy.budget=0.009").out.split())
+    for said in ("stops after", "The noise drowns the signal", "A larger clip changes no figure"):
+        assert said in text
+    warned = command("run", *words, "--out", "run").err
+    assert "The noise drowns the signal" in warned and "fedflat plan says" in warned
 
 
 def test_a_job_with_enough_signal_says_nothing() -> None:

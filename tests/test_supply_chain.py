@@ -28,32 +28,31 @@ def pins(text: str) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
+PINNED, CPU = pins(LOCK.read_text()), pins((ROOT / "constraints-cpu.txt").read_text())
+
+
 def test_every_pin_is_exact_and_has_hashes() -> None:
-    for text in (LOCK.read_text(), (ROOT / "constraints-cpu.txt").read_text()):
-        for name, (version, hashes) in pins(text).items():
-            assert version.startswith("==") and "*" not in version, name
-            assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for one in hashes), name
-            assert len(set(hashes)) == len(hashes), name
+    for name, (version, hashes) in [*PINNED.items(), *CPU.items()]:
+        assert version.startswith("==") and "*" not in version, name
+        assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for one in hashes), name
+        assert len(set(hashes)) == len(hashes), name
 
 
 def test_every_requirement_has_a_pin_in_its_range() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    known = pins(LOCK.read_text())
     needs = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
     needs += [line for extra in EXTRAS for line in project["project"]["optional-dependencies"][extra]]
     needs += [line for group in project["dependency-groups"].values() for line in group]
     for line in needs:
         need = Requirement(line)
-        assert need.specifier.contains(known[need.name.lower()][0].removeprefix("==")), line
+        assert need.specifier.contains(PINNED[need.name.lower()][0].removeprefix("==")), line
 
 
 def test_the_processors_wheel_is_the_pinned_version() -> None:
-    cpu, known = pins((ROOT / "constraints-cpu.txt").read_text()), pins(LOCK.read_text())
-    assert {name: version.partition("+")[0] for name, (version, _) in cpu.items()} == {"torch": known["torch"][0]}
+    assert {name: version.partition("+")[0] for name, (version, _) in CPU.items()} == {"torch": PINNED["torch"][0]}
 
 
 def test_what_doctor_compares_with_is_what_is_pinned() -> None:
-    known = pins(LOCK.read_text())
     tested = (ROOT / "fedflat" / "tested.txt").read_text().splitlines()
     assert {line.partition("==")[0] for line in tested} >= {"torch", "numpy", "dp-accounting", "flwr"}
-    assert all(known[name][0] == f"=={version}" for name, version in (line.split("==") for line in tested))
+    assert all(PINNED[name][0] == f"=={version}" for name, version in (line.split("==") for line in tested))

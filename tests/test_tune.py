@@ -282,14 +282,6 @@ def test_a_killed_selection_goes_on_with_what_was_drawn(
         tuning.tune(asked(), folder)
 
 
-def test_trials_that_are_left_or_fail_select_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    half = Comparison(tmp_path, None, None, (), {"a": "out of memory"}, 2, 5)
-    monkeypatch.setattr(tuning, "compare", lambda *_: half)
-    with pytest.raises(RunError, match=r"1 trials failed, 2 are left \(out of memory\)"):
-        tuning.tune(asked(), tmp_path / "tuned")
-    assert "winner" not in json.loads((tmp_path / "tuned" / tuning.DRAW).read_text())
-
-
 def test_losers_leave_no_key_and_no_mark(tmp_path: Path, here: Callable[..., Here]) -> None:
     known = set(keys.folder().parent.rglob("*"))
     here()
@@ -459,7 +451,7 @@ def test_the_command(command: Callable[..., Any], tmp_path: Path, here: Callable
 
 
 @pytest.mark.parametrize("on", ["clients", "proxy"])
-def test_what_is_not_done_ends_with_status_1(
+def test_trials_that_are_left_or_fail_select_nothing_and_end_with_status_1(
     command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: str
 ) -> None:
     half = Comparison(tmp_path, None, None, (), {"a": "out of memory"}, 2, 5)
@@ -467,6 +459,8 @@ def test_what_is_not_done_ends_with_status_1(
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     said = command("tune", "small.yaml", "--vary", "local.lr=0.1,1", "--trials", "2", "--on", on)
     assert said.status == 1 and "1 trials failed, 2 are left (out of memory); the same command goes on" in said.err
+    if on == "clients":
+        assert "winner" not in json.loads((tmp_path / "runs" / "tune-small" / tuning.DRAW).read_text())
 
 
 def test_no_score_is_taken_on_rows_of_natural_clients(tmp_path: Path) -> None:
