@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -82,12 +83,8 @@ def test_fits_on_the_same_users_are_added_up_and_others_are_not() -> None:
 def test_a_fit_that_fails_leaves_no_model_and_counts_where_it_wrote_files(tmp_path: Path, monkeypatch: Any) -> None:
     x, y = rows()
     model = PrivateClassifier(epsilon=2, **QUICK).fit(x, y, users=USERS)
-
-    def stopped(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(estimator, "run", stopped)
+        patch.setattr(estimator, "run", Mock(side_effect=KeyboardInterrupt))
         for out in (None, tmp_path / "run"):
             with pytest.raises(KeyboardInterrupt):
                 model.set_params(out=out).fit(x, y, users=USERS)

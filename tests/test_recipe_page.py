@@ -105,19 +105,22 @@ def test_a_key_without_its_section_is_pointed_at() -> None:
     assert [key.path for key in reference.explain("model.name")] == ["model"]
     with pytest.raises(InputError, match=r"Did you mean privacy\.epsilon\?"):
         reference.explain("epsilon")
-    with pytest.raises(InputError, match=r"Did you mean cohort\.size\?"):
-        Recipe.of(override({"rounds": 1, "algorithm": "dp-fedavg", "cohort": {"size": 1}}, "size=3"))
 
 
-def test_an_object_in_a_recipe_is_sent_beside_it() -> None:
-    said = r"found Algorithm\(…\); .* Beside the recipe: fedflat.run\(recipe, algorithm=…\)"
-    with pytest.raises(InputError, match=said):
-        Recipe.of({**BASE, "algorithm": ALGORITHMS["dp-fedavg"]()})
-
-
-def test_all_missing_keys_are_named_at_once() -> None:
-    with pytest.raises(InputError, match="no rounds, no algorithm, no cohort"):
-        Recipe.of({"name": "x"})
+@pytest.mark.parametrize(
+    ("recipe", "sentence"),
+    [
+        ({**BASE, "size": 3}, r"Did you mean cohort\.size\?"),
+        (
+            {**BASE, "algorithm": ALGORITHMS["dp-fedavg"]()},
+            r"found Algorithm\(…\); .*: fedflat.run\(recipe, algorithm=…\)",
+        ),
+        ({"name": "x"}, "no rounds, no algorithm, no cohort"),
+    ],
+)
+def test_what_is_no_recipe_is_told_where_it_belongs(recipe: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        Recipe.of(recipe)
 
 
 def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
