@@ -20,6 +20,7 @@ from fork_server import CONTEXT, quick_processes
 
 from fedflat.cli import main as cli
 from fedflat.core.checks import InputError
+from fedflat.report.metrics import read_run
 from fedflat.report.progress import RunEvent
 from fedflat.simulation import experiment
 from fedflat.simulation.experiment import Comparison, compare
@@ -90,10 +91,9 @@ def test_names_that_are_paths_stay_inside_the_folder() -> None:
 
 
 def test_the_same_setting_twice_is_refused() -> None:
-    with pytest.raises(InputError, match="two settings named"):
-        expand([TINY, TINY], [], 1)
-    with pytest.raises(InputError, match="two settings named"):
-        expand([TINY, {**TINY, "rounds": 4}], [], 1)
+    for other in (TINY, {**TINY, "rounds": 4}):
+        with pytest.raises(InputError, match="two settings named"):
+            expand([TINY, other], [], 1)
 
 
 def test_a_typo_in_the_third_method_stops_before_anything(tmp_path: Path) -> None:
@@ -178,8 +178,7 @@ def test_the_table_is_that_of_the_runs(done: tuple[Comparison, list[RunEvent]]) 
     assert (first["method"], second["method"]) == ("dp-fedavg", "dp-fedsam")
 
     def final(method: str, seed: int) -> float:
-        lines = (found.folder / f"tiny_{method}" / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()
-        return float(json.loads(lines[-1])["test_accuracy"])
+        return float(read_run(found.folder / f"tiny_{method}" / f"seed-{seed}").metrics[-1]["test_accuracy"])
 
     finals = [final("dp-fedsam", seed) for seed in (0, 1)]
     assert second["seeds"] == 2 and second["final"]["mean"] == pytest.approx(sum(finals) / 2)

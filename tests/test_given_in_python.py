@@ -9,7 +9,7 @@ import yaml
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedflat import Algorithm, InputError, Recipe
+from fedflat import Algorithm, InputError, Recipe, Result
 from fedflat.algorithms import ALGORITHMS
 from fedflat.assembly.inputs import as_given
 from fedflat.assembly.jobs import prepare
@@ -42,9 +42,9 @@ def clients() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(6, 5, generator=draw), torch.randint(0, 3, (6,), generator=draw)) for _ in range(5)]
 
 
-def stopped_run(out: Path) -> None:
+def stopped_run(out: Path, resume: bool = False) -> Result:
     asked = iter((False, True))
-    simulation.run(RECIPE, mine(), clients(), out=out, should_stop=lambda: next(asked))
+    return simulation.run(RECIPE, mine(), clients(), out=out, resume=resume, should_stop=lambda: next(asked))
 
 
 def test_the_records_name_what_was_given(tmp_path):
@@ -148,8 +148,7 @@ def test_what_resuming_finds_damaged_is_said_and_a_lost_ledger_leaves_nothing(tm
     folder = tmp_path / "run"
     stopped_run(folder)
     (folder / "privacy.json").write_text('{"proven_epsilon": 0.1}')
-    asked = iter((False, True))
-    found = simulation.run(RECIPE, mine(), clients(), out=folder, resume=True, should_stop=lambda: next(asked))
+    found = stopped_run(folder, resume=True)
     assert found.notes == (
         "privacy.json is not as it was written; set aside as privacy.json.damaged, a new one comes at the end",
     )

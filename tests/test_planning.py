@@ -129,12 +129,12 @@ def test_a_common_mask_carries_all_noise(name: str) -> None:
 
 
 def test_noise_of_other_trust_models() -> None:
-    found = {
-        trust: forecast(changed(privacy={"clip": 0.5, "noise_multiplier": 1, "trust": trust}), trial=False)[0]
+    central, local = (
+        forecast(changed(privacy={"clip": 0.5, "noise_multiplier": 1, "trust": trust}), trial=False)[0]
         for trust in ("central", "local")
-    }
-    central, local = (found[trust]["signal_to_noise_at_best"] for trust in ("central", "local"))
-    assert central["round"] == pytest.approx(local["round"] * math.sqrt(20))
+    )
+    ratio = "signal_to_noise_at_best"
+    assert central[ratio]["round"] == pytest.approx(local[ratio]["round"] * math.sqrt(20))
     votes, _ = forecast(changed(algorithm="ae-dpfl", rounds=2), trial=True)
     assert votes["signal_to_noise_at_best"] is None and "votes" in votes["trial"]
 
@@ -159,12 +159,9 @@ def test_every_alternative_has_its_own_noise() -> None:
     assert found["half the rounds"]["noise_multiplier"] == pytest.approx(plan_of(rounds=15).noise_multiplier, rel=2e-3)
     assert found["twice the cohort"]["noise_multiplier"] == pytest.approx(plan_of(cohort=40).noise_multiplier, rel=2e-3)
     same = best(plan, 1000, noise)
-    tenth, twice = (
-        found[what]["signal_to_noise_at_best"]
-        for what in ("a tenth of the parameters", "twice the clients, twice the cohort")
-    )
-    assert tenth["round"] == pytest.approx(math.sqrt(10) * same["round"])
-    assert twice["round"] == pytest.approx(2 * same["round"], rel=2e-3)
+    ratios = {what: other["signal_to_noise_at_best"]["round"] for what, other in found.items()}
+    assert ratios["a tenth of the parameters"] == pytest.approx(math.sqrt(10) * same["round"])
+    assert ratios["twice the clients, twice the cohort"] == pytest.approx(2 * same["round"], rel=2e-3)
 
 
 @pytest.mark.parametrize("law", [{"trust": "distributed"}, {"adaptive": True}], ids=["distributed", "adaptive"])

@@ -82,16 +82,6 @@ def _two_trials() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Here]]:
-    def put(*args: Any) -> Here:
-        found = Here(*args)
-        monkeypatch.setattr(tuning, "compare", found)
-        return found
-
-    yield put
-
-
 @pytest.mark.parametrize(
     ("vary", "says"),
     [
@@ -245,11 +235,9 @@ def test_a_selection_is_charged_first_and_releases_one_trial_only(
     assert tuning.tune(asked(), folder) == found  # done: nothing runs again
 
 
-def test_a_killed_selection_goes_on_with_what_was_drawn(
-    tmp_path: Path, here: Callable[..., Here], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_selection_goes_on_with_what_was_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "tuned"
-    here(1)
+    monkeypatch.setattr(tuning, "compare", Here(stop_before=1))
     with pytest.raises(KeyboardInterrupt):
         tuning.tune(asked(), folder)
     before, charge = (folder / tuning.DRAW).read_text(), (folder / CHARGE).read_bytes()
@@ -263,7 +251,7 @@ def test_a_killed_selection_goes_on_with_what_was_drawn(
     (tmp_path / "lost" / tuning.DRAW).write_text("{}")
     with pytest.raises(InputError, match="a damaged draw"):
         tuning.tune(asked(), tmp_path / "lost")
-    here()
+    monkeypatch.setattr(tuning, "compare", Here())
     found = tuning.tune(asked(), folder)
     after = json.loads((folder / tuning.DRAW).read_text())["trials"]
     assert [(trial["name"], trial["settings"]) for trial in after] == [
@@ -282,9 +270,9 @@ def test_a_killed_selection_goes_on_with_what_was_drawn(
         tuning.tune(asked(), folder)
 
 
-def test_losers_leave_no_key_and_no_mark(tmp_path: Path, here: Callable[..., Here]) -> None:
+def test_losers_leave_no_key_and_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = set(keys.folder().parent.rglob("*"))
-    here()
+    monkeypatch.setattr(tuning, "compare", Here())
     found = tuning.tune(asked(privacy={"clip": 0.5, "epsilon": 8, "secure_rng": True}), tmp_path / "tuned")
     left = [path for path in set(keys.folder().parent.rglob("*")) - known if path.is_file()]
     winner = Opening.read(tmp_path / "tuned" / WINNER).run
@@ -372,8 +360,7 @@ def test_a_random_process_has_the_form_of_the_data() -> None:
     assert made.fingerprint() == again.fingerprint() and not torch.equal(made.inputs[0], made.inputs[1])
     assert made.inputs.std() == pytest.approx(1, abs=0.02) and len(set(made.sizes.tolist())) > 5
     assert there.data.partition.alpha == 0.6 and made.name == there.data.dataset
-    natural = recipe.model_copy(update={"data": recipe.data.model_copy(update={"partition": "natural"})})
-    natural = natural.model_copy(update={"data": DataSection(dataset="digits", partition="natural", clients=20)})
+    natural = recipe.model_copy(update={"data": DataSection(dataset="digits", partition="natural", clients=20)})
     assert proxy.on_proxy(natural, replace(real, test_inputs=None, test_targets=None)).data.partition.kind == "iid"
 
 
@@ -403,8 +390,9 @@ def test_keys_that_a_random_process_does_not_use_are_refused() -> None:
         proxy.on_proxy(Recipe.of(SMALL), text)
 
 
-def test_a_search_on_a_proxy_writes_a_recipe_that_runs(tmp_path: Path, here: Callable[..., Here]) -> None:
-    ran = here()
+def test_a_search_on_a_proxy_writes_a_recipe_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = Here()
+    monkeypatch.setattr(tuning, "compare", ran)
     found = tuning.tune_on_proxy(
         Recipe.of(SMALL), ["local.lr=0.01,1", "algorithm.name=dp-fedavg,dp-fedsam"], 9, tmp_path
     )
@@ -434,8 +422,8 @@ def test_a_mistake_is_one_line_and_status_2(command: Callable[..., Any], words: 
 
 
 @pytest.mark.usefixtures("quick_workers")
-def test_the_command(command: Callable[..., Any], tmp_path: Path, here: Callable[..., Here]) -> None:
-    here()
+def test_the_command(command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "compare", Here())
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     words = ["tune", "small.yaml", "--vary", "local.lr=0.1,1", "--trials", "2"]
     said = command(*words)
