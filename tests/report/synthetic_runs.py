@@ -8,6 +8,8 @@ from typing import Any
 import yaml
 
 from fedflat.core.rng import stream
+from fedflat.report.groups import Group, group_runs
+from fedflat.report.metrics import read_runs
 
 NAMES = ("0.05", "0.25", "0.5", "0.75", "0.95")
 STATEMENT: dict[str, Any] = {
@@ -19,6 +21,9 @@ STATEMENT: dict[str, Any] = {
     "not_covered": ["hyperparameters chosen on the same clients", "everything in private/private.jsonl"],
     "accountant": "pld", "noise": "simulation: noise reproducible from the seed",
 }  # fmt: skip
+
+NONE: dict[str, Any] = dict.fromkeys(("proven_epsilon", "epsilon", "claimed_epsilon"))
+"""What a statement has where nothing is proven or claimed."""
 
 
 def recipe(algorithm: str = "dp-fedsam", seed: int = 0, rounds: int = 300, **changes: Any) -> dict[str, Any]:
@@ -100,6 +105,11 @@ def write_run(
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "privacy.json").write_text(json.dumps(final))
     return folder
+
+
+def grouped(folders: list[Path]) -> list[Group]:
+    """The runs of these folders, by setting."""
+    return group_runs(read_runs(folders))
 
 
 def write_many(root: Path, methods: int, seeds: int, rounds: int = 300) -> list[Path]:

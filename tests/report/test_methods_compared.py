@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from synthetic_runs import write_many, write_run
+from synthetic_runs import NONE, grouped, write_many, write_run
 
 from fedflat.report import figures, groups, metrics, pages, tables
 from fedflat.report.figures import Figure, Series, figures_of_run
@@ -14,12 +14,8 @@ from fedflat.report.pages import describe
 from fedflat.report.plates import draw_on, write_figure
 
 
-def read(folders: list[Path]) -> list[groups.Group]:
-    return groups.group_runs(map(metrics.read_run, folders))
-
-
 def test_equal_privacy_starts_at_nothing(tmp_path: Path) -> None:
-    found = figures.figures_of_groups(read(write_many(tmp_path / "runs", 3, 1, rounds=20)))
+    found = figures.figures_of_groups(grouped(write_many(tmp_path / "runs", 3, 1, rounds=20)))
     lines = next(figure for figure in found if figure.key == "epsilon").series
     assert len({line.classes for line in lines}) == 3
     for line in lines:
@@ -58,12 +54,11 @@ def test_line_ends_are_named_and_apart(count: int) -> None:
 
 
 def test_the_headline_is_the_best_private_method(tmp_path: Path) -> None:
-    none = {"proven_epsilon": None, "epsilon": None, "claimed_epsilon": None}
-    top = [write_run(tmp_path / f"f{seed}", "fedavg", seed, top=0.99, rounds=30, statement=none) for seed in range(3)]
-    found = tables.comparison_table(read([*top, *write_many(tmp_path / "runs", 2, 3, rounds=30)])).headline
+    top = [write_run(tmp_path / f"f{seed}", "fedavg", seed, top=0.99, rounds=30, statement=NONE) for seed in range(3)]
+    found = tables.comparison_table(grouped([*top, *write_many(tmp_path / "runs", 2, 3, rounds=30)])).headline
     assert all(part in found for part in ("Best at ε = 9.37: dp-fedsam, ", "(95 % interval", "by these 3 seeds."))
-    assert tables.comparison_table(read(top)).headline == ""
-    assert tables.comparison_table(read([top[0], tmp_path / "runs" / "dp-fedavg-0"])).headline == ""
+    assert tables.comparison_table(grouped(top)).headline == ""
+    assert tables.comparison_table(grouped([top[0], tmp_path / "runs" / "dp-fedavg-0"])).headline == ""
 
 
 @pytest.fixture
@@ -78,7 +73,7 @@ def grid(tmp_path: Path) -> list[groups.Group]:
                     write_run(tmp_path / f"{name}-{epsilon:g}-{seed}", name, seed, rounds=5, top=top, private=False,
                               privacy=privacy, statement={"proven_epsilon": epsilon, "claimed_epsilon": epsilon})
                 )  # fmt: skip
-    return read(folders)
+    return grouped(folders)
 
 
 def test_a_grid_compares_within_equal_epsilon_only(grid: list[groups.Group], tmp_path: Path) -> None:
@@ -95,7 +90,7 @@ def test_a_grid_compares_within_equal_epsilon_only(grid: list[groups.Group], tmp
     assert "? ended at the accuracy of guessing: dp-fedsam (epsilon=8) (2 of 2 runs)." in text
     assert "Best at ε = 8" not in text  # and none where only one is left
     assert {groups.without_epsilon(f"a ({of})") for of in ("rho=1, epsilon=2", "epsilon=2, rho=1")} == {"a (rho=1)"}
-    found = groups.headline([*grid[:2], *read(write_many(tmp_path / "more", 2, 2, rounds=5))])
+    found = groups.headline([*grid[:2], *grouped(write_many(tmp_path / "more", 2, 2, rounds=5))])
     assert "dp-fedavg by these 2 seeds. Best at ε = 9.37: dp-fedsam, " in found and found.count("by these") == 2
 
 
@@ -113,6 +108,6 @@ def test_a_grid_is_kept_by_seed_and_drawn_by_epsilon(grid: list[groups.Group], t
 
 
 def test_a_figure_in_words_states_what_it_shows(tmp_path: Path) -> None:
-    accuracy = figures.figures_of_groups(read(write_many(tmp_path / "runs", 3, 1, rounds=20)))[0]
+    accuracy = figures.figures_of_groups(grouped(write_many(tmp_path / "runs", 3, 1, rounds=20)))[0]
     assert describe(accuracy).startswith("In the end, highest first: dp-fedsam-topk ")
     assert describe(figures_of_run(metrics.read_run(tmp_path / "runs" / "dp-fedavg-0"))[1]).startswith("In the end: ")

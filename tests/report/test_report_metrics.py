@@ -23,24 +23,16 @@ def test_reads_every_file(run_folder: Path) -> None:
     assert run.privacy["proven_epsilon"] == 9.37
 
 
-@pytest.mark.parametrize("cut", [1, 7, 60])
-def test_torn_last_line_is_left_out(run_folder: Path, cut: int) -> None:
+@pytest.mark.parametrize(
+    ("cut", "added", "whole"),
+    [(2, b"", 19), (8, b"", 19), (61, b"", 19), (1, b"", 20), (1, '\n{"round": 20, "note": "ε'.encode()[:-1], 20)],
+    ids=["brace", "value", "key", "newline alone", "inside a character"],
+)
+def test_a_torn_last_line_is_left_out(run_folder: Path, cut: int, added: bytes, whole: int) -> None:
     for name in ("metrics.jsonl", "private/private.jsonl"):
-        (run_folder / name).write_bytes((run_folder / name).read_bytes()[: -(cut + 1)])
+        (run_folder / name).write_bytes((run_folder / name).read_bytes()[:-cut] + added)
     run = metrics.read_run(run_folder)
-    assert len(run.metrics) == len(run.private) == 19
-
-
-def test_torn_inside_a_character(run_folder: Path) -> None:
-    with (run_folder / "metrics.jsonl").open("ab") as file:
-        file.write('{"round": 20, "note": "ε'.encode()[:-1])
-    assert len(metrics.read_run(run_folder).metrics) == 20
-
-
-def test_only_the_newline_is_missing(run_folder: Path) -> None:
-    path = run_folder / "metrics.jsonl"
-    path.write_bytes(path.read_bytes()[:-1])
-    assert len(metrics.read_run(run_folder).metrics) == 20
+    assert len(run.metrics) == len(run.private) == whole
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\x00\xff", b'{"round": 0}\n{"round": 1\n', b"[1]\n"])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from markupsafe import escape
 from safetensors.numpy import save_file
-from synthetic_runs import write_many, write_run
+from synthetic_runs import NONE, write_many, write_run
 
 from fedflat.cli import catalogue
 from fedflat.core.checks import InputError
@@ -49,33 +50,34 @@ class Balance(HTMLParser):
         assert self.open and self.open.pop() == tag, (tag, self.open, self.getpos())
 
 
-def page_of(folders: list[Path], out: Path) -> str:
-    return write_report(folders, out / "report.html").read_text(encoding="utf-8")
-
-
 def figures_in(page: str) -> dict[str, dict[str, Any]]:
     pattern = r'<figure class="card[^"]*" id="f-([a-z-]+)">.*?<script type="application/json">(.*?)</script>'
     return {key: json.loads(found) for key, found in re.findall(pattern, page, re.DOTALL)}
 
 
-def check_page(page: str) -> None:
+def page_of(folders: list[Path], out: Path) -> str:
+    """The page of these runs, whole and self-contained as every page must be."""
+    page = write_report(folders, out / "report.html").read_text(encoding="utf-8")
     assert "://" not in page and "url(" not in page and "@import" not in page
     parser = Balance()
     parser.feed(page)
     parser.close()
     assert parser.open == []
     assert len(parser.ids) == len(set(parser.ids))
+    return page
 
 
 def test_full_run(tmp_path: Path) -> None:
     page = page_of([write_run(tmp_path / "run")], tmp_path)
-    check_page(page)
     assert len(page.encode()) < 300_000
     assert set(figures_in(page)) == RELEASED
-    assert str(tmp_path) not in page
-    hidden = tmp_path / "private" / "report.html"
-    assert set(figures_in(hidden.read_text("utf-8"))) == RELEASED | SIMULATED
-    assert hidden.stat().st_mode & 0o077 == 0
+    assert str(tmp_path) not in page and PRIVATE not in page
+    path = tmp_path / "private" / "report.html"
+    hidden = path.read_text("utf-8")
+    assert path.stat().st_mode & 0o077 == 0
+    cards = {key: style for style, key in re.findall(r'<figure class="(card[^"]*)" id="f-([a-z-]+)">', hidden)}
+    assert set(cards) == set(figures_in(hidden)) == RELEASED | SIMULATED
+    assert {key for key, style in cards.items() if "private" in style} == SIMULATED and PRIVATE in hidden
 
 
 def test_numbers_equal_the_records(tmp_path: Path) -> None:
@@ -106,29 +108,19 @@ def test_line_passes_through_its_points(tmp_path: Path) -> None:
 
 def test_deployment_has_nothing_private(tmp_path: Path) -> None:
     page = page_of([write_run(tmp_path / "run", private=False, rounds=12)], tmp_path)
-    check_page(page)
     assert set(figures_in(page)) == RELEASED
     assert PRIVATE not in page and "Personal accuracy" not in page
 
 
-def test_what_is_private_is_marked(tmp_path: Path) -> None:
-    assert PRIVATE not in page_of([write_run(tmp_path / "run", rounds=12)], tmp_path)
-    page = (tmp_path / "private" / "report.html").read_text("utf-8")
-    cards = dict(re.findall(r'<figure class="(card[^"]*)" id="f-([a-z-]+)">', page)[i][::-1] for i in range(14))
-    assert all(("private" in cards[key]) == (key in SIMULATED) for key in RELEASED | SIMULATED)
-    assert PRIVATE in page
-
-
 def test_no_epsilon_shows_infinity_and_reason(tmp_path: Path) -> None:
-    none = {"proven_epsilon": None, "epsilon": None, "claimed_epsilon": None, "reasons": ["No noise was added."]}
+    none = NONE | {"reasons": ["No noise was added."]}
     page = page_of([write_run(tmp_path / "run", "fedavg", rounds=12, statement=none)], tmp_path)
-    check_page(page)
     assert "<b>∞ (none)</b><span>No noise was added.</span>" in page
     assert "epsilon" not in figures_in(page) and 'name="axis"' not in page
 
 
 def test_a_claim_is_never_alone(tmp_path: Path) -> None:
-    published = {"proven_epsilon": None, "epsilon": None, "protocol": "published", "reasons": ["Clipped per tensor."]}
+    published = NONE | {"claimed_epsilon": 9.37, "protocol": "published", "reasons": ["Clipped per tensor."]}
     page = page_of([write_run(tmp_path / "run", rounds=12, statement=published)], tmp_path)
     claims = [found.start() for found in re.finditer("claims 9.37|formula: 9.37|<dd>9.37", page)]
     assert len(claims) == 4  # tile, notice, card, statement
@@ -149,7 +141,6 @@ def test_statement_without_a_proven_figure_says_none(tmp_path: Path) -> None:
 def test_unknown_statement_keys_are_shown(tmp_path: Path) -> None:
     extra = {"some_new_key": {"inner_list": [1, {"deep": ["x"]}]}, "flag": True, "empty": {}}
     page = page_of([write_run(tmp_path / "run", rounds=3, statement=extra)], tmp_path)
-    check_page(page)
     assert "<dt>Some new key</dt>" in page and "<dt>Inner list</dt>" in page and "<dd>yes</dd>" in page
 
 
@@ -160,7 +151,6 @@ def test_user_text_is_escaped(tmp_path: Path) -> None:
     one = write_run(tmp_path / "run", evil, rounds=3, statement=statement, **named)
     other = write_run(tmp_path / "other", rounds=3)
     for page in (page_of([one], tmp_path), page_of([one, other], tmp_path)):
-        check_page(page)
         assert "<img" not in page and str(escape(evil)) in page
 
 
@@ -172,7 +162,6 @@ def test_torn_and_empty_folders(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "private/private.jsonl"):
         (folder / name).write_text("")
     page = page_of([folder], tmp_path)
-    check_page(page)
     assert "never evaluated" in page and figures_in(page) == {}
 
 
@@ -187,7 +176,6 @@ def test_any_values_can_be_drawn(tmp_path: Path, values: list[float]) -> None:
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     (folder / "privacy.json").write_text('{"proven_epsilon": 1.0}')
     page = page_of([folder], tmp_path)
-    check_page(page)
     assert not re.search(r"\b(nan|inf)\b", "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL)))
 
 
@@ -210,7 +198,6 @@ def test_a_run_that_ended_at_guessing_has_no_best_round(tmp_path: Path) -> None:
 
 def test_fifteen_methods_overlaid(tmp_path: Path) -> None:
     page = page_of([*write_many(tmp_path / "runs", 15, 1)], tmp_path)
-    check_page(page)
     assert len(page.encode()) < 700_000
     assert len(figures_in(page)["accuracy"]["series"]) == 15
     styles = re.findall(r'<button type="button" aria-pressed="true" data-group="\d+">.*?class="line (c\d d\d)', page)
@@ -218,15 +205,14 @@ def test_fifteen_methods_overlaid(tmp_path: Path) -> None:
 
 
 def test_comparison_shows_mean_and_sd(tmp_path: Path) -> None:
-    page = page_of([tmp_path / "runs"], write_many(tmp_path / "runs", 2, 4, rounds=30)[0].parents[1])
-    check_page(page)
-    private = write_report([tmp_path / "runs"], tmp_path / "report.html").parent / "private" / "report.html"
-    assert "norms" not in figures_in(page) and "norms" in figures_in(private.read_text(encoding="utf-8"))
+    write_many(tmp_path / "runs", 2, 4, rounds=30)
+    page = page_of([tmp_path / "runs"], tmp_path)
+    assert "norms" not in figures_in(page)
+    assert "norms" in figures_in((tmp_path / "private" / "report.html").read_text(encoding="utf-8"))
     series = figures_in(page)["accuracy"]["series"]
     runs = [read_run(tmp_path / "runs" / f"dp-fedsam-{seed}") for seed in range(4)]
     finals = [run.metrics[-1]["test_accuracy"] for run in runs]
-    mean = sum(finals) / 4
-    sd = (sum((value - mean) ** 2 for value in finals) / 3) ** 0.5
+    mean, sd = statistics.fmean(finals), statistics.stdev(finals)
     assert series[1]["label"] == "dp-fedsam"
     assert series[1]["y"][-1] == pytest.approx(mean, rel=1e-5)
     assert series[1]["sd"][-1] == pytest.approx(sd, rel=1e-2)
@@ -234,10 +220,8 @@ def test_comparison_shows_mean_and_sd(tmp_path: Path) -> None:
 
 
 def test_a_method_without_epsilon_stays_off_that_axis(tmp_path: Path) -> None:
-    none = {"proven_epsilon": None, "epsilon": None, "claimed_epsilon": None}
-    folders = [write_run(tmp_path / "f", "fedavg", rounds=9, statement=none), write_run(tmp_path / "d", rounds=9)]
+    folders = [write_run(tmp_path / "f", "fedavg", rounds=9, statement=NONE), write_run(tmp_path / "d", rounds=9)]
     page = page_of(folders, tmp_path)
-    check_page(page)
     assert "so by round only: fedavg." in page
     series = figures_in(page)["accuracy"]["series"]
     assert "epsilon" not in series[0]["x"] and "epsilon" in series[1]["x"]
@@ -259,7 +243,6 @@ def test_the_guarantee_stands_first_then_how_to_use_the_model(tmp_path: Path) ->
     records[-1]["class_accuracy"] = [0.9, 0.8]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = page_of([folder], tmp_path)
-    check_page(page)
     sections = re.findall(r'<section id="([a-z]+)">', page)
     assert sections == ["summary", "use", "data", "curves", "guarantee", "recipe", "reproduce"]
     assert page.index("<dt>Proven ε</dt>") < page.index("<dt>Test accuracy</dt>")

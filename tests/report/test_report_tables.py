@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 from scipy import stats
-from synthetic_runs import write_many, write_run
+from synthetic_runs import NONE, grouped, write_many, write_run
 
 from fedflat.core.checks import InputError
 from fedflat.report import figures, groups, metrics, pages, tables, wording
-
-
-def grouped(folders: list[Path]) -> list[groups.Group]:
-    return groups.group_runs(metrics.read_runs(folders))
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +38,11 @@ def test_the_chosen_engine_splits_no_seeds(tmp_path: Path) -> None:
 
 
 def test_a_run_that_came_to_nothing_is_marked_and_has_no_best(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / f"s{seed}", seed=seed, rounds=6) for seed in range(2)]
-    for folder, change in zip(
-        folders, ({"test_loss": None}, {"class_accuracy": [1.0, *[0.0] * 9], "test_accuracy": 0.1})
-    ):
-        path = folder / "metrics.jsonl"
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        records[-1] |= change
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        hidden = folder / "private" / "private.jsonl"
-        secret = [json.loads(line) for line in hidden.read_text().splitlines()]
-        hidden.write_text(
-            "".join(json.dumps({k: v for k, v in r.items() if k != "personal_accuracy"}) + "\n" for r in secret)
-        )
-    runs = metrics.read_runs(folders)
+    runs = metrics.read_runs([write_run(tmp_path / f"s{seed}", seed=seed, rounds=6) for seed in range(2)])
+    runs[0].metrics[-1]["test_loss"] = None
+    runs[1].metrics[-1] |= {"class_accuracy": [1.0, *[0.0] * 9], "test_accuracy": 0.1}
+    for record in [*runs[0].private, *runs[1].private]:
+        del record["personal_accuracy"]
     assert [metrics.summary(run)["best_accuracy"] == metrics.final_accuracy(run) for run in runs] == [True, True]
     table = tables.comparison_table(groups.group_runs(runs))
     assert table.rows[0].fates == ("diverged", "chance")
@@ -140,7 +127,7 @@ def test_no_personal_column_without_personal_accuracies(tmp_path: Path) -> None:
 
 
 def test_no_epsilon_is_said_with_its_reason(tmp_path: Path) -> None:
-    none = {"proven_epsilon": None, "epsilon": None, "claimed_epsilon": None, "reasons": ["No noise was added."]}
+    none = NONE | {"reasons": ["No noise was added."]}
     table = tables.comparison_table(grouped([write_run(tmp_path / "f", "fedavg", rounds=3, statement=none)]))
     for name, text in {"terminal": tables.to_terminal(table), **tables.files(table)}.items():
         assert "No noise was added." in text, name
@@ -157,17 +144,16 @@ def test_the_largest_epsilon_of_the_seeds_stands_for_the_group(tmp_path: Path) -
 def test_different_delta_is_said(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / "a", "dp-fedavg", rounds=3)]
     paths.append(write_run(tmp_path / "b", "dp-fedsam", rounds=3, statement={"delta": 1e-5}))
-    table = tables.comparison_table(groups.group_runs(map(metrics.read_run, paths)))
+    table = tables.comparison_table(grouped(paths))
     assert any("different δ (1e-05, 0.002)" in note for note in tables.notes(table))
 
 
 def test_a_share_never_leaves_its_axis(tmp_path: Path) -> None:
     """Mean + sd of shares near 1 is above 1; band and axis end at 100 % all the same."""
-    paths = [write_run(tmp_path / str(seed), rounds=4, seed=seed) for seed in range(2)]
-    for path, shares in zip(paths, ([1.0, 1.0, 0.9, 0.05], [0.6, 0.7, 0.95, 0.0]), strict=True):
-        lines = [json.dumps({"round": turn, "clipped_fraction": share}) for turn, share in enumerate(shares)]
-        (path / "private/private.jsonl").write_text("\n".join(lines) + "\n")
-    found = figures.figures_of_groups(groups.group_runs(map(metrics.read_run, paths)))
+    runs = metrics.read_runs([write_run(tmp_path / str(seed), rounds=4, seed=seed) for seed in range(2)])
+    for run, shares in zip(runs, ([1.0, 1.0, 0.9, 0.05], [0.6, 0.7, 0.95, 0.0]), strict=True):
+        run.private[:] = [{"round": turn, "clipped_fraction": share} for turn, share in enumerate(shares)]
+    found = figures.figures_of_groups(groups.group_runs(runs))
     clipped = next(figure for figure in found if figure.key == "clipped")
     assert max(clipped.series[0].high) == 1.0 and min(clipped.series[0].low) >= 0.0
     scale = pages.y_scale(clipped)

@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
-from synthetic_runs import write_run
+from synthetic_runs import NONE, grouped, write_run
 
 from fedflat.privacy.ledger import Ledger
 from fedflat.privacy.plan import Plan, build_plan
 from fedflat.privacy.together import Total
-from fedflat.report import groups, metrics, tables
+from fedflat.report import metrics, tables
 from fedflat.report.html import write_report
 from fedflat.report.metrics import Cost, costs
 from fedflat.report.tables import cost_sentences
-
-NONE = {"proven_epsilon": None, "claimed_epsilon": None, "epsilon": None}
 
 
 def plan_of(sigma: float = 0.95) -> Plan:
@@ -34,7 +32,7 @@ def ledgered(folder: Path, algorithm: str, seed: int = 0, sigma: float = 0.95, k
 
 
 def table_of(folders: list[Path]) -> tables.Comparison:
-    return tables.comparison_table(groups.group_runs(map(metrics.read_run, folders)))
+    return tables.comparison_table(grouped(folders))
 
 
 def test_the_total_is_that_of_all_rounds_in_every_format(tmp_path: Path) -> None:
