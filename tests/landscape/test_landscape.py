@@ -4,13 +4,29 @@ import numpy as np
 import pytest
 import torch
 from quadratics import drawn, plain, small
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedflat.core.checks import InputError
-from fedflat.core.params import flatten, layout_of
+from fedflat.core.params import Layout, flatten, layout_of
 from fedflat.landscape.objective import Objective, weights_at
 from fedflat.landscape.surfaces import directions, steps_of, surface
 from fedflat.models import build
+
+EXAMPLES = 237  # whole batches and a part of one
+SHAPES = {"mlp": (1, 5, 5), "cnn": (1, 20, 20), "cnn-2-layers": (1, 20, 20), "cnn-3": (3, 23, 23)}
+"""Of each network's images; cnn-3 leaves out their last row and column."""
+
+
+def built(name: str, threads: int = 1) -> tuple[Objective, Tensor, Layout, nn.Module]:
+    """A built-in network on images, channels last as in a run, or a number of examples for the small one."""
+    if name not in SHAPES:
+        return small(threads, int(name.removeprefix("small-")))
+    module = build(name, SHAPES[name], 4, 0)
+    layout = layout_of(module)
+    x = drawn(EXAMPLES, *SHAPES[name]).float().contiguous(memory_format=torch.channels_last)
+    objective = Objective(module, layout, x, torch.arange(EXAMPLES) % 4, threads=threads)
+    return objective, flatten(module, layout), layout, module
 
 
 def test_a_direction_has_the_norm_of_each_filter() -> None:
@@ -43,35 +59,31 @@ def test_directions_are_the_same_for_every_run_before_normalising() -> None:
     assert abs(float(F.cosine_similarity(first[0], first[1], dim=0))) < 0.5
 
 
-@pytest.mark.parametrize("name", ["mlp", "small"])
+@pytest.mark.parametrize("name", ["small-130", *SHAPES])
 def test_surface_and_line_equal_direct_evaluation(name: str) -> None:
-    objective, weights, layout, module = small()
-    if name == "mlp":  # evaluated by vmap
-        other = build("mlp", (1, 5, 5), 3, 0, hidden=6)
-        layout, weights = layout_of(other), flatten(other, layout_of(other))
-        objective = Objective(other, layout, objective.inputs, objective.targets, threads=1)
-        assert objective.dense
-        module = other  # type: ignore[assignment]
-    pair, steps = directions(weights, layout, 0, 2), steps_of(5, 0.8)
+    objective, weights, layout, module = built(name)
+    assert objective.dense == (name == "mlp")  # evaluated by vmap
+    pair, steps = directions(weights, layout, 0, 2), steps_of(3, 0.8)
+    rel, slack = (1e-4, 1 / EXAMPLES) if "cnn" in name else (2e-5, 1e-6)  # sums in another order
     plane, along = (surface(objective, weights, each, steps) for each in (pair, pair[:1]))
     for i, a in enumerate(steps):
         for j, b in enumerate(steps):
             at = weights + float(a) * pair[0] + float(b) * pair[1]
             loss, accuracy = plain(module, layout, at, objective.inputs, objective.targets)
-            assert plane["loss"][i][j] == pytest.approx(loss, rel=2e-5)
-            assert plane["accuracy"][i][j] == pytest.approx(accuracy)
+            assert plane["loss"][i][j] == pytest.approx(loss, rel=rel)
+            assert plane["accuracy"][i][j] == pytest.approx(accuracy, abs=slack)
     # The line is the surface's middle column; the middle is the model itself.
-    assert np.allclose(along["loss"], [row[2] for row in plane["loss"]], rtol=1e-6)
-    assert plane["loss"][2][2] == objective.value(weights)[0]
+    assert np.allclose(along["loss"], [row[1] for row in plane["loss"]], rtol=1e-6)
+    assert plane["loss"][1][1] == objective.value(weights)[0]
 
 
-@pytest.mark.parametrize("examples", [7, 130])
-def test_any_number_of_threads_gives_the_same_bits(examples: int) -> None:
+@pytest.mark.parametrize("name", ["small-7", "small-130", "cnn"])
+def test_any_number_of_threads_gives_the_same_bits(name: str) -> None:
     found = []
     for threads in (1, 2, 3):
-        objective, weights, layout, _ = small(threads, examples)
+        objective, weights, layout, _ = built(name, threads)
         pair = directions(weights, layout, 0, 2)
-        grid = surface(objective, weights, pair, steps_of(5, 1.0))
+        grid = surface(objective, weights, pair, steps_of(3, 1.0))
         _, gradient = objective.gradient(weights)
         found.append((grid["loss"], grid["accuracy"], gradient.numpy(), objective.product(weights)(pair[0]).numpy()))
     for other in found[1:]:

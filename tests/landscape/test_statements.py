@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,6 @@ FACTS = Facts(
 )  # fmt: skip
 
 
-def test_theorem_2_of_001_with_lemma_4s_condition() -> None:
-    """At α = 1 + 2ln(1/δ)/ε Lemmas 2 to 4 give exactly ε; the condition decides whether they apply."""
-    known = {"q": 0.001, "rounds": 10, "epsilon": 2.0, "delta": 1e-3}
-    found = bounds.noise_condition_001(**known)  # type: ignore[arg-type]
-    assert found.order == pytest.approx(1 + math.log(1e3)) and found.noise_multiplier == math.sqrt(0.7)
-    by_hand = 1 + 2 / 3 * 0.7 * math.log(1 / (0.001 * found.order * 1.7))
-    assert found.limit == pytest.approx(by_hand) and found.order > found.limit
-    small = bounds.noise_condition_001(q=0.0005, rounds=10, epsilon=6.0, delta=1e-3)
-    assert small.order == pytest.approx(1 + math.log(1e3) / 3) and small.order < small.limit
-
-
 def test_convergence_terms_by_hand() -> None:
     terms, ratios = bounds.dp_fedsam(FACTS, rho=0.5)
     assert terms == pytest.approx({
@@ -42,13 +30,13 @@ def test_convergence_terms_by_hand() -> None:
         Facts(lr=0.1, steps=1, rounds=1, clients=1, cohort=1, clip=0, noise_multiplier=0, dimension=1, smoothness=0)
 
 
-def by_reference(found: list[Statement]) -> Iterator[tuple[str, Statement]]:
-    return ((each.reference, each) for each in found)
+def by_reference(setting: Setting) -> dict[str, Statement]:
+    return {each.reference: each for each in statements(setting)}
 
 
 def test_a_setting_with_everything_and_one_with_little() -> None:
     full = Setting(FACTS, 0.1, 2e-3, 2.9, rho=0.05, keep=0.4, samples=50_000)
-    found = dict(by_reference(statements(full)))
+    found = by_reference(full)
     for reference in (
         "Shi et al. 2023a, Eq. 10, Shi et al. 2023b, Eq. 13", "Zhang et al. 2024, Lemma 6",
         "Zhang et al. 2024, Theorem 2", "Shi et al. 2023b, Theorem 4", "Shi et al. 2023b, Theorem 5",
@@ -57,11 +45,11 @@ def test_a_setting_with_everything_and_one_with_little() -> None:
     ):  # fmt: skip
         assert reference in found, reference
     none = Setting(Facts(**{**vars(FACTS), "noise_multiplier": 0.0}), 0.1, 2e-3, math.inf, relation="replace-one")
-    found = dict(by_reference(statements(none)))
+    found = by_reference(none)
     assert found["Zhang et al. 2024, Lemma 6"].value == 0.4 and "void" in found["Zhang et al. 2024, Theorem 2"].said
     assert "Shi et al. 2023b, Theorem 4" not in found
     loose = Setting(FACTS, 0.1, 2e-3, 50.0, rho=0.05, samples=500)  # ε over 2ln(1/δ), too few samples
-    found = dict(by_reference(statements(loose)))
+    found = by_reference(loose)
     assert found["Zhang et al. 2024, Theorem 2"].value is None and "void" in found["Zhang et al. 2024, Theorem 2"].said
 
 
