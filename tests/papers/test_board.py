@@ -1,11 +1,10 @@
 """The leaderboard as the package shows it: its rows name what was run, and a data set's name takes the best recipe."""
 
 import json
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from fedflat.cli.main import _assemble, app
 from fedflat.config.recipe import Recipe
 from fedflat.papers import board
 
@@ -40,9 +39,8 @@ def test_an_announced_recipe_has_the_settings_that_were_measured() -> None:
             assert Recipe.load(task.recipe, [f"{key}={value}" for key, value in row["setting"].items()]) == recipe
 
 
-def test_the_command_shows_all_rows() -> None:
-    _assemble()
-    shown, listed = (CliRunner().invoke(app, ["leaderboard", *more]).output for more in ([], ["--json"]))
+def test_the_command_shows_all_rows(command: Any) -> None:
+    shown, listed = (command("leaderboard", *more).out for more in ([], ["--json"]))
     assert "CIFAR-10, 0.1" in shown and "Shakespeare" in shown and max(map(len, shown.splitlines())) <= 80
     printed, rows = json.loads(listed), board.load()["rows"]
     assert [(r["method"], r["accuracies"]) for r in printed] == [(r["method"]["name"], r["accuracy"]) for r in rows]

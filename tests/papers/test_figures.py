@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bowls
 import pytest
 
 from fedflat.cli.reproduce import Request, reproduce, write_pages
@@ -151,7 +152,8 @@ def test_bars_stand_in_pairs() -> None:
 
 def test_a_page_and_three_files_of_each_drawing(tmp_path: Path) -> None:
     figure = find_figure("000", "figure-4")
-    found = Drawn(figure, "small", (replace(drawn(figure.panels[0]), key="axis-0"),), (landscape(),))
+    landscape = bowls.found(bowls.group("dp-fedavg", 0, seeds=1), bowls.group("dp-fedsam", 1, seeds=1))
+    found = Drawn(figure, "small", (replace(drawn(figure.panels[0]), key="axis-0"),), (landscape,))
     pages = write_pages(replace(found, remarks=("Measured <here>.",)), tmp_path)
     assert [page.name for page in pages] == ["landscape-0.html", "figure-4.html"]
     text = pages[1].read_text(encoding="utf-8")
@@ -181,27 +183,6 @@ def test_plates_have_the_pages_colours_and_dashes() -> None:
     assert len(plates.PALETTE) == groups.COLOURS and len(plates.STYLES) == groups.DASHES
     light = style[: style.index("@media")]
     assert all(f"--c{place}: {colour};" in light for place, colour in enumerate(plates.PALETTE))
-
-
-def landscape() -> dict[str, Any]:
-    """A record of two bowls, as ``landscape.flatness.measure`` gives it."""
-    steps = [-1.0, -0.5, 0.0, 0.5, 1.0]
-
-    def group(label: str, style: int, width: float) -> dict[str, Any]:
-        loss = [[0.1 + (a * a + b * b) / width for b in steps] for a in steps]
-        curve = {"loss": loss[2], "accuracy": [0.5] * 5, "loss_sd": None, "accuracy_sd": None}
-        half = {"mean": 0.5, "sd": None}
-        return {
-            "label": label, "model": "global", "style": style, "seeds": [0], "epsilon": None, "private": False,
-            "numbers": dict.fromkeys(("loss", "accuracy", "eigenvalue", "trace", "ascent", "noise_accuracy"), half),
-            "differences": {}, "line": {"steps": steps, **curve}, "noise": {"levels": steps, **curve},
-            "surface": {"steps": steps, "loss": loss},
-        }  # fmt: skip
-
-    settings = {"on": "test", "seed": 0, "rho": 0.05, "noise": [0.1], "points": 5}
-    model = {"run": "a", "examples": 10, "curvature_examples": 10}
-    groups = [group("dp-fedavg", 0, 0.5), group("dp-fedsam", 1, 2.0)]
-    return {"settings": settings, "groups": groups, "models": [model], "notes": []}
 
 
 @pytest.mark.usefixtures("quick_workers")

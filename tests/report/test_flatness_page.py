@@ -2,48 +2,14 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from bowls import SIDE, found, group
 from test_report_browser import CHROMIUM, browse, probe
 
 from fedflat.report import plates
 from fedflat.report.flatness import difference_notes, pair_text, render
-
-SIDE = 11
-
-
-def bowl(steepness: float) -> dict[str, Any]:
-    """A surface that rises with the squared distance from its middle."""
-    steps = np.linspace(-1, 1, SIDE)
-    loss = 0.1 + steepness * (steps[:, None] ** 2 + steps[None] ** 2)
-    return {"steps": steps.tolist(), "loss": loss.tolist(), "accuracy": (1 / (1 + loss)).tolist()}
-
-
-def value(mean: float, sd: float | None = 0.1) -> dict[str, Any]:
-    return {"mean": mean, "sd": sd, "count": 2}
-
-
-def group(label: str, style: int, model: str = "global", surface: bool = True) -> dict[str, Any]:
-    grid = bowl(1.0 + style)
-    middle = [row[SIDE // 2] for row in grid["loss"]]
-    curve = {"loss": middle, "loss_sd": [0.1] * SIDE, "accuracy": [0.9] * SIDE, "accuracy_sd": [0.01] * SIDE}
-    names = ("loss", "accuracy", "eigenvalue", "trace", "one_step", "ascent", "noise_loss", "noise_accuracy", "norm")
-    gap = {"mean": -0.5, "low": -0.8, "high": -0.2, "pairs": 2}
-    return {
-        "label": label, "model": model, "style": style, "seeds": [0, 1],
-        "epsilon": value(8.0), "private": model != "global",
-        "numbers": {name: value(0.5) for name in names}, "differences": dict.fromkeys(names, gap) if style else {},
-        "line": {"steps": grid["steps"]} | curve, "noise": {"levels": grid["steps"]} | curve,
-        "surface": grid if surface else None,
-    }  # fmt: skip
-
-
-def found(*groups: dict[str, Any]) -> dict[str, Any]:
-    model = {"run": "a", "examples": 100, "curvature_examples": 50}
-    settings = {"on": "test", "seed": 0, "noise": [0.1, 0.2, 0.3], "rho": 0.05}
-    return {"settings": settings, "groups": list(groups), "models": [model], "notes": ["<note>"]}
 
 
 def test_a_flat_surface_has_no_lines_and_a_shallow_one_has() -> None:
