@@ -12,6 +12,8 @@ from benchmarks.table import markdown, ratio
 from benchmarks.workloads import ALL, BY_NAME, network, read_data, write_data
 from fedflat.models import build
 
+BARE = {"date": "", "rounds": 1, "machine": {"cpu": "", "cores": 1, "load_before": 0.0}}
+
 
 @pytest.mark.parametrize("workload", ALL, ids=lambda w: w.name)
 def test_peers_train_the_same_model(workload: object) -> None:
@@ -43,9 +45,7 @@ def test_written_data_is_what_every_system_reads(tmp_path: Path) -> None:
 def test_systems_take_turns_and_fill_the_table(tmp_path: Path) -> None:
     found = measure(BY_NAME["W2"], [s for s in SYSTEMS if s.name in ("fedflat", "limit")], 1, tmp_path)
     assert {len(entry["seconds"]) for entry in found["systems"].values()} == {1}
-    report = {
-        "date": "", "rounds": 1, "machine": {"cpu": "", "cores": 1, "load_before": 0.0}, "workloads": {"W2": found},
-    }  # fmt: skip
+    report = BARE | {"workloads": {"W2": found}}
     assert ratio(report, "W2", "fedflat", "limit") is not None
     assert "| limit |" in markdown(report)
 
@@ -53,8 +53,4 @@ def test_systems_take_turns_and_fill_the_table(tmp_path: Path) -> None:
 def test_a_system_that_failed_is_in_the_table() -> None:
     workload = dataclasses.asdict(BY_NAME["W1"])
     systems = {"fedflat": {"min": 1.0, "median": 1.0, "facts": {}}, "pfl": {"error": "no wheel"}}
-    report = {
-        "date": "", "rounds": 1, "machine": {"cpu": "", "cores": 1, "load_before": 0.0},
-        "workloads": {"W1": {"workload": workload, "systems": systems}},
-    }  # fmt: skip
-    assert "failed: 'no wheel'" in markdown(report)
+    assert "failed: 'no wheel'" in markdown(BARE | {"workloads": {"W1": {"workload": workload, "systems": systems}}})

@@ -198,7 +198,6 @@ def test_the_command(folder: Path, tmp_path: Path, command: Any) -> None:
 
 def test_no_folder_is_one_line_at_once(folder: Path, tmp_path: Path, command: Any) -> None:
     """Beside it and no deeper: its parent may be the root of everything."""
-    (tmp_path / "deep" / "er").mkdir(parents=True)
     shutil.copytree(folder / "one", tmp_path / "deep" / "er" / "run")
     with pytest.raises(InputError, match="no such folder") as hidden:
         read_run(tmp_path / "nowhere")

@@ -39,6 +39,14 @@ def run(shown: Progress, rounds: int, start: int = 0, **more: Any) -> None:
         shown.round(record(turn, **more), {"cohort": 48, "personal_accuracy": 0.7, "seconds": 0.25})
 
 
+def shown_after(rounds: int, job: Any, recipe: Any = RECIPE, quiet: bool = False, **more: Any) -> Progress:
+    """The progress of a whole run."""
+    with Progress(recipe, quiet=quiet) as shown:
+        shown.start(job)
+        run(shown, rounds, **more)
+    return shown
+
+
 def drawn(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """An 80-column terminal whose output is kept."""
     out = io.StringIO()
@@ -65,9 +73,7 @@ def clocked(shown: Any, monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("rounds", [1, 2, 17, 19, 40, 300, 1001])
 def test_a_run_without_a_terminal_prints_a_few_narrow_lines(capsys: pytest.CaptureFixture[str], rounds: int) -> None:
-    with Progress(SimpleNamespace(**{**vars(RECIPE), "rounds": rounds, "name": "quick-start"})) as shown:
-        shown.start(job(rounds))
-        run(shown, rounds)
+    shown_after(rounds, job(rounds), SimpleNamespace(**{**vars(RECIPE), "rounds": rounds, "name": "quick-start"}))
     lines = capsys.readouterr().out.splitlines()
     assert 2 <= len(lines) <= 21
     assert max(map(len, lines)) <= 80
@@ -77,9 +83,7 @@ def test_a_run_without_a_terminal_prints_a_few_narrow_lines(capsys: pytest.Captu
 
 
 def test_quiet_prints_nothing_at_all(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(RECIPE, quiet=True) as shown:
-        shown.start(job())
-        run(shown, 300)
+    shown_after(300, job(), quiet=True)
     with ExperimentProgress(quiet=True) as experiment:
         experiment.update(RunEvent("a/seed-0", "failed", 0, 3, note="no"))
     found = capsys.readouterr()
@@ -98,19 +102,14 @@ def test_time_left_counts_only_this_sessions_rounds(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_live_view_fits_80_columns() -> None:
-    shown = Progress(RECIPE, quiet=True)
-    shown.start(job())
-    run(shown, 299, epsilon=12345.678)
-    lines = on_screen(shown)
+    lines = on_screen(shown_after(299, job(), quiet=True, epsilon=12345.678))
     assert len(lines) == 3 and max(map(len, lines)) <= 80
     assert "round 299/300" in lines[1] and "clients/s" in lines[2]
 
 
 def test_a_terminal_gets_a_live_view_and_no_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     out = drawn(monkeypatch)
-    with Progress(RECIPE) as shown:
-        shown.start(job())
-        run(shown, 20)
+    shown_after(20, job())
     assert "round  20/300" in out.getvalue() and "round   1/300\n" not in out.getvalue()
 
 
@@ -119,17 +118,12 @@ def test_a_terminal_that_cannot_redraw_gets_the_plain_lines(
 ) -> None:
     out = drawn(monkeypatch)
     monkeypatch.setenv("TERM", "dumb")
-    with Progress(RECIPE) as shown:
-        shown.start(job())
-        run(shown, 300)
+    shown_after(300, job())
     assert out.getvalue() == "" and "300/300" in capsys.readouterr().out
 
 
 def test_a_published_protocol_shows_no_epsilon_while_it_runs() -> None:
-    shown = Progress(RECIPE, quiet=True)
-    shown.start(job(protocol="published"))
-    run(shown, 5)
-    assert "ε" not in "\n".join(on_screen(shown))
+    assert "ε" not in "\n".join(on_screen(shown_after(5, job(protocol="published"), quiet=True)))
 
 
 def test_work_before_the_first_round_is_told_without_a_time_left(
@@ -181,17 +175,12 @@ def test_a_run_in_python_shows_its_progress_on_stderr(
 
 
 def test_the_epsilon_of_a_seeded_run_is_called_the_mechanisms(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(SimpleNamespace(**{**vars(RECIPE), "privacy": SimpleNamespace(randomness="seeded")})) as shown:
-        shown.start(job())
-        run(shown, 1)
+    shown_after(1, job(), SimpleNamespace(**{**vars(RECIPE), "privacy": SimpleNamespace(randomness="seeded")}))
     assert "ε of the mechanism 0.0" in capsys.readouterr().out
 
 
 def test_an_infinite_epsilon_is_called_infinite() -> None:
-    shown = Progress(RECIPE, quiet=True)
-    shown.start(job(budget=None))
-    run(shown, 2, epsilon=math.inf)
-    assert "ε ∞" in on_screen(shown)[2]
+    assert "ε ∞" in on_screen(shown_after(2, job(budget=None), quiet=True, epsilon=math.inf))[2]
 
 
 def result(stopped: str = "", **privacy: Any) -> Any:
@@ -224,9 +213,8 @@ def test_the_summary_of_a_stopped_run_says_how_to_go_on(capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("proven", [None, 947.0])
 def test_a_claimed_epsilon_is_beside_the_proven_one(capsys: pytest.CaptureFixture[str], proven: float | None) -> None:
-    print_summary(
-        result(proven_epsilon=proven, claimed_epsilon=9.4, reasons=["Nothing bounds it."]), Path("x"), Path("p")
-    )
+    found = result(proven_epsilon=proven, claimed_epsilon=9.4, reasons=["Nothing bounds it."])
+    print_summary(found, Path("x"), Path("p"))
     lines = capsys.readouterr().out.splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith("claimed ε"))
     assert "9.40" in lines[place] and lines[place - 1].startswith("proven ε")
@@ -288,10 +276,10 @@ def test_a_pipe_hears_of_a_long_run_every_ten_seconds(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    shown = progress.ExperimentProgress()
+    shown = ExperimentProgress()
     name = "a-setting-with-a-long-name_dp-fedavg-and-some-keys-that-differ-from-the-others/seed-0"
     for turn in range(30):
         now[0] += 4.0
-        shown.update(progress.RunEvent(name, "running", turn, 300))
+        shown.update(RunEvent(name, "running", turn, 300))
     lines = capsys.readouterr().out.splitlines()
     assert sum("round" in line for line in lines) == 10 and max(map(len, lines)) <= 80
