@@ -58,10 +58,16 @@ def test_a_round_written_twice_counts_once(run_folder: Path) -> None:
     assert metrics.final_accuracy(run) == 0.5
 
 
-def test_missing_folder_lists_what_is_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"), [("zzzzzzzzzz", "alpha"), ("alpa", r"Did you mean alpha\?"), ("no/where", "no such folder")]
+)
+def test_a_missing_folder_names_what_is_beside_it_and_no_deeper(tmp_path: Path, name: str, said: str) -> None:
+    """Its parent may be the root of everything."""
     write_run(tmp_path / "alpha", rounds=2)
-    with pytest.raises(InputError, match="alpha"):
-        metrics.read_run(tmp_path / "zzzzzzzzzz")
+    write_run(tmp_path / "deep" / "er" / "run", rounds=2)
+    with pytest.raises(InputError, match=said) as refused:
+        metrics.read_run(tmp_path / name)
+    assert "er/run" not in str(refused.value)
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
