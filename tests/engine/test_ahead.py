@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_runs import pairs, recipe, weights
 from torch import Tensor, nn
 
 import fedflat
@@ -24,25 +25,8 @@ from fedflat.records import checkpoint
 pytestmark = pytest.mark.usefixtures("noise_of_the_seed")
 
 
-def pairs(clients: int = 6) -> list[tuple[Tensor, Tensor]]:
-    rng = np.random.default_rng(1)
-    return [(torch.tensor(rng.normal(size=(5, 4)), dtype=torch.float32), torch.arange(5) % 3) for _ in range(clients)]
-
-
-def settings(**privacy: Any) -> dict[str, Any]:
-    return {
-        "rounds": 3, "algorithm": {"name": "dp-fedavg"}, "local": {"steps": 2, "batch_size": 3, "lr": 0.2},
-        "cohort": {"size": 3}, "privacy": {"clip": 0.3, "noise_multiplier": 1.0, "delta": 1e-5, **privacy},
-        "engine": {"backend": "sequential"},
-    }  # fmt: skip
-
-
-def weights(found: Any) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()])
-
-
 def model() -> nn.Module:
-    return nn.Linear(4, 3)
+    return nn.Linear(6, 3)
 
 
 def test_what_was_found_or_raised_comes_back_when_asked_for() -> None:
@@ -68,11 +52,11 @@ def test_noise_drawn_ahead_is_the_same_noise(trust: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(train, "LARGE", least)
         network = model()
         network.load_state_dict(first)
-        recipe = settings(trust=trust)
+        asked = recipe(privacy={"trust": trust})
         if trust == "distributed":
-            recipe["cohort"] = {"size": 18, "min": 4}
-        found.append(fedflat.run(recipe, model=network, clients=pairs(20)))
-    assert torch.equal(weights(found[0]), weights(found[1]))
+            asked["cohort"] = {"size": 18, "min": 4}
+        found.append(fedflat.run(asked, model=network, clients=pairs([5] * 20)))
+    assert torch.equal(weights(found[0].model), weights(found[1].model))
     assert [r["epsilon"] for r in found[0].history] == [r["epsilon"] for r in found[1].history]
 
 
@@ -82,7 +66,7 @@ def test_noise_ahead_is_of_its_own_round(monkeypatch: pytest.MonkeyPatch) -> Non
     real = GaussianNoise.unit
     monkeypatch.setattr(train, "LARGE", 0)
     monkeypatch.setattr(GaussianNoise, "unit", lambda self, key, r, size: asked.append(r) or real(self, key, r, size))
-    fedflat.run(settings(), model=model(), clients=pairs())
+    fedflat.run(recipe(rounds=3), model=model(), clients=pairs([5] * 6))
     assert sorted(asked) == [0, 1, 2]
     noise = GaussianNoise(lambda bound: bound)
     drawn = [real(noise, b"k", r, 9) for r in range(3)]
@@ -106,7 +90,7 @@ def test_a_round_is_charged_only_after_the_last_checkpoint(tmp_path: Path, monke
 
     monkeypatch.setattr(checkpoint, "save", slow)
     monkeypatch.setattr(train, "finish_round", noted)
-    fedflat.run(settings(), model=model(), clients=pairs(), out=tmp_path / "run")
+    fedflat.run(recipe(rounds=3), model=model(), clients=pairs([5] * 6), out=tmp_path / "run")
     assert events == [("finishes", 0), ("saved", 1), ("finishes", 1), ("saved", 2), ("finishes", 2), ("saved", 3)]
 
 
@@ -116,7 +100,7 @@ def test_a_checkpoint_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(checkpoint, "save", full)
     with pytest.raises(RunError, match=r"cannot be written \(No space left on device\); the run stops"):
-        fedflat.run(settings(), model=model(), clients=pairs(), out=tmp_path / "run")
+        fedflat.run(recipe(rounds=3), model=model(), clients=pairs([5] * 6), out=tmp_path / "run")
     assert len((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()) == 1
 
 

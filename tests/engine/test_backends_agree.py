@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_runs import filled, module, pairs, recipe, weights
 from torch import Tensor, nn
 
 import fedflat
@@ -29,31 +30,7 @@ WRITTEN = [name for name in METHODS if ALGORITHMS[name]().head is not None or AL
 SIZES = (7, 3, 0, 12, 1, 5, 12)
 
 
-def clients() -> list[tuple[Tensor, Tensor]]:
-    rng = np.random.default_rng(2)
-    return [
-        (torch.tensor(rng.normal(size=(n, 6)), dtype=torch.float32), torch.tensor(rng.integers(0, 3, n))) for n in SIZES
-    ]
-
-
-def filled(network: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-    return network
-
-
-def module() -> nn.Module:
-    return filled(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
-
-
-def recipe(method: str, **engine: Any) -> dict[str, Any]:
-    return {
-        "rounds": 2, "seed": 2, "algorithm": {"name": method},
-        "local": {"steps": 3, "batch_size": 4, "lr": 0.3, "weight_decay": 0.01, "max_grad_norm": 2.0},
-        "cohort": {"size": 5}, "privacy": {"clip": 0.2, "noise_multiplier": 1.0, "delta": 1e-5}, "engine": engine,
-    }  # fmt: skip
+clients = functools.partial(pairs, SIZES)
 
 
 @functools.cache
@@ -63,8 +40,7 @@ def final(method: str, seed: int, **engine: Any) -> Tensor:
 
 
 def trained(method: str, seed: int = 2, **engine: Any) -> Tensor:
-    found = fedflat.run(recipe(method, **engine) | {"seed": seed}, model=module(), clients=clients())
-    return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()])
+    return weights(fedflat.run(recipe(method, engine, seed=seed), model=module(), clients=clients()).model)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -82,8 +58,7 @@ def test_bf16_in_blocks_is_bf16_of_one_client() -> None:
 
     def ended(**engine: Any) -> Tensor:
         network = filled(nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Flatten(), nn.Linear(8, 3)))
-        found = fedflat.run(recipe("dp-fedavg", **engine), model=network, clients=clients())
-        return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()])
+        return weights(fedflat.run(recipe(engine=engine), model=network, clients=clients()).model)
 
     alone, exact = ended(backend="sequential", precision="bf16"), ended(backend="sequential")
     block = ended(backend="vectorized", precision="bf16")
@@ -117,16 +92,14 @@ def test_bf16_in_blocks_of_linear_layers_on_every_method(method: str) -> None:
 @pytest.mark.parametrize(("rows", "kept"), [(4, "vectorized-fp32"), (120, "vectorized")])
 def test_bf16_in_blocks_is_for_long_products(rows: int, kept: str, tmp_path: Path) -> None:
     """bf16 is no reason to be slower than float32 in blocks; what was chosen is in the folder for a resume."""
-    asked = recipe("dp-fedavg", precision="bf16", processes=2)
-    asked["local"] |= {"batch_size": rows}
+    asked = recipe(engine={"precision": "bf16", "processes": 2}, local={"batch_size": rows})
     found = fedflat.run(asked, model=module(), clients=clients(), out=tmp_path / "run")
     again = Recipe.load(tmp_path / "run" / "recipe.yaml")
     assert (again.engine.backend, again.engine.precision) == (kept, "bf16")
     plain = fedflat.run(
         asked | {"engine": {"backend": "vectorized", "precision": "bf16"}}, model=module(), clients=clients()
     )
-    ours, theirs = (torch.cat([p.detach().reshape(-1) for p in each.model.parameters()]) for each in (found, plain))
-    assert torch.equal(ours, theirs) == (kept == "vectorized")
+    assert torch.equal(weights(found.model), weights(plain.model)) == (kept == "vectorized")
 
 
 class Turns(nn.Module):
@@ -162,9 +135,9 @@ WIDE = nn.Sequential(nn.Linear(6, 400), nn.ReLU(), nn.Linear(400, 400), nn.Linea
     ],
 )
 def test_auto_follows_public_shapes(network: nn.Module, cohort: int, name: str) -> None:
-    asked = recipe("dp-fedavg", processes=2) | {"cohort": {"size": cohort}}
+    asked = recipe(engine={"processes": 2}, cohort={"size": cohort})
     rows = clients() * 60
-    first = torch.cat([p.detach().reshape(-1).clone() for p in network.parameters()])
+    first = weights(network)
     job = prepare(Recipe.of(asked), network, rows)
     assert job.backend.name == name
     assert torch.equal(job.initial_weights, first)  # a check of a block leaves nothing behind
@@ -175,7 +148,7 @@ def test_auto_follows_public_shapes(network: nn.Module, cohort: int, name: str) 
 def test_a_block_of_few_weights_is_large_whatever_its_inputs_hold() -> None:
     """On a frozen body's features: blocks of 7 took 2.6 times as long as those of 64."""
     rows = [(torch.rand(20, 1000), torch.arange(20) % 10)] * 128
-    asked: dict[str, Any] = recipe("dp-fedavg") | {"cohort": {"size": 128}}
+    asked = recipe(cohort={"size": 128})
     asked["local"] = {"steps": 1, "batch_size": 128, "lr": 1.0}
     assert prepare(Recipe.of(asked), nn.Linear(1000, 10), rows).backend.block == 64
     wide = nn.Sequential(nn.Linear(1000, 500), nn.ReLU(), nn.Linear(500, 10))
@@ -186,8 +159,8 @@ def test_a_block_of_few_weights_is_large_whatever_its_inputs_hold() -> None:
 
 @pytest.mark.long
 def test_uneven_cohorts_of_large_models_get_all_cores_on_one_client() -> None:
-    shapes = {"data": {"dataset": "random-process/3x32x32/10/50+10", "clients": 5}, "model": "resnet10"}
-    asked = recipe("dp-fedavg", processes=2) | shapes
+    data = {"dataset": "random-process/3x32x32/10/50+10", "clients": 5}
+    asked = recipe(engine={"processes": 2}, data=data, model="resnet10")
     assert [getattr(prepare(Recipe.of(asked)).backend, name) for name in ("name", "threads")] == ["sequential", 2]
     asked["cohort"] = {"size": 4}
     assert prepare(Recipe.of(asked)).backend.name == "workers"
@@ -222,7 +195,7 @@ def test_blocks_are_added_in_order_though_later_ones_end_first() -> None:
 
 
 def test_a_block_out_of_memory_is_halved_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = prepare(Recipe.of(recipe("dp-fedavg", backend="vectorized")), module(), clients())
+    job = prepare(Recipe.of(recipe(engine={"backend": "vectorized"})), module(), clients())
     real, seen = type(job.backend).trained, []
 
     def short(self: Any, some: np.ndarray, *rest: Any) -> Any:
@@ -240,7 +213,7 @@ def test_a_block_out_of_memory_is_halved_and_tried_again(monkeypatch: pytest.Mon
 
 
 def test_one_client_that_does_not_fit_and_other_errors_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = prepare(Recipe.of(recipe("dp-fedavg", backend="vectorized")), module(), clients())
+    job = prepare(Recipe.of(recipe(engine={"backend": "vectorized"})), module(), clients())
 
     def fails(*_: Any) -> Any:
         raise RuntimeError(text)

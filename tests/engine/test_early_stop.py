@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from small_runs import module, pairs, weights
+from small_runs import recipe as small
 
 import fedflat
 from fedflat.core import process
@@ -19,20 +20,11 @@ ROUNDS = 6
 
 
 def recipe(**privacy: object) -> dict[str, object]:
-    return {
-        "rounds": ROUNDS, "algorithm": "dp-fedavg", "cohort": {"size": 4},
-        "local": {"steps": 1, "batch_size": 4, "lr": 0.1},
-        "privacy": {"clip": 0.5, "noise_multiplier": 1.0, "delta": 0.01, **privacy},
-    }  # fmt: skip
+    return small(rounds=ROUNDS, cohort={"size": 4}, privacy={"delta": 0.01, **privacy})
 
 
 def given() -> dict[str, object]:
-    draw = torch.Generator().manual_seed(0)
-    pairs = [(torch.randn(6, 5, generator=draw), torch.randint(0, 3, (6,), generator=draw)) for _ in range(8)]
-    module = nn.Linear(5, 3)
-    nn.init.zeros_(module.weight)
-    nn.init.zeros_(module.bias)
-    return {"model": module, "clients": pairs}
+    return {"model": module(), "clients": pairs([6] * 8)}
 
 
 def whole_plan() -> float:
@@ -47,19 +39,17 @@ def test_the_released_model_can_be_read_and_not_be_changed(tmp_path: Path) -> No
     seen: list[torch.Tensor] = []
 
     def look(record: dict[str, object], state: fedflat.RoundResult) -> None:
-        module = state.model()
-        assert not module.training and state.round == record["round"] + 1
-        seen.append(torch.cat([p.detach().reshape(-1) for p in module.parameters()]))
+        copy = state.model()
+        assert not copy.training and state.round == record["round"] + 1
+        seen.append(weights(copy))
         assert torch.equal(seen[-1], state.weights)
-        for parameter in module.parameters():
+        for parameter in copy.parameters():
             parameter.data.zero_()
         state.weights.zero_()
 
     watched = fedflat.run(recipe(), **given(), on_round=look)
     plain = fedflat.run(recipe(), **given())
-    assert len(seen) == ROUNDS and all(
-        torch.equal(a, b) for a, b in zip(watched.model.parameters(), plain.model.parameters(), strict=True)
-    )
+    assert len(seen) == ROUNDS and torch.equal(weights(watched.model), weights(plain.model))
 
 
 def test_an_early_end_costs_the_whole_plan(tmp_path: Path) -> None:
@@ -79,7 +69,7 @@ def test_what_was_charged_is_there_to_go_on_with(tmp_path: Path) -> None:
     assert len(read(tmp_path / "run" / "ledger.jsonl")) == ROUNDS  # no event is charged twice
     assert went_on.privacy["proven_epsilon"] == pytest.approx(whole_plan(), rel=1e-6)
     straight = fedflat.run(recipe(), **given())
-    assert all(torch.equal(a, b) for a, b in zip(went_on.model.parameters(), straight.model.parameters(), strict=True))
+    assert torch.equal(weights(went_on.model), weights(straight.model))
 
 
 def test_with_correlated_noise_the_planned_run_is_stated_anyway() -> None:
@@ -107,8 +97,7 @@ def test_true_after_the_last_round_is_no_early_end() -> None:
 
 
 def test_a_method_without_privacy_has_nothing_to_charge() -> None:
-    made = recipe()
-    made |= {"algorithm": "fedavg", "privacy": {}}
+    made = recipe() | {"algorithm": "fedavg", "privacy": {}}
     assert fedflat.run(made, **given(), on_round=end_after(2)).privacy["proven_epsilon"] is None
 
 

@@ -5,28 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import module, pairs, weights
 from torch import nn
 from torch.nn import functional as F
 
 import fedflat
 from fedflat.core.checks import InputError
-from fedflat.core.rng import stream
 from fedflat.core.types import Local
 
 SIZES = (6, 3, 0, 9)
 LOCAL: dict[str, Any] = {"steps": 4, "batch_size": 20, "lr": 0.02, "optimizer": "adam"}
-
-
-def clients() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    draw = stream(0, "data of local Adam", 0)
-    return [
-        (torch.from_numpy(draw.normal(size=(n, 4))).float(), torch.from_numpy(draw.integers(0, 3, n))) for n in SIZES
-    ]
-
-
-def module() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 def trained(backend: str, method: str = "fedavg", rounds: int = 1, **local: Any) -> torch.Tensor:
@@ -35,15 +23,14 @@ def trained(backend: str, method: str = "fedavg", rounds: int = 1, **local: Any)
         "privacy": {"clip": 0.05, "noise_multiplier": 0.0},
         "engine": {"backend": backend, "device": "cpu", "precision": "fp32"},
     }  # fmt: skip
-    result = fedflat.run(recipe, model=module(), clients=clients())
-    return torch.cat([p.detach().flatten() for p in result.model.parameters()])
+    return weights(fedflat.run(recipe, model=module(), clients=pairs(SIZES)).model)
 
 
 def test_adam_is_torchs_and_begins_anew_each_round() -> None:
     network = module()
     for _ in range(2):
         sent = []
-        for x, y in (pair for pair in clients() if len(pair[0])):
+        for x, y in (pair for pair in pairs(SIZES) if len(pair[0])):
             own = module()
             own.load_state_dict(network.state_dict())
             optimizer = torch.optim.Adam(own.parameters(), lr=LOCAL["lr"])
@@ -51,10 +38,9 @@ def test_adam_is_torchs_and_begins_anew_each_round() -> None:
                 optimizer.zero_grad()
                 F.cross_entropy(own(x), y).backward()
                 optimizer.step()
-            change = [a.detach() - b.detach() for a, b in zip(own.parameters(), network.parameters())]
-            sent.append(torch.cat([c.flatten() for c in change]))
+            sent.append(weights(own) - weights(network))
         mean = torch.stack(sent).sum(0) / len(SIZES)
-        vector = torch.cat([p.detach().flatten() for p in network.parameters()]) + mean
+        vector = weights(network) + mean
         nn.utils.vector_to_parameters(vector, network.parameters())
     assert torch.allclose(trained("sequential", rounds=2), vector, atol=2e-6)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_runs import weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -177,8 +178,7 @@ def test_one_run_in_every_back_end() -> None:
     for name, engine in engines.items():
         module = build("cnn", (1, 16, 16), 4, 0)
         assert prepare(Recipe.of({**recipe, "engine": engine}), module, clients).problem.onednn
-        model = fedflat.run({**recipe, "engine": engine}, model=module, clients=clients).model
-        found[name] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        found[name] = weights(fedflat.run({**recipe, "engine": engine}, model=module, clients=clients).model)
     assert torch.equal(found["workers"], found["sequential"])
     assert torch.allclose(found["vectorized"], found["sequential"], atol=1e-5)
 

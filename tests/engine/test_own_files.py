@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_runs import weights
 
 import fedflat
 from fedflat.backends import workers
@@ -63,7 +64,7 @@ def _ran(folder: Path, engine: dict[str, Any], **model: Any) -> torch.Tensor:
         "privacy": {"clip": 0.2, "noise_multiplier": 0},  # code that asks for its process gets fresh noise
         "engine": engine,
     }
-    return torch.cat([p.detach().reshape(-1) for p in fedflat.run(recipe, clients=pairs).model.parameters()])
+    return weights(fedflat.run(recipe, clients=pairs).model)
 
 
 @pytest.fixture

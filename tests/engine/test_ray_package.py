@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_runs import pairs
 from torch import Tensor, nn
 
 from fedflat.assembly.jobs import prepare
@@ -28,21 +29,13 @@ ON_RAY = {
 }  # fmt: skip
 
 
-def pairs(shape: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-    rng = np.random.default_rng(3)
-    return [
-        (torch.tensor(rng.normal(size=(n, *shape)), dtype=torch.float32), torch.tensor(rng.integers(0, 3, n)))
-        for n in SIZES
-    ]
-
-
 def inner(network: nn.Module, shape: tuple[int, ...] = (6,), held_back: float = 0.0) -> Sequential:
     recipe = {
         "rounds": 1, "data": {"client_test_fraction": held_back}, "algorithm": "fedavg",
         "local": {"steps": 3, "batch_size": 2}, "cohort": {"size": 2}, "engine": {"backend": "sequential"},
     }  # fmt: skip
     test = (torch.full((3, *shape), 77.0), torch.zeros(3, dtype=torch.int64))
-    backend = prepare(Recipe.of(recipe), network, pairs(shape), test).backend
+    backend = prepare(Recipe.of(recipe), network, pairs(SIZES, shape, seed=3), test).backend
     assert isinstance(backend, Sequential)
     return backend
 
@@ -192,7 +185,7 @@ def test_no_cluster_and_no_package_are_said_in_one_line(fake: FakeRay, monkeypat
         ours.connect(2)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"^engine\.backend: found ray, which is not installed; .* '.*\[scale\]'\.$"):
-        prepare(Recipe.of(ON_RAY), nn.Linear(6, 3), pairs((6,)))
+        prepare(Recipe.of(ON_RAY), nn.Linear(6, 3), pairs(SIZES))
 
 
 def test_a_model_of_the_users_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +194,7 @@ def test_a_model_of_the_users_script_is_refused(monkeypatch: pytest.MonkeyPatch)
 
     Script.__module__ = "__main__"
     with pytest.raises(InputError, match=r"engine\.backend: found ray with a model that cannot be sent"):
-        prepare(Recipe.of(ON_RAY), Script(6, 3), pairs((6,)))
+        prepare(Recipe.of(ON_RAY), Script(6, 3), pairs(SIZES))
 
 
 def test_a_task_answers_with_arrays_or_with_what_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:

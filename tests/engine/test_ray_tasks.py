@@ -6,14 +6,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from small_runs import filled, module, pairs, recipe, weights
 from torch import Tensor, nn
 
 import fedflat
@@ -32,6 +33,7 @@ ray = pytest.importorskip("ray")
 METHODS = [name for name in ALGORITHMS if ALGORITHMS[name]().kind == "update"]
 SIZES = (7, 3, 0, 12, 1, 5, 12, 4, 9)
 RAY = {"backend": "ray", "processes": 2}
+clients = partial(pairs, SIZES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,48 +45,13 @@ def _one_session() -> Iterator[None]:
     ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-def clients(shape: tuple[int, ...] = (6,)) -> list[tuple[Tensor, Tensor]]:
-    rng = np.random.default_rng(2)
-    return [
-        (torch.tensor(rng.normal(size=(n, *shape)), dtype=torch.float32), torch.tensor(rng.integers(0, 3, n)))
-        for n in SIZES
-    ]
-
-
-def filled(network: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-    return network
-
-
-def module() -> nn.Module:
-    return filled(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)))
-
-
-def recipe(method: str, engine: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    return {
-        "rounds": 2,
-        "algorithm": {"name": method},
-        "local": {"steps": 3, "batch_size": 4, "lr": 0.3, "weight_decay": 0.01},
-        "cohort": {"size": 7},
-        "privacy": {"clip": 0.2, "noise_multiplier": 1.0, "delta": 1e-5},
-        "engine": engine,
-    } | changes
-
-
-def weights(result: Any) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in result.model.parameters()])
-
-
 def untimed(result: Any) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key != "seconds"} for line in result.private_history]
 
 
 def same(found: Any, expected: Any) -> None:
     """Weights, what is private to the simulation, and heads: bit for bit."""
-    assert torch.equal(weights(found), weights(expected))
+    assert torch.equal(weights(found.model), weights(expected.model))
     assert untimed(found) == untimed(expected)
     assert sorted(found.heads) == sorted(expected.heads)
     assert all(torch.equal(found.heads[i], head) for i, head in expected.heads.items())
@@ -95,10 +62,9 @@ def both(
 ) -> tuple[Any, Any]:
     """A run on Ray and one on the sequential back end."""
     changes = given.pop("changes", {})
-    pairs = given.pop("pairs", None)
+    given = {"clients": clients(), **given}
     return tuple(  # type: ignore[return-value]
-        fedflat.run(recipe(method, e, **changes), model=network(), clients=pairs or clients(), **given)
-        for e in (engine, {"backend": "sequential"})
+        fedflat.run(recipe(method, e, **changes), model=network(), **given) for e in (engine, {"backend": "sequential"})
     )
 
 
@@ -127,7 +93,7 @@ def images() -> nn.Module:
 
 
 def test_images_stay_channels_last() -> None:
-    same(*both(network=images, pairs=clients((2, 6, 6))))
+    same(*both(network=images, clients=clients((2, 6, 6))))
 
 
 class Layered(nn.Module):
@@ -137,7 +103,6 @@ class Layered(nn.Module):
         super().__init__()
         self.below, self.above, self.drop = nn.Linear(6, 5), nn.Linear(5, 3), nn.Dropout(0.3)
         self.register_buffer("factor", torch.full((1,), 1.5))
-        filled(self)
         self.below.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +110,7 @@ class Layered(nn.Module):
 
 
 def test_frozen_layers_dropout_and_buffers() -> None:
-    same(*both(network=Layered))
+    same(*both(network=lambda: filled(Layered())))
 
 
 def test_a_users_own_rule_and_odd_messages() -> None:
@@ -184,7 +149,7 @@ def test_a_stopped_run_resumes_bit_for_bit(tmp_path: Path) -> None:
             recipe("dp2-fedsam", RAY, rounds=4), model=module(), clients=clients(), out=tmp_path / "run", resume=resume,
             should_stop=asked,
         )  # fmt: skip
-    assert torch.equal(weights(found), weights(whole)) and len(found.history) == 4
+    assert torch.equal(weights(found.model), weights(whole.model)) and len(found.history) == 4
     stored = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
     assert stored["engine"]["backend"] == "ray" and stored["engine"]["block"] is None
 
@@ -304,9 +269,12 @@ def test_a_task_that_always_loses_its_worker_ends_the_run_with_one_line(
         fedflat.run(killing(tmp_path, every=True))
 
 
+ONE_EXAMPLE = clients()[4][0]
+
+
 class Fails(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        if torch.equal(x, clients()[4][0]):
+        if torch.equal(x, ONE_EXAMPLE):
             raise KeyError("sizes do not fit")
         return super().forward(x)
 

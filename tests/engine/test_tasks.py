@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from small_runs import weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,10 +53,6 @@ def module(outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs))
 
 
-def flat(some: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in some.parameters()])
-
-
 def huber(outputs: Tensor, wanted: Tensor) -> Tensor:
     return F.huber_loss(outputs.squeeze(-1), wanted, reduction="none")
 
@@ -94,15 +91,15 @@ def test_losses_are_the_textbooks() -> None:
 @pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize(("task", "outputs"), [("multilabel", 2), ("regression", 1), ("classification", 2)])
 def test_every_back_end_trains_the_same(task: str, outputs: int) -> None:
-    expected = flat(trained(task, outputs).model)
+    expected = weights(trained(task, outputs).model)
     for engine in ({"backend": "vectorized", "block": 3}, {"backend": "workers", "processes": 2}):
-        found = flat(trained(task, outputs, recipe={"engine": {**engine, "device": "cpu"}}).model)
+        found = weights(trained(task, outputs, recipe={"engine": {**engine, "device": "cpu"}}).model)
         assert torch.allclose(found, expected, atol=1e-6), engine
     if task != "classification":
         with pytest.raises(InputError, match="lowrank with a loss other than cross-entropy"):
             trained(task, outputs, recipe={"engine": {"backend": "lowrank", "device": "cpu"}})
     chosen = trained(task, outputs, recipe={"engine": {"device": "cpu"}})
-    assert torch.allclose(flat(chosen.model), expected, atol=1e-6)
+    assert torch.allclose(weights(chosen.model), expected, atol=1e-6)
 
 
 def test_one_step_is_the_gradient_of_the_loss() -> None:
@@ -112,8 +109,8 @@ def test_one_step_is_the_gradient_of_the_loss() -> None:
     x, y = clients("regression")[3]
     for loss, mean in ((None, ((start(x)[:, 0] - y) ** 2).mean()), (huber, huber(start(x), y).mean())):
         found = fedflat.run(recipe, model=start, clients=[(x, y)], task="regression", loss=loss)
-        wanted = flat(start) - 0.1 * torch.cat([g.flatten() for g in torch.autograd.grad(mean, start.parameters())])
-        assert torch.allclose(flat(found.model), wanted, atol=1e-6)
+        wanted = weights(start) - 0.1 * torch.cat([g.flatten() for g in torch.autograd.grad(mean, start.parameters())])
+        assert torch.allclose(weights(found.model), wanted, atol=1e-6)
 
 
 def test_squared_loss_for_classes_begins_with_the_class_sums() -> None:
@@ -191,7 +188,7 @@ def test_metrics_are_shown_wherever_figures_are(tmp_path: Path) -> None:
     ]
     page = render([read_run(tmp_path / "a")])
     assert "Test loss" in page and "Test mae" in page and "never evaluated" not in page
-    assert torch.equal(flat(fedflat.load(tmp_path / "a", model=module(1)).model), flat(found.model))
+    assert torch.equal(weights(fedflat.load(tmp_path / "a", model=module(1)).model), weights(found.model))
 
 
 def test_held_back_examples_have_a_loss_where_there_is_no_accuracy() -> None:
