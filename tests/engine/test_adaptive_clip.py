@@ -4,6 +4,7 @@ import logging
 import math
 
 import pytest
+import small_runs
 import torch
 
 from fedflat.assembly.jobs import prepare
@@ -22,21 +23,12 @@ LOG = logging.getLogger(__name__)
 
 
 def job(initial: float, quantile: float = 0.5, secure: bool = False, trust: str = "central"):
-    recipe = {
-        "rounds": 200,
-        "algorithm": {"name": "dp-fedavg"},
-        "data": {"classes": 2},
-        "model": {"name": "linear"},
-        "local": {"steps": 1, "batch_size": 1},
-        "cohort": {"size": CLIENTS / 2},
-        "privacy": {
-            "clip": {"kind": "adaptive", "initial": initial, "quantile": quantile},
-            "noise_multiplier": 1.0,
-            "secure_rng": secure,
-            "trust": trust,
-        },
-    }
-    return prepare(Recipe.of(recipe), None, [(torch.zeros(1, 2), torch.tensor([i % 2])) for i in range(CLIENTS)])
+    clip = {"kind": "adaptive", "initial": initial, "quantile": quantile}
+    made = small_runs.recipe(
+        rounds=200, data={"classes": 2}, model={"name": "linear"}, cohort={"size": CLIENTS / 2},
+        privacy={"clip": clip, "secure_rng": secure, "trust": trust},
+    )  # fmt: skip
+    return prepare(Recipe.of(made), None, [(torch.zeros(1, 2), torch.tensor([i % 2])) for i in range(CLIENTS)])
 
 
 def clips(made, rounds: int) -> list[float]:

@@ -8,6 +8,7 @@ import torch
 from scipy import stats
 
 from fedflat.assembly.jobs import prepare
+from fedflat.config.recipe import Recipe
 from fedflat.core.rng import stream
 from fedflat.core.types import Aggregate, Broadcast
 from fedflat.engine.job import Job, RoundParts
@@ -28,13 +29,7 @@ def job(name: str = "dp-fedavg", *, sampling: str = "poisson", **privacy: object
         "cohort": {"size": COHORT, "sampling": sampling},
         "privacy": {"clip": 0.5, "noise_multiplier": 0.8, "delta": 1e-3, **privacy},
     }  # fmt: skip
-    return prepare(recipe_of(recipe), None, [(inputs, torch.tensor([0, 1]))] * CLIENTS)
-
-
-def recipe_of(mapping: dict) -> object:
-    from fedflat.config.recipe import Recipe
-
-    return Recipe.of(mapping)
+    return prepare(Recipe.of(recipe), None, [(inputs, torch.tensor([0, 1]))] * CLIENTS)
 
 
 def drawn(made: Job, messages: torch.Tensor, round: int = 0, key: bytes = KEY) -> torch.Tensor:

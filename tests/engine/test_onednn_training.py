@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import weights
+from small_runs import recipe, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -167,18 +167,15 @@ def test_evaluation_mode_stays_on_plain_tensors(monkeypatch: pytest.MonkeyPatch)
 def test_one_run_in_every_back_end() -> None:
     """``workers`` bit for bit, blocks up to rounding, and the tensors were in use."""
     clients = [(images(n, (1, 16, 16), n), torch.arange(n) % 4) for n in (9, 5, 14, 1)]
-    recipe: dict[str, Any] = {
-        "rounds": 2, "algorithm": {"name": "dp-fedavg"}, "local": {"steps": 3, "batch_size": 6, "lr": 0.1},
-        "cohort": {"size": 3}, "privacy": {"clip": 0.2, "noise_multiplier": 1.0, "delta": 1e-5},
-    }  # fmt: skip
     # One thread each, as the workers have: some processors' products of two threads round otherwise.
     engines = {"sequential": {"backend": "sequential", "processes": 1}}
     engines |= {name: {"backend": name, "processes": 2} for name in ("workers", "vectorized")}
     found = {}
     for name, engine in engines.items():
         module = build("cnn", (1, 16, 16), 4, 0)
-        assert prepare(Recipe.of({**recipe, "engine": engine}), module, clients).problem.onednn
-        found[name] = weights(fedflat.run({**recipe, "engine": engine}, model=module, clients=clients).model)
+        asked = recipe(engine=engine, local={"batch_size": 6, "lr": 0.1}, cohort={"size": 3})
+        assert prepare(Recipe.of(asked), module, clients).problem.onednn
+        found[name] = weights(fedflat.run(asked, model=module, clients=clients).model)
     assert torch.equal(found["workers"], found["sequential"])
     assert torch.allclose(found["vectorized"], found["sequential"], atol=1e-5)
 

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from small_runs import weights
+from small_runs import pairs, recipe, weights
 
 import fedflat
 from fedflat.backends import workers
@@ -52,19 +51,13 @@ def loss(outputs, targets):
 
 
 def _ran(folder: Path, engine: dict[str, Any], **model: Any) -> torch.Tensor:
-    rng = np.random.default_rng(2)
-    pairs = [(torch.from_numpy(rng.normal(size=(4, 6))).float(), torch.arange(4) % 3) for _ in range(6)]
-    recipe = {
-        "rounds": 2,
-        "algorithm": {"name": f"{folder}/mine.py:method"},
-        "model": {"name": f"{folder}/mine.py:Net", **model},
-        "loss": f"{folder}/mine.py:loss",
-        "local": {"steps": 2, "batch_size": 4, "lr": 0.1},
-        "cohort": {"size": 6, "sampling": "full"},
-        "privacy": {"clip": 0.2, "noise_multiplier": 0},  # code that asks for its process gets fresh noise
-        "engine": engine,
-    }
-    return weights(fedflat.run(recipe, clients=pairs).model)
+    file = f"{folder}/mine.py"
+    made = recipe(
+        f"{file}:method", engine, model={"name": f"{file}:Net", **model}, loss=f"{file}:loss",
+        cohort={"size": 6, "sampling": "full"},
+        privacy={"noise_multiplier": 0},  # code that asks for its process gets fresh noise
+    )  # fmt: skip
+    return weights(fedflat.run(made, clients=pairs([4] * 6)).model)
 
 
 @pytest.fixture

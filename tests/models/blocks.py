@@ -1,4 +1,4 @@
-"""Whether the clients of a block have the gradients that each has alone."""
+"""Whether clients beside others have the gradients and features that each has alone."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
+
+from fedflat.backends import features
+from fedflat.backends.features import with_features
+from fedflat.data.clients import from_pairs
 
 
 def check_gradients(
@@ -24,3 +28,12 @@ def check_gradients(
     for i in range(len(x)):
         for key, alone in grad(of)(own[0 if shared else i], x[i], y[i]).items():
             torch.testing.assert_close(together[key][i], alone, rtol=rtol, atol=atol)
+
+
+def check_alone(module: nn.Module, *inputs: Tensor) -> None:
+    """The same bits alone, as in a deployment, as beside the others in a simulation. inputs: by client."""
+    pairs = [(x, torch.arange(len(x)) % 3) for x in inputs]
+    together = with_features(from_pairs(pairs), module)
+    for i, pair in enumerate(pairs):
+        features._LAST.clear()
+        assert torch.equal(with_features(from_pairs([pair]), module).inputs, together.client(i)[0])

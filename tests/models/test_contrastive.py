@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import check_alone
 from safetensors.torch import load_file, save_file
 
 import fedflat
-from fedflat.backends import features
-from fedflat.backends.features import with_features
 from fedflat.core.checks import InputError
 from fedflat.core.durable import digest_of, read_tensors, write_tensors
 from fedflat.core.rng import stream
-from fedflat.data.clients import from_pairs
 from fedflat.models import build
 from fedflat.simulation.inspection import inspect_run
 from fedflat.simulation.result import export
@@ -96,11 +94,7 @@ def test_features_have_length_one_and_no_image_another_s_bits(network: Path, sha
     assert found.shape == (9, 20) and module.frozen and module.prior == "random process"
     torch.testing.assert_close(torch.linalg.vector_norm(found, dim=1), torch.ones(9))
     assert torch.equal(module.features(x[:1])[0], found[0])
-    pairs = [(images(n, n, shape), torch.arange(n) % 3) for n in (5, 70, 9)]
-    together = with_features(from_pairs(pairs), module)
-    for i, pair in enumerate(pairs):
-        features._LAST.clear()
-        assert torch.equal(with_features(from_pairs([pair]), module).inputs, together.client(i)[0])
+    check_alone(module, *(images(n, n, shape) for n in (5, 70, 9)))
 
 
 def test_a_run_keeps_the_network_and_needs_its_file_no_more(network: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import check_alone
 from safetensors.torch import load_file, save_file
 
 import fedflat
@@ -242,13 +243,7 @@ def test_block_back_ends_train_the_head_as_one_by_one(backend: str, head: Any) -
 
 
 def test_features_do_not_follow_the_other_clients() -> None:
-    """A client computes the same bits alone, as in a deployment, as beside the others in a simulation."""
-    module = made()
-    pairs = [(images(n, n), torch.arange(n) % 3) for n in (5, 70, 9)]
-    together = with_features(from_pairs(pairs), module)
-    for i, pair in enumerate(pairs):
-        features._LAST.clear()
-        assert torch.equal(with_features(from_pairs([pair]), module).inputs, together.client(i)[0])
+    check_alone(made(), *(images(n, n) for n in (5, 70, 9)))
 
 
 def test_features_that_took_long_are_kept_on_disk(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

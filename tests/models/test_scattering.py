@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import check_alone
 
 import fedflat
-from fedflat.backends import features
-from fedflat.backends.features import with_features
 from fedflat.core.checks import InputError
-from fedflat.data.clients import from_pairs
 from fedflat.models import build
 from fedflat.models.patches import Scattering, ScatteringOptions
 
@@ -53,10 +51,7 @@ def test_an_image_has_the_same_bits_whoever_is_there() -> None:
     assert torch.equal(module.features(changed)[0], found[0])
     for rows in (slice(0, 1), slice(3, 8), slice(1, 9)):  # nor its place, nor how many there are
         assert torch.equal(module.body.maps(x[rows]), module.body.maps(x)[rows])
-    together = with_features(from_pairs([(x[:2], torch.zeros(2).long()), (x[2:], torch.zeros(7).long())]), module)
-    features._LAST.clear()
-    alone = with_features(from_pairs([(x[2:], torch.zeros(7).long())]), module)
-    assert torch.equal(alone.inputs, together.client(1)[0])
+    check_alone(module, x[:2], x[2:])
 
 
 def test_a_block_that_is_one_tensor_would_be_noticed() -> None:
