@@ -35,7 +35,7 @@ LIMITS = {
     "comment lines per 60 code lines": Limit(1, 1, least=True), "words of the docs": Limit(50_000, 50_000),
     "words of the README": Limit(850, 900), "files of more than 300 lines": Limit(36),
     "functions of more than 40 lines": Limit(8), "names that say nothing": Limit(56),
-    "lines of the tests": Limit(37_600),
+    "lines of the tests": Limit(36_400),
 }  # fmt: skip
 """The only place where limits are kept. They are today's values: nothing may grow."""
 SAYING_NOTHING = (
