@@ -48,11 +48,7 @@ class Workers:
         """Train each client of the cohort in some process, and yield the results in client order."""
         if not self.processes:
             self._start(len(broadcast.vectors))
-        try:
-            yield from self.inner.in_order(cohort, broadcast, partial(self._results, broadcast, kept))
-        except BaseException:
-            self.close()  # they would answer the next round with what is left of this one
-            raise
+        yield from self.inner.in_order(cohort, broadcast, partial(self._results, broadcast, kept))
 
     def _start(self, vectors: int) -> None:
         """Start the processes, with their shared tensors and their queues."""
@@ -129,14 +125,14 @@ class Workers:
     def close(self) -> None:
         """Ask the processes to end, and end those that do not."""
         atexit.unregister(self.close)
-        for _ in self.processes:
+        ending, self.processes = self.processes, []
+        for _ in ending:
             with contextlib.suppress(ValueError, OSError):
                 self.tasks.put(None)
-        for process in self.processes:
+        for process in ending:
             process.join(timeout=WAIT)
             if process.is_alive():
                 process.kill()
-        self.processes = []
 
 
 def spans_of(inner: Sequential) -> tuple[slice, ...]:

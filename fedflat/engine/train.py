@@ -40,6 +40,8 @@ def train(job: Job, *, on_round: OnRound | None = None, should_stop: Callable[[]
     plan = job.parts.plan
     with contextlib.ExitStack() as stack:
         stack.enter_context(exact(job.problem.device))
+        # A run that failed leaves processes that would answer the next one; a process that ends waits for its own.
+        stack.callback(getattr(job.backend, "close", lambda: None))
         ledger, start = stack.enter_context(_opened(job))
         state, heads, history, private = start.state, start.heads, start.history, start.private
         before = max(ledger.rounds_recorded(), default=-1)

@@ -1,4 +1,4 @@
-"""Worker processes do not outlive a parent that was killed."""
+"""Worker processes do not outlive a parent that was killed, nor their run."""
 
 import os
 import signal
@@ -54,3 +54,13 @@ def test_a_killed_parent_leaves_no_workers(tmp_path: Path) -> None:
     while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not [pid for pid in workers if _alive(pid)]
+
+
+@pytest.mark.long
+def test_runs_side_by_side_end_with_their_workers(tmp_path: Path) -> None:
+    """A process of the comparison's pool waits at its end for those that it has started."""
+    changes = ("engine.backend=workers", "engine.processes=2", "rounds=1", "data.clients=20", "cohort.size=5")
+    options = ["--seeds", "2", "--out", tmp_path / "both", *(f"-o{change}" for change in changes)]
+    command = [sys.executable, "-m", "fedflat", "compare", "quick-start", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
